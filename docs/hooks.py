@@ -26,7 +26,7 @@ import engines.vllm.features
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
-from rollout.router.proxy.metrics import METRICS as ROUTER_METRICS
+from rollout.router.metrics import METRICS as ROUTER_METRICS
 from rollout.rules import lifecycle
 
 ROOT = Path(__file__).parents[1]

@@ -21,6 +21,7 @@ LEAST_BYTES = {
     "many": 2 << 10,
     "turn": 1 << 9,
     "turn_sse": 1 << 9,
+    "agent": 1 << 8,
 }
 """Least bytes of a right reply, so that a fast wrong reply counts as an error."""
 
@@ -36,7 +37,7 @@ def requests(kind: str) -> Iterator[bytes]:
     sampling = {"max_new_tokens": 128, "temperature": 1.0, "stop": [f"kind={kind}"]}
     payload = {"input_ids": IDS, "sampling_params": sampling, "stream": kind == "sse"}
     body = json.dumps(payload).encode()
-    head = b"POST /generate HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
+    head = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     rest = b"content-length: %d\r\n\r\n%s" % (len(body), body)
     if kind != "fresh":
         return itertools.repeat(head + rest)
@@ -47,7 +48,7 @@ def _turn(kind: str) -> bytes:
     stop, is_streamed = [f"kind={kind}"], kind == "turn_sse"
     payload = {"messages": CHAT, "max_tokens": 128, "stop": stop, "stream": is_streamed}
     body = json.dumps(payload).encode()
-    return b"POST /sessions/s/v1/chat/completions HTTP/1.1\r\nhost: router\r\n" + (
+    return b"POST /sessions/s/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + (
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     )
 

@@ -83,7 +83,7 @@ def read_generate(answer: Any) -> GenerateReply:
         output_ids=tuple(answer.get("output_ids") or ()),
         output_logprobs=None
         if logprobs is None
-        else tuple(_logprob(entry[0]) for entry in logprobs),
+        else tuple(read_logprob(entry[0]) for entry in logprobs),
         finish_reason=None if reason is None else _read_finish_reason(reason),
         prompt_tokens=meta.get("prompt_tokens", 0),
         completion_tokens=meta.get("completion_tokens", 0),
@@ -94,7 +94,9 @@ def read_generate(answer: Any) -> GenerateReply:
             for span in meta.get("weight_versions") or ()
         ),
         # The first token has no predecessor: SGLang sends null for it.
-        input_logprobs=tuple(_logprob(entry[0]) for entry in of_prompt[1:]) if of_prompt else None,
+        input_logprobs=tuple(read_logprob(entry[0]) for entry in of_prompt[1:])
+        if of_prompt
+        else None,
         output_top_logprobs=_top_logprobs(meta.get("output_top_logprobs"), 0),
         input_top_logprobs=_top_logprobs(meta.get("input_top_logprobs"), 1),
         routed_experts=_from_base64(meta.get("routed_experts")),
@@ -106,14 +108,14 @@ def _top_logprobs(tokens: Any, begin: int) -> tuple[TopLogprobs, ...] | None:
     """SGLang sends null for a token without any, such as the prompt's first."""
     if not tokens:
         return None
-    return tuple({entry[1]: _logprob(entry[0]) for entry in of or ()} for of in tokens[begin:])
+    return tuple({entry[1]: read_logprob(entry[0]) for entry in of or ()} for of in tokens[begin:])
 
 
 def _from_base64(text: str | None) -> bytes | None:
     return None if text is None else base64.b64decode(text)
 
 
-def _logprob(value: float | None) -> float:
+def read_logprob(value: float | None) -> float:
     """SGLang's JSON writer has no NaN and sends null for it."""
     return math.nan if value is None else float(value)
 

@@ -7,7 +7,7 @@ path.  ``EngineConfig.options`` is passed to the engine unchanged.
 
 from __future__ import annotations
 
-from rollout.config.base import is_loopback
+from rollout.config.base import host_of, is_loopback
 from rollout.config.groups import EngineConfig, EngineKind, GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
@@ -40,6 +40,7 @@ __all__ = [
     "WeightUpdate",
     "WeightsConfig",
     "check_paths",
+    "host_of",
     "is_loopback",
     "wrong_paths",
 ]

@@ -50,6 +50,13 @@ def _is_number(annotation: Any) -> bool:
     return annotation in (int, float) or any(map(_is_number, get_args(annotation)))
 
 
+def host_of(netloc: str) -> str:
+    """The host of ``host:port``, as in a ``Host`` header."""
+    if netloc.startswith("["):
+        return netloc[1:].partition("]")[0]
+    return netloc.partition(":")[0]
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address bound to ``host`` can be reached only from this machine."""
     if host == "localhost":

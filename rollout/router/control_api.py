@@ -22,8 +22,8 @@ from rollout.router.engine_queries import (
     error_reply,
     tokenizer_folder,
 )
+from rollout.router.metrics import metrics_text
 from rollout.router.proxy.context import Proxy
-from rollout.router.proxy.metrics import metrics_text
 from rollout.router.proxy.turn_reply import generate
 from rollout.router.sessions.api import add_sessions
 from rollout.router.sessions.chat_sessions import ChatSessions, failure
@@ -82,6 +82,7 @@ def _chat_sessions(proxy: Proxy, client: EngineQueryClient) -> ChatSessions:
         proxy.sessions,
         find_folder,
         partial(generate, proxy),
+        proxy.reading,
         now_s=lambda: proxy.now_s(),
         on_tokenizer=keep_decode,
         tool_call_parser=config.tool_call_parser,

@@ -75,14 +75,15 @@ class RouterHost:
             on_failure=self._pass_failure_on,
             on_idle=self._wake_drained,
         )
+        connections = check_file_descriptors(
+            config.max_connections,
+            is_default="max_connections" not in config.model_fields_set,
+        )
         pool = EnginePool(
             connect_timeout_s=config.connect_timeout_s,
-            max_connections=check_file_descriptors(
-                config.max_connections,
-                is_default="max_connections" not in config.model_fields_set,
-            ),
+            max_connections=connections.engines,
         )
-        self._proxy = Proxy(self._gate, pool, config, run or new_run())
+        self._proxy = Proxy(self._gate, pool, config, run or new_run(), connections.clients)
         self._drained: dict[asyncio.Future[None], str] = {}
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()

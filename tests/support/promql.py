@@ -6,7 +6,7 @@ from typing import Any
 import promql_parser as promql
 
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
-from rollout.router.proxy.metrics import METRICS as ROUTER_METRICS
+from rollout.router.metrics import METRICS as ROUTER_METRICS
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 # Of every sample: the page or its list of targets adds ``server``, Prometheus the others.

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
-from rollout.config import is_loopback
+from rollout.config import host_of, is_loopback
 
 STATIC = files("rollout.observability.page") / "static"
 _COOKIE = "rollout_key"
@@ -43,7 +43,7 @@ class Access:
     def may_view(self, headers: Mapping[str, str]) -> bool:
         """Whether a request with these headers may read the page and its data."""
         if not self._key:
-            return not self._is_loopback or is_loopback(_host_of(headers.get("host", "")))
+            return not self._is_loopback or is_loopback(host_of(headers.get("host", "")))
         given = _given(headers)
         # Both are always compared, so that the time of the reply reveals nothing.
         is_key, is_control = self._is(given, self._key), self._is(given, self._control_key)
@@ -72,12 +72,6 @@ def _given(headers: Mapping[str, str]) -> bytes:
     except CookieError:
         return b""
     return cookie.value.encode() if cookie else b""
-
-
-def _host_of(netloc: str) -> str:
-    if netloc.startswith("["):
-        return netloc[1:].partition("]")[0]
-    return netloc.partition(":")[0]
 
 
 def login_routes(access: Access) -> APIRouter:

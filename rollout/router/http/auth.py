@@ -41,6 +41,10 @@ class BearerKeys:
         is_control = hmac.compare_digest(given[0], b"Bearer " + self._control)
         return is_right or (is_clients and is_control)
 
+    def is_open(self, path: str, *, is_generation: bool) -> bool:
+        """Whether any client has access to this path, which is more than a health check."""
+        return path not in OPEN_PATHS and self.admit([], path, is_generation=is_generation)
+
     def strip(self, headers: Headers) -> Headers:
         """The headers without the keys of this router, which engines must not see.
 

@@ -10,6 +10,7 @@ import errno
 import logging
 import resource
 from collections.abc import Callable
+from typing import NamedTuple
 
 from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
@@ -205,17 +206,30 @@ class EnginePool:
 _FEW = 1024
 
 
-def connections_within(wanted: int, soft: int, hard: int) -> tuple[int, int]:
-    """The soft limit to set, and the connections to engines that it allows.
+class Connections(NamedTuple):
+    """How many connections a limit of open files allows.
+
+    Attributes:
+        engines: to engines.
+        clients: of clients, beside these.
+    """
+
+    engines: int
+    clients: int
+
+
+def connections_within(wanted: int, soft: int, hard: int) -> tuple[int, Connections]:
+    """The soft limit to set, and the connections that it allows.
 
     A request in flight needs two descriptors: one to its client, one to its engine.
     """
     needed = 2 * wanted + _RESERVED_FDS
     limit = soft if needed <= soft else min(needed, hard)
-    return limit, min(wanted, max(1, (limit - _RESERVED_FDS) // 2))
+    num_engines = min(wanted, max(1, (limit - _RESERVED_FDS) // 2))
+    return limit, Connections(num_engines, max(1, limit - _RESERVED_FDS - num_engines))
 
 
-def check_file_descriptors(max_connections: int, *, is_default: bool = False) -> int:
+def check_file_descriptors(max_connections: int, *, is_default: bool = False) -> Connections:
     """Raise this process's limit as far as needed and allowed; how many connections that makes.
 
     Args:
@@ -227,12 +241,12 @@ def check_file_descriptors(max_connections: int, *, is_default: bool = False) ->
     limit, allowed = connections_within(max_connections, *has)
     if limit != has[0]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if allowed < (min(_FEW, max_connections) if is_default else max_connections):
+    if allowed.engines < (min(_FEW, max_connections) if is_default else max_connections):
         logger.warning(
             "the limit of %d open files allows %d connections to engines, not %d; "
             "raise it (ulimit -Hn) or lower router.max_connections",
             limit,
-            allowed,
+            allowed.engines,
             max_connections,
         )
     return allowed

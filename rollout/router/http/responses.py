@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.router.gate.gate import ConnectionFailure, Refusal
 from rollout.router.http.headers import Headers, reply_head
+from rollout.router.http.incoming_body import LEAST_BYTES_PER_S, STALLED_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,14 @@ def unauthorized() -> RouterResponse:
 
 def method_not_allowed(path: str) -> RouterResponse:
     return error(405, "method_not_allowed", f"{path} takes POST", (b"allow", b"POST"))
+
+
+def late_body() -> RouterResponse:
+    message = (
+        f"the body stopped for {STALLED_S:.0f} s, or arrived at less than "
+        f"{LEAST_BYTES_PER_S >> 10} KiB a second"
+    )
+    return error(408, "timeout", message)
 
 
 def router_error(why: str) -> RouterResponse:

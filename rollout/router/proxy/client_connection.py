@@ -22,11 +22,18 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from rollout.router.gate.gate import Refusal
 from rollout.router.http import responses
 from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import RequestHead, head_key
-from rollout.router.http.head_rules import MAX_HEAD_BYTES, RefusedHead, check_head, check_size
-from rollout.router.http.headers import header_lines
+from rollout.router.http.headers import (
+    MAX_HEAD_BYTES,
+    RefusedHead,
+    check_head,
+    check_site,
+    check_size,
+    header_lines,
+)
 from rollout.router.http.routes import COMPLETION_PATHS, Route, is_session_chat, route_of
 from rollout.router.proxy.client_response import ClientResponse
 from rollout.router.proxy.context import Proxy, log_router_error
@@ -44,6 +51,9 @@ _MAX_UNPARSED_BYTES = 1 << 16
 _EVENTS_PER_TURN = 64
 """Heads, pieces of bodies and starts of requests; then the other connections have their turn."""
 _LINGER_S = 2.0
+_MAX_SURPLUS = 32
+"""Connections beyond the bound, for health, state and aborts."""
+_SURPLUS_IDLE_S = 5
 
 PipelinedRequest = Exchange | LocalRequest
 
@@ -75,6 +85,8 @@ class ClientConnection(HttpToolsProtocol):
         self._key = b""  # of a head that is being parsed and is not cached
         self._ignores_input = False
         self._linger: asyncio.TimerHandle | None = None
+        # Its descriptor is of those reserved for control: one request, and no generation.
+        self._is_surplus = False
         # uvicorn's timer for idle connections costs two timer calls per request.
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since_s = 0.0
@@ -83,6 +95,13 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        num_surplus = len(self.connections) - self._proxy.max_clients
+        if num_surplus > 0:
+            self._is_surplus = True
+            self.timeout_keep_alive = _SURPLUS_IDLE_S
+            if num_surplus > _MAX_SURPLUS:
+                self._refuse(self._no_connection())
+                self._advance()
         self._idle_since_s = self.loop.time()
         self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
 
@@ -93,7 +112,8 @@ class ClientConnection(HttpToolsProtocol):
             if self._unparsed or not self._may_parse_on():
                 self._keep_unparsed(data)
                 return
-            if self._parsing is None and not self._pipeline and not self._is_in_head:
+            is_between = self._parsing is None and not self._pipeline and not self._is_in_head
+            if is_between and not self._is_surplus:
                 key, length, end = head_key(data)
                 head = self._proxy.head_cache.get(key)
                 if head is None:
@@ -109,6 +129,10 @@ class ClientConnection(HttpToolsProtocol):
             self._advance()
         except Exception as error:
             self._on_router_error(error)
+
+    @property
+    def _client_host(self) -> str:
+        return self.client[0] if self.client else ""
 
     def _keep_unparsed(self, data: bytes) -> None:
         self._unparsed += data
@@ -236,7 +260,9 @@ class ClientConnection(HttpToolsProtocol):
         check_head(version, self.headers)
         route, key = route_of(self.url), self._key
         self._key = b""
-        is_last = version == "1.0" or not self.parser.should_keep_alive()
+        if self._proxy.keys.is_open(route.path, is_generation=route.is_generation):
+            check_site(self.headers, is_loopback_only=self._proxy.is_loopback_only)
+        is_last = self._is_surplus or version == "1.0" or not self.parser.should_keep_alive()
         refusal = self._why_refused(method, route)
         request: PipelinedRequest
         if route.is_generation or refusal is not None:
@@ -249,7 +275,7 @@ class ClientConnection(HttpToolsProtocol):
                 is_http_1_0=version == "1.0",
                 expects_continue=self.expect_100_continue,
             )
-            request = Exchange(self._proxy, ClientResponse(self, head), head)
+            request = Exchange(self._proxy, ClientResponse(self, head), head, self._client_host)
             if key and refusal is None:  # without a key there is no room in the cache
                 self._proxy.head_cache.add(key, head)
         else:
@@ -258,7 +284,8 @@ class ClientConnection(HttpToolsProtocol):
                 max_bytes = self._proxy.config.max_read_bytes
                 within_s += self._proxy.config.request_timeout_s
             cycle = self._cycle(route, is_last=is_last)
-            request = ControlRequest(self, self._proxy, cycle, max_bytes, within_s)
+            host = self._client_host
+            request = ControlRequest(self, self._proxy, host, cycle, max_bytes, within_s)
         self._parsing = request
         self._pipeline.append(request)
         if len(self._pipeline) == 1:
@@ -271,12 +298,18 @@ class ClientConnection(HttpToolsProtocol):
             self.headers, route.path, is_generation=route.is_generation
         ):
             return responses.unauthorized()
+        if self._is_surplus and (route.is_generation or is_session_chat(route.path)):
+            return self._no_connection()
         if route.problem:
             kind = "not_found" if route.status == 404 else "bad_request"
             return responses.error(route.status, kind, route.problem)
         if route.path in COMPLETION_PATHS and method != b"POST":
             return responses.method_not_allowed(route.path)
         return None
+
+    def _no_connection(self) -> responses.RouterResponse:
+        why = f"clients have all {self._proxy.max_clients} connections that open files allow"
+        return responses.refused(Refusal(why, self._proxy.gate.state))
 
     def on_body(self, body: bytes) -> None:
         self._num_events += 1

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from engines.protocol.census.entries import namespace
-from rollout.config import RouterConfig
+from rollout.config import RouterConfig, is_loopback
 from rollout.router.continuation.core import Decode
-from rollout.router.gate.gate import Gate, Refusal
+from rollout.router.gate.gate import Gate
 from rollout.router.http.auth import BearerKeys
 from rollout.router.http.engine_pool import EnginePool
 from rollout.router.http.head_cache import HeadCache, RequestHead
+from rollout.router.http.incoming_body import IncomingBodies
+from rollout.router.http.reading_process import ReadingProcess
 from rollout.router.http.request import Request, affinity_of, prompt_of
-from rollout.router.proxy.metrics import Latencies, StepMetrics
+from rollout.router.proxy.figures import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
 from rollout.rules.routing import Hint
 
@@ -81,14 +84,26 @@ class Proxy:
 
     Args:
         run: of its run alone; a part of the names of cached prefixes.
+        max_clients: connections of clients.
 
     Attributes:
-        num_receiving_bytes: bodies of requests that have not arrived completely, together.
+        is_loopback_only: only this machine can reach the router.
+        bodies: of requests that have not arrived completely.
+        reading: where what is long is read.
         decode: text of token ids, as soon as a session's chat has loaded the tokenizer.
     """
 
-    def __init__(self, gate: Gate, pool: EnginePool, config: RouterConfig, run: str) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        pool: EnginePool,
+        config: RouterConfig,
+        run: str,
+        max_clients: int = sys.maxsize,
+    ) -> None:
         self._run = run
+        self.max_clients = max_clients
+        self.is_loopback_only = is_loopback(config.host)
         self.gate = gate
         self.pool = pool
         self.config = config
@@ -104,9 +119,9 @@ class Proxy:
         self.counts = Counts()
         self.head_cache: HeadCache[RequestHead] = HeadCache()
         self.live: set[LiveRequest] = set()
-        self.num_receiving_bytes = 0
-        self.max_receiving_bytes = max(_MAX_RECEIVING_BYTES, 4 * config.max_body_bytes)
+        self.bodies = IncomingBodies(max(_MAX_RECEIVING_BYTES, 4 * config.max_body_bytes))
         self.decode: Decode | None = None
+        self.reading = ReadingProcess()
         self.now_s: Callable[[], float] = lambda: 0.0
         self.call_later: Callable[..., asyncio.TimerHandle]
         self._sweeping: asyncio.Task[None] | None = None
@@ -115,6 +130,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         self.now_s = loop.time
         self.call_later = loop.call_later
+        self.gate.call_soon = loop.call_soon
         self.pool.open()
         self._sweeping = loop.create_task(self._sweep(), name="router-sweep")
 
@@ -123,19 +139,12 @@ class Proxy:
             self._sweeping.cancel()
         self.stop_live()
         self.pool.close()
+        self.reading.close()
 
     def stop_live(self) -> None:
         """End all live requests: refuse those without a response so far, cut the rest."""
         for exchange in list(self.live):
             exchange.stop()
-
-    def receive(self, num_bytes: int) -> Refusal | None:
-        """Count more bytes of an unfinished request; returns the refusal if they are too many."""
-        if self.num_receiving_bytes + num_bytes > self.max_receiving_bytes:
-            full = f"unfinished requests already take {self.num_receiving_bytes} bytes"
-            return Refusal(full, self.gate.state)
-        self.num_receiving_bytes += num_bytes
-        return None
 
     def namespace(self, weight_version: int | None) -> str:
         """What names the prefixes that weights of this version computed in this run."""
@@ -156,7 +165,8 @@ class Proxy:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            for sweep in (self._expire, self.pool.sweep, self._expire_sessions):
+            sweeps = (self._expire, self._expire_bodies, self.pool.sweep, self._expire_sessions)
+            for sweep in sweeps:
                 try:
                     sweep()
                 except Exception as error:
@@ -166,6 +176,9 @@ class Proxy:
         since_s = self.now_s() - self.config.request_timeout_s
         for live in [live for live in self.live if live.began_s < since_s]:
             live.expire(self.config.request_timeout_s)
+
+    def _expire_bodies(self) -> None:
+        self.bodies.expire(self.now_s())
 
     def _expire_sessions(self) -> None:
         self.sessions.expire(self.now_s())

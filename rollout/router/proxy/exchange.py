@@ -32,6 +32,7 @@ from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import signature_lines
+from rollout.router.http.incoming_body import IncomingBody
 from rollout.router.http.request import Request, read_request
 from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
 from rollout.router.proxy.client_response import ClientResponse, Response
@@ -74,6 +75,7 @@ logger = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
 _WITH_BODY = (b"POST", b"PUT")
+_WITH_BODY_UNREAD = (408, 413)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +86,7 @@ class Exchange:
 
     Attributes:
         response: what goes to the client; a client in this process takes what a reader has read.
+        client_host: address of its client.
         admission: the request's place on an engine, while it has one.
         engine_id: of the last engine it was sent to.
         upstream: the request on its connection to an engine.
@@ -94,14 +97,14 @@ class Exchange:
     _proxy: Proxy
     response: Response
     _head: RequestHead
+    client_host: str = ""
     is_decoding: bool = False
     began_s: float = 0.0
     admission: Admission | None = None
     engine_id: str = ""
     upstream: SentRequest | None = None
-    _body: bytes | bytearray = field(default_factory=bytearray)
-    _num_bytes: int = 0
-    _num_receiving_bytes: int = 0
+    _incoming: IncomingBody | None = None
+    _body: bytes = b""
     _is_started: bool = False
     _is_whole: bool = False
     _is_done: bool = False
@@ -139,7 +142,7 @@ class Exchange:
 
     def start_whole(self, body: bytes) -> None:
         """The same, with all of the request's body."""
-        self._body, self._num_bytes = body, len(body)
+        self._body = body
         self._is_started = self._is_whole = True
         self._handle(self._start)
 
@@ -150,12 +153,12 @@ class Exchange:
             self._end_with(response)
         elif (refusal := self._proxy.gate.would_refuse()) is not None:
             self._end_with(responses.refused(refusal))
-        elif self._num_bytes > self._proxy.config.max_body_bytes:
-            self._refuse(self._too_large())
         elif self._is_whole:
             self._begin()
-        elif self._http is not None and self._head.expects_continue:
-            self._http.send_continue()
+        else:
+            self._receive()
+            if self._http is not None and self._head.expects_continue:
+                self._http.send_continue()
 
     def feed(self, data: bytes) -> None:
         """More of the request's body."""
@@ -164,22 +167,30 @@ class Exchange:
     def _feed(self, data: bytes) -> None:
         if self._is_done or self._refusal is not None:
             return
-        proxy, num = self._proxy, len(data)
-        self._num_bytes += num
-        if self._num_bytes > proxy.config.max_body_bytes:
+        proxy, body = self._proxy, self._receive()
+        if body.num_bytes + len(data) > proxy.config.max_body_bytes:
             self._refuse(self._too_large())
-        elif (full := proxy.receive(num)) is not None:
-            self._refuse(responses.refused(full))
-        else:
-            self._body += data
-            self._num_receiving_bytes += num
+        elif why := body.add(data, proxy.now_s()):
+            self._refuse(responses.refused(Refusal(why, proxy.gate.state)))
+
+    def _receive(self) -> IncomingBody:
+        """The body, which has not arrived completely."""
+        if self._incoming is None:
+            now_s, bodies = self._proxy.now_s(), self._proxy.bodies
+            self._incoming = bodies.begin(self.client_host, self.late, now_s)
+        return self._incoming
+
+    def late(self) -> None:
+        """The request's body arrives too slowly."""
+        self._handle(self._refuse, responses.late_body())
 
     def end_of_request(self) -> None:
         """All of the request has arrived."""
         self._handle(self._end_of_request)
 
     def _end_of_request(self) -> None:
-        self._stop_receiving()
+        if self._incoming is not None:
+            self._body, self._incoming = self._incoming.take(), None
         self._is_whole = True
         if self._is_started and not self._is_done:
             self._begin()
@@ -215,7 +226,6 @@ class Exchange:
         """Send this response, now or when it is this request's turn."""
         self._refusal = response
         self._stop_receiving()
-        self._body = b""
         if self._is_started:
             self._end_with(response)
 
@@ -223,8 +233,11 @@ class Exchange:
 
     def _begin(self) -> None:
         """All of the request has arrived, and it is its turn."""
-        body, self._body = bytes(self._body), b""
+        body, self._body = self._body, b""
         proxy, head = self._proxy, self._head
+        if len(body) > proxy.config.max_body_bytes:
+            self._refuse(self._too_large())
+            return
         if proxy.gate.adapter is not None and head.method in _WITH_BODY:
             self._named = read_named(head.route.path, body, proxy.config.max_read_bytes)
             if self._named.problem:
@@ -615,7 +628,7 @@ class Exchange:
             self.response.break_off(response)
         else:
             is_unread = not self._is_whole and (
-                self._head.expects_continue or response.status == 413
+                self._head.expects_continue or response.status in _WITH_BODY_UNREAD
             )
             self.response.send(response, is_unread=is_unread)
 
@@ -657,8 +670,10 @@ class Exchange:
             self.admission = None
 
     def _stop_receiving(self) -> None:
-        self._proxy.num_receiving_bytes -= self._num_receiving_bytes
-        self._num_receiving_bytes = 0
+        self._body = b""
+        if self._incoming is not None:
+            self._incoming.drop()
+            self._incoming = None
 
     def _end(self) -> None:
         self._is_done = True
@@ -670,9 +685,7 @@ class Exchange:
         if self._entered is not None and not isinstance(self._entered, Refusal):
             self._proxy.gate.leave(self._entered)
         self._entered = None
-        if self._num_receiving_bytes:
-            self._stop_receiving()
-        self._body = b""
+        self._stop_receiving()
         self._request = None
         self._proxy.live.discard(self)
 

@@ -8,16 +8,16 @@ Bodies that have not ended count with those for engines.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from rollout.router.gate.gate import Refusal
 from rollout.router.http import responses
+from rollout.router.http.incoming_body import IncomingBody
 from rollout.router.http.responses import RouterResponse
-
-if TYPE_CHECKING:
-    from rollout.router.proxy.client_connection import ClientConnection
-    from rollout.router.proxy.context import Proxy
+from rollout.router.proxy.client_response import ClientWriter
+from rollout.router.proxy.context import Proxy
 
 MAX_CONTROL_BYTES = 1 << 20
 """For all but chats of sessions, which have ``router.max_read_bytes``."""
@@ -25,6 +25,16 @@ READ_WITHIN_S = 10.0
 REPLY_WITHIN_S = 600.0
 """Chats of sessions have also as long as other generation requests, and then their error."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Connection(ClientWriter, Protocol):
+    """The connection of a client, as a request that reaches no engine needs it."""
+
+    loop: asyncio.AbstractEventLoop
+    app: Any
+
+    def abort(self) -> None: ...
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None: ...
 
 
 class LocalRequest:
@@ -44,8 +54,9 @@ class ControlRequest(LocalRequest):
 
     def __init__(
         self,
-        connection: ClientConnection,
+        connection: Connection,
         proxy: Proxy,
+        client_host: str,
         cycle: RequestResponseCycle,
         max_bytes: int,
         reply_within_s: float,
@@ -55,10 +66,10 @@ class ControlRequest(LocalRequest):
         self._max_bytes = max_bytes
         self._cycle = cycle
         self._reply_within_s = reply_within_s
-        self._body = bytearray()
+        now_s = connection.loop.time()
+        self._body: IncomingBody = proxy.bodies.begin(client_host, self._late, now_s)
         self._is_started = False
-        self._is_whole = False
-        self._num_receiving_bytes = 0
+        self._whole: bytes | None = None
         self._refusal: RouterResponse | None = None
         self._timer: asyncio.TimerHandle | None = None
         cycle.on_response = self._on_response
@@ -67,7 +78,7 @@ class ControlRequest(LocalRequest):
         self._is_started = True
         if self._refusal is not None:
             self._refuse(self._refusal)
-        elif self._is_whole:
+        elif self._whole is not None:
             self._run()
         else:
             late = responses.error(408, "timeout", f"no whole request in {READ_WITHIN_S:.0f} s")
@@ -78,48 +89,44 @@ class ControlRequest(LocalRequest):
     def feed(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        num = len(data)
-        if len(self._body) + num > self._max_bytes:
+        if self._body.num_bytes + len(data) > self._max_bytes:
             message = f"the body is over {self._max_bytes} bytes"
             self._refusal = responses.error(413, "too_large", message)
-        elif (full := self._proxy.receive(num)) is not None:
-            self._refusal = responses.refused(full)
+        elif why := self._body.add(data, self._connection.loop.time()):
+            self._refusal = responses.refused(Refusal(why, self._proxy.gate.state))
         else:
-            self._body += data
-            self._num_receiving_bytes += num
             return
-        self._stop_receiving()
-        self._body.clear()
+        self._body.drop()
+        if self._is_started:
+            self._refuse(self._refusal)
+
+    def _late(self) -> None:
+        self._refusal = self._refusal or responses.late_body()
         if self._is_started:
             self._refuse(self._refusal)
 
     def end_of_request(self) -> None:
-        self._stop_receiving()
-        self._is_whole = True
+        self._whole = self._body.take()
         if self._is_started and self._refusal is None:
             self._run()
 
     def _refuse(self, refusal: RouterResponse) -> None:
         self._refusal = refusal
-        self._stop_receiving()
+        self._body.drop()
         self._connection.write(refusal.to_bytes(is_last=True))
         self._connection.finish_unread()
-
-    def _stop_receiving(self) -> None:
-        self._proxy.num_receiving_bytes -= self._num_receiving_bytes
-        self._num_receiving_bytes = 0
 
     def _run(self) -> None:
         self._stop_timer()
         cycle, connection = self._cycle, self._connection
         cycle.waiting_for_100_continue = cycle.more_body = False
-        cycle.body, self._body = self._body, bytearray()
+        cycle.body, self._whole = self._whole, None  # type: ignore[assignment]  # no copy
         cycle.message_event.set()
         self._timer = connection.loop.call_later(self._reply_within_s, connection.abort)
         connection._start_asgi_task(cycle, connection.app)
 
     def client_left(self) -> None:
-        self._stop_receiving()
+        self._body.drop()
         self._stop_timer()
         if not self._cycle.response_complete:
             self._cycle.disconnected = True
@@ -141,7 +148,7 @@ class ControlRequest(LocalRequest):
 class UnparsableRequest(LocalRequest):
     """Data that could not be parsed, refused when its turn comes."""
 
-    def __init__(self, connection: ClientConnection, response: RouterResponse) -> None:
+    def __init__(self, connection: Connection, response: RouterResponse) -> None:
         self._connection = connection
         self._response = response
 

@@ -1,16 +1,18 @@
 """The reply to a turn of a session: ``/generate`` as an exchange within this process.
 
 The router's gate holds the request and its failover continues it, as for any client; replies come
-as objects.  Each has all tokens so far, so only the newest is kept for a client that reads slowly.
+as objects.  Each has all tokens so far, so only the newest is kept for a client that reads slowly,
+and of the tokens before its last ones nothing is read again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from engines.http.sglang_json import read_generate
+from engines.http.sglang_json import read_generate, read_logprob
 from engines.protocol import GenerateReply
 from rollout.router.continuation.core import Payload
 from rollout.router.continuation.reply import Reply
@@ -27,10 +29,27 @@ _ROUTE = route_of(GENERATE_PATH.encode())
 _HEADERS = [(b"content-type", b"application/json"), (b"x-token-failover", b"on")]
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The tokens of a turn so far.
+
+    Attributes:
+        entries: of their log-probs, as the engine writes them.
+    """
+
+    text: str
+    ids: Sequence[int]
+    entries: Sequence[Any]
+
+    def logprobs_from(self, num: int) -> list[float]:
+        """Those of the tokens from this one on."""
+        return [read_logprob(entry[0]) for entry in self.entries[num:]]
+
+
 async def generate(
-    proxy: Proxy, affinity: str, body: dict[str, Any]
-) -> AsyncGenerator[GenerateReply, None]:
-    """The replies so far, the last one finished.  When it is closed, the request ends.
+    proxy: Proxy, affinity: str, body: bytes
+) -> AsyncGenerator[Progress | GenerateReply, None]:
+    """The tokens so far, at last the reply.  When it is closed, the request ends.
 
     Args:
         affinity: of the session, whose turns prefer one engine.
@@ -42,8 +61,9 @@ async def generate(
     head = RequestHead(b"POST", _ROUTE, [*_HEADERS, (b"x-affinity", affinity.encode())])
     response = _TurnResponse()
     exchange = Exchange(proxy, response, head)
-    exchange.start_whole(dumps(body))
-    reply: GenerateReply | None = None
+    exchange.start_whole(body)
+    del body
+    reply: Progress | GenerateReply | None = None
     try:
         while True:
             await response.has_news.wait()
@@ -56,7 +76,7 @@ async def generate(
                 break
     finally:
         exchange.client_left()
-    if reply is None or reply.finish_reason is None:
+    if not isinstance(reply, GenerateReply):
         raise failure(502, "engine_failure", "the reply ended before its last token")
 
 
@@ -65,13 +85,17 @@ class _AsObjects:
 
     def events(
         self, payloads: list[Payload], *, is_end: bool
-    ) -> GenerateReply | ChatFailure | None:
+    ) -> Progress | GenerateReply | ChatFailure | None:
         if not payloads:
             return None
         last = payloads[-1]
         if "error" in last:
             return ChatFailure(502, dumps({"error": last["error"]}))
-        return read_generate(last)
+        meta = last["meta_info"]
+        if meta.get("finish_reason") is not None:
+            return read_generate(last)
+        logprobs = meta.get("output_token_logprobs") or ()
+        return Progress(last.get("text") or "", last.get("output_ids") or (), logprobs)
 
     def whole(self, reply: Reply) -> list[GenerateReply]:
         parts = reply.passed_on
@@ -94,9 +118,9 @@ class _TurnResponse:
         self.has_begun = False
         self.is_over = False
         self.failure: ChatFailure | None = None
-        self._newest: GenerateReply | None = None
+        self._newest: Progress | GenerateReply | None = None
 
-    def take(self) -> GenerateReply | None:
+    def take(self) -> Progress | GenerateReply | None:
         """The newest reply, if it was not taken."""
         newest, self._newest = self._newest, None
         if not self.is_over:
@@ -115,7 +139,11 @@ class _TurnResponse:
             self.failure = failure(502, "engine_failure", why)
 
     def send_events(
-        self, events: GenerateReply | ChatFailure | None, signed: bytes, *, is_end: bool = False
+        self,
+        events: Progress | GenerateReply | ChatFailure | None,
+        signed: bytes,
+        *,
+        is_end: bool = False,
     ) -> None:
         if isinstance(events, ChatFailure):
             self.failure = events

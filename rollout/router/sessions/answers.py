@@ -24,13 +24,17 @@ class ChatAnswer:
         head: what all payloads have: ``id``, ``created`` and ``model``.
         reader: of a text that may have tool calls, which is sent as far as it is not part of one.
         token_texts: texts of tokens, where the client wants their log-probs.
+
+    Attributes:
+        num_tokens_sent: those whose log-probs were sent.
     """
 
     head: Mapping[str, Any]
     reader: AnswerReader | None
     token_texts: Callable[[Sequence[int]], list[str]] | None = None
-    _num_tokens_sent: int = 0
-    _sent: str = ""
+    num_tokens_sent: int = 0
+    _num_sent: int = 0
+    _at: int = 0
     _has_begun: bool = False
 
     def whole(self, answer: Answer, turn: Turn, num_prompt: int) -> Payload:
@@ -38,7 +42,7 @@ class ChatAnswer:
         choice = {
             "index": 0,
             "message": answer.message(),
-            "logprobs": self._logprobs(turn.generated.ids, turn.generated.logprobs),
+            "logprobs": self._rest_of_logprobs(turn),
             **_finish(answer, turn),
         }
         return {
@@ -50,25 +54,31 @@ class ChatAnswer:
         }
 
     def piece(self, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> list[Payload]:
-        """The chunks for a text that is so far ``text``, of these tokens."""
-        certain = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        if self.reader is not None:
-            certain = self.reader.certain(certain)
-        delta = certain[len(self._sent) :]
-        self._sent += delta
+        """The chunks for a text that is so far ``text``.
+
+        Args:
+            ids: of the tokens from ``num_tokens_sent`` on.
+            logprobs: of the same.
+        """
+        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if self.reader is None:
+            delta, self._at = text[self._at :], max(self._at, len(text))
+        else:
+            delta, self._at = self.reader.certain(text, self._at)
         if not delta:
             return []
+        self._num_sent += len(delta)
         return [self._chunk(self._delta({"content": delta}), self._logprobs(ids, logprobs))]
 
     def last(self, answer: Answer, turn: Turn, num_prompt: int, *, usage: bool) -> list[Payload]:
         """The chunks that end the stream."""
-        rest = answer.content[len(self._sent) :]
+        rest = answer.content[self._num_sent :]
         delta: Payload = {"content": rest} if rest or not self._has_begun else {}
         if answer.calls:
             delta["tool_calls"] = [
                 {"index": index, **call} for index, call in enumerate(answer.calls)
             ]
-        logprobs = self._logprobs(turn.generated.ids, turn.generated.logprobs)
+        logprobs = self._rest_of_logprobs(turn)
         chunks = [self._chunk(self._delta(delta), logprobs)] if delta else []
         last = None if delta else logprobs
         chunks.append(self._chunk({}, last, session=_place(turn), **_finish(answer, turn)))
@@ -81,12 +91,15 @@ class ChatAnswer:
         self._has_begun = True
         return {**role, **delta}
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> Payload | None:
+    def _rest_of_logprobs(self, turn: Turn) -> Payload | None:
         """The log-probs that were not sent so far."""
+        made, begin = turn.generated, self.num_tokens_sent
+        return self._logprobs(made.ids[begin:], made.logprobs[begin:])
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> Payload | None:
         if self.token_texts is None:
             return None
-        ids, logprobs = ids[self._num_tokens_sent :], logprobs[self._num_tokens_sent :]
-        self._num_tokens_sent += len(ids)
+        self.num_tokens_sent += len(ids)
         return {"content": list(map(_logprob, self.token_texts(ids), logprobs))}
 
     def _chunk(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -34,12 +35,13 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
         try:
             if len(session_id) > _MAX_ID_CHARACTERS or not session_id.isprintable():
                 raise BadChat(_BAD_ID)
-            chat = await chats.read(await request.body())
-            pieces = await _unless_left(request, chats.answer(session_id, chat))
-            if chat.is_streamed:
-                return StreamingResponse(pieces, media_type="text/event-stream")
-            body = b"".join([piece async for piece in pieces])
-            return Response(body, media_type="application/json")
+            # Not ``request.body()``, which keeps it as long as the request.
+            body = b"".join([part async for part in request.stream()])
+            pieces, body = chats.answer(session_id, body), b""
+            first = await _unless_left(request, anext(pieces))
+            if first.startswith(b"data:"):
+                return StreamingResponse(_with(first, pieces), media_type="text/event-stream")
+            return Response(first, media_type="application/json")
         except (BadChat, RecursionError) as error:
             return _reply(failure(400, "bad_request", str(error)))
         except ConfigError as error:
@@ -67,6 +69,13 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
         if not store.close(session_id):
             return _reply(_no_session(session_id))
         return JSONResponse({"session_id": session_id})
+
+
+async def _with(first: bytes, pieces: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(pieces):
+        yield first
+        async for piece in pieces:
+            yield piece
 
 
 def _no_session(session_id: str) -> ChatFailure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.router.continuation.forms import (
@@ -14,6 +14,7 @@ from rollout.router.continuation.forms import (
     or_none,
     read_object,
 )
+from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.messages import BadChat, read_messages
 
 _SAMPLING = {
@@ -41,6 +42,7 @@ _SAMPLING = {
     },
 }
 """OpenAI's and SGLang's names on the left, those of ``/generate`` on the right."""
+_MOST_TOOL_BYTES = 1 << 20
 _PASSED = {
     "cache_salt": "extra_key",  # vLLM's name
     **{
@@ -75,11 +77,10 @@ class ChatRequest:
         options: variables of the chat template.
         sampling: as ``/generate`` takes it.
         fields: of ``/generate``, beside ids and sampling.
-        num_bytes: length of the body that it was read from.
         calls_tools: tool calls in the answer are separated from its text.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Sequence[dict[str, Any]]
     begun: str = ""
     tools: list[dict[str, Any]] = field(default_factory=list)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -89,13 +90,16 @@ class ChatRequest:
     is_streamed: bool = False
     wants_usage: bool = False
     wants_logprobs: bool = False
-    num_bytes: int = 0
 
     @property
     def calls_tools(self) -> bool:
         return bool(self.tools)
 
-    def body(self, ids: Sequence[int], *, special_tokens: bool = False) -> dict[str, Any]:
+    def without_prompt(self) -> ChatRequest:
+        """What an answer needs of it."""
+        return replace(self, messages=(), options={}, sampling={}, fields={})
+
+    def body(self, ids: list[int], *, special_tokens: bool = False) -> dict[str, Any]:
         """The body for ``/generate``.
 
         Args:
@@ -104,7 +108,7 @@ class ChatRequest:
         sampling = {**self.sampling, "skip_special_tokens": False}
         return {
             **self.fields,
-            "input_ids": list(ids),
+            "input_ids": ids,
             "sampling_params": sampling if special_tokens else self.sampling,
             "return_logprob": True,
             "stream": self.is_streamed,
@@ -134,6 +138,8 @@ def read_chat(body: bytes) -> ChatRequest:
             f"tool_choice must be auto or none: {choice!r:.60}; engines force a call by a grammar, "
             "which the model's own form of calls does not fit"
         )
+    if len(body) > _MOST_TOOL_BYTES < len(dumps(tools)):
+        raise BadChat(f"a session takes at most {_MOST_TOOL_BYTES} bytes of tools")
     messages, begun = read_messages(raw.get("messages")), ""
     if messages[-1]["role"] == "assistant":
         if not raw.get("continue_final_message"):
@@ -163,7 +169,6 @@ def read_chat(body: bytes) -> ChatRequest:
         is_streamed,
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
         bool(raw.get("logprobs")),
-        len(body),
     )
 
 

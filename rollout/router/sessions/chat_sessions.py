@@ -2,7 +2,7 @@
 
 Always true: engines get token ids.  A turn's prompt begins with the exact ids of the turn it
 continues, so a chat survives its engine as any other ``/generate`` request does.  Templates and
-tokenizers run in threads of their own, and the event loop goes on meanwhile.
+tokenizers run in threads, and for long chats in a process: the event loop goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from engines.protocol import GenerateReply
 from rollout.router.http.fast_json import dumps
-from rollout.router.sessions.alignment import compared, continuation, drift_of, tokenised
+from rollout.router.http.reading_process import ReadingFailed, ReadingProcess
+from rollout.router.sessions.alignment import (
+    Template,
+    compared,
+    continuation,
+    drift_of,
+    tokenised,
+)
 from rollout.router.sessions.answers import ChatAnswer, as_events
 from rollout.router.sessions.chat_request import ChatRequest, read_chat
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
@@ -27,16 +36,32 @@ from rollout.router.sessions.messages import History, Message, history_of
 from rollout.router.sessions.session_store import Session, SessionStore
 from rollout.router.sessions.tool_calls import Answer, AnswerReader, unread_call
 from rollout.router.sessions.tool_forms import schemas_of
-from rollout.router.sessions.tree import Generated, Prompt, Turn
+from rollout.router.sessions.tree import IDS, Generated, Known, Prompt, Turn
 from rollout.rules.continuation import spans_of
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 _NUM_THREADS = 2
 _MOST_AT_ONCE = 4096
 _MOST_BYTES_AT_ONCE = 1 << 30
-_MOST_BYTES_ON_LOOP = 1 << 16
+_MOST_BYTES_IN_THREAD = 1 << 16
+_NUM_READ = 4
 _DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class Progress(Protocol):
+    """The tokens of a turn so far."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def ids(self) -> Sequence[int]: ...
+    def logprobs_from(self, num: int) -> list[float]:
+        """Those of the tokens from this one on."""
+        ...
 
 
 class ChatFailure(Exception):
@@ -55,18 +80,20 @@ def failure(status: int, kind: str, message: str) -> ChatFailure:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A turn that is about to be generated: all ids of its prompt, and the new ones.
+    """A turn that is about to be generated.
 
     Attributes:
-        tokenizer: that it was made with.
-        reader: of an answer that may have tool calls.
+        chat: without its messages.
+        history: the last digests of its messages.
+        num_prompt: ids of its prompt.
+        body: for ``/generate``, with all of them.
     """
 
+    chat: ChatRequest
     history: History
-    ids: list[int]
     prompt: Prompt
-    tokenizer: ChatTokenizer
-    reader: AnswerReader | None
+    num_prompt: int
+    body: bytes
 
 
 class ChatSessions:
@@ -77,8 +104,9 @@ class ChatSessions:
 
     Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
-        generate: takes a session's id and a body of ``/generate``, and gives the replies so far,
-            the last one finished; raises ``ChatFailure``.
+        generate: takes a session's id and a body of ``/generate``, and gives the tokens so far,
+            at last the reply; raises ``ChatFailure``.
+        reading: where long chats are read.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
         on_tokenizer: gets the tokenizer when it is loaded.
     """
@@ -87,7 +115,8 @@ class ChatSessions:
         self,
         store: SessionStore,
         find_folder: Callable[[], Awaitable[str]],
-        generate: Callable[[str, dict[str, Any]], AsyncGenerator[GenerateReply, None]],
+        generate: Callable[[str, bytes], AsyncGenerator[Progress | GenerateReply, None]],
+        reading: ReadingProcess,
         *,
         now_s: Callable[[], float],
         on_tokenizer: Callable[[ChatTokenizer], None],
@@ -96,10 +125,12 @@ class ChatSessions:
         self.store = store
         self._find_folder = find_folder
         self._generate = generate
+        self._reading = reading
         self._now_s = now_s
         self._tool_call_parser = tool_call_parser
         self._on_tokenizer = on_tokenizer
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "chat-template")
+        self._folder = ""
         self._tokenizer: ChatTokenizer | None = None
         self._loading = asyncio.Lock()
         self._num_running = 0
@@ -111,76 +142,71 @@ class ChatSessions:
 
     # -- one turn ---------------------------------------------------------------------------
 
-    async def answer(self, session_id: str, chat: ChatRequest) -> AsyncIterator[bytes]:
-        """The response's body in pieces: one, or the events of a stream.
-
-        The first piece is there when the engine has replied.
+    async def answer(self, session_id: str, body: bytes) -> AsyncGenerator[bytes, None]:
+        """The response in pieces: a JSON object, or events.  The first one comes when the engine
+        has replied.
 
         Raises:
             BadChat: template or request do not fit.
             ChatFailure: there is no answer.
         """
-        pieces = self._run(session_id, chat)
-        first = await anext(pieces)
-
-        async def all_pieces() -> AsyncGenerator[bytes, None]:
-            async with aclosing(pieces):
-                yield first
-                async for piece in pieces:
-                    yield piece
-
-        return all_pieces()
-
-    async def _run(self, session_id: str, chat: ChatRequest) -> AsyncGenerator[bytes, None]:
+        num_bytes = len(body)
         if why := self.store.why_closed(session_id):
             raise failure(410, "session_closed", why)
         if why := self.store.why_full(session_id, self._now_s()):
             raise failure(507, "sessions_full", why)
         if self._num_running >= _MOST_AT_ONCE:
             raise failure(503, "unavailable", f"{_MOST_AT_ONCE} chats of sessions are under way")
-        if self._num_bytes + chat.num_bytes > _MOST_BYTES_AT_ONCE:
+        if self._num_bytes + num_bytes > _MOST_BYTES_AT_ONCE:
             message = f"chats of sessions under way take {self._num_bytes} bytes"
             raise failure(503, "unavailable", message)
         session = self.store.begin_turn(session_id, self._now_s())
         self._num_running += 1
-        self._num_bytes += chat.num_bytes
+        self._num_bytes += num_bytes
         try:
-            plan = await self._planned(session, chat)
-            has_marks = plan.reader is not None and plan.reader.needs_special_tokens
-            body = chat.body(plan.ids, special_tokens=has_marks)
-            replies = self._generate(session_id, body)
-            written = self._written(session, chat, plan, replies)
+            plan = await self._planned(session, body)
+            del body
+            replies = self._generate(session_id, plan.body)
+            plan = replace(plan, body=b"")
+            written = self._written(session, plan, replies)
             async with aclosing(replies), aclosing(written) as parts:
                 async for part in parts:
                     yield part
         finally:
             self._num_running -= 1
-            self._num_bytes -= chat.num_bytes
+            self._num_bytes -= num_bytes
             self.store.end_turn(session_id, session, self._now_s())
 
-    async def read(self, body: bytes) -> ChatRequest:
-        """The request in ``body``; a long one is read in a thread.
+    async def _planned(self, session: Session, body: bytes) -> Plan:
+        """The turn; what holds the interpreter's lock for long is done in another process.
 
         Raises:
-            BadChat: as ``read_chat`` does.
+            BadChat: template or request do not fit.
         """
-        if len(body) <= _MOST_BYTES_ON_LOOP:
-            return read_chat(body)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, read_chat, body)
+        is_long = len(body) > _MOST_BYTES_IN_THREAD
+        try:
+            read = self._reading.call if is_long else self._in_thread
+            history, begun = await read(history_in, body)
+            tokenizer = await self._loaded()
+            known = session.tree.known(history, begun)
+            if is_long or len(known.ids) > _MOST_BYTES_IN_THREAD:
+                model = (self._folder, self._tool_call_parser)
+                return await self._reading.call(plan_of_folder, *model, body, known)
+            return await self._in_thread(plan_in, tokenizer, body, known)
+        except ReadingFailed as error:
+            raise failure(503, "unavailable", str(error)) from error
 
-    async def _planned(self, session: Session, chat: ChatRequest) -> Plan:
-        tokenizer = await self._loaded()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, make_plan, tokenizer, session, chat)
+    async def _in_thread(self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def _loaded(self) -> ChatTokenizer:
         """The tokenizer.  If it cannot be loaded, the next chat tries again."""
         if self._tokenizer is None:
             async with self._loading:
                 if self._tokenizer is None:
-                    folder, loop = await self._find_folder(), asyncio.get_running_loop()
-                    self._tokenizer = await loop.run_in_executor(
-                        self._threads, load_chat_tokenizer, folder, self._tool_call_parser
+                    self._folder = await self._find_folder()
+                    self._tokenizer = await self._in_thread(
+                        load_chat_tokenizer, self._folder, self._tool_call_parser
                     )
                     self._on_tokenizer(self._tokenizer)
         return self._tokenizer
@@ -188,40 +214,41 @@ class ChatSessions:
     async def _written(
         self,
         session: Session,
-        chat: ChatRequest,
         plan: Plan,
-        replies: AsyncGenerator[GenerateReply, None],
+        replies: AsyncGenerator[Progress | GenerateReply, None],
     ) -> AsyncGenerator[bytes, None]:
         """The response, and the turn into the session's tree before its last byte."""
+        chat, tokenizer = plan.chat, self._tokenizer
+        assert tokenizer is not None
         head = {"id": f"chatcmpl-{_new_id()}", "created": int(time.time()), "model": chat.model}
-        token_texts = plan.tokenizer.token_texts if chat.wants_logprobs else None
-        writer, reader = ChatAnswer(head, plan.reader, token_texts), plan.reader
+        token_texts = tokenizer.token_texts if chat.wants_logprobs else None
+        reader = tokenizer.reader if chat.calls_tools else None
+        writer = ChatAnswer(head, reader, token_texts)
         has_begun = False
         try:
             async for reply in replies:
-                if reply.finish_reason is not None:
+                if isinstance(reply, GenerateReply):
                     continue
-                logprobs = reply.output_logprobs or ()
-                if payloads := writer.piece(reply.text, reply.output_ids, logprobs):
+                begin = writer.num_tokens_sent
+                ids, logprobs = reply.ids[begin:], reply.logprobs_from(begin)
+                if payloads := writer.piece(reply.text, ids, logprobs):
                     has_begun = True
                     yield as_events(payloads)
-            answer = Answer(reply.text)
+            assert isinstance(reply, GenerateReply)
+            is_long = len(reply.text) + len(reply.output_ids) > _MOST_BYTES_IN_THREAD
+            do = self._in_thread if is_long else _at_once
+            answer = await do(_read_answer, reader, reply.text, chat.tools)
             if reader is not None:
-                answer = reader.read(reply.text, schemas_of(chat.tools), _new_id)
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
-            turn = _keep(session, plan, reply, message)
+            turn = _keep(session, plan, reader, reply, message)
             self.store.num_turns[plan.prompt.drift] += 1
         except ChatFailure as error:
             if not has_begun:
                 raise
             yield b"data: " + (error.body.replace(b"\n", b" ")) + b"\n\n" + _DONE_EVENT
             return
-        num = len(plan.ids)
-        if chat.is_streamed:
-            yield as_events(writer.last(answer, turn, num, usage=chat.wants_usage)) + _DONE_EVENT
-        else:
-            yield dumps(writer.whole(answer, turn, num))
+        yield await do(_end_of_response, writer, chat, answer, turn, plan.num_prompt)
 
     def _warn_of_unread_call(self, begin: str, form: str) -> None:
         if begin and begin not in self._unread_calls:  # the model writes the same in every turn
@@ -234,52 +261,109 @@ class ChatSessions:
             )
 
 
-def make_plan(tokenizer: ChatTokenizer, session: Session, chat: ChatRequest) -> Plan:
+async def _at_once(work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    return work(*arguments)
+
+
+def _read_answer(reader: AnswerReader | None, text: str, tools: Any) -> Answer:
+    return Answer(text) if reader is None else reader.read(text, schemas_of(tools), _new_id)
+
+
+def _end_of_response(
+    writer: ChatAnswer, chat: ChatRequest, answer: Answer, turn: Turn, num_prompt: int
+) -> bytes:
+    if not chat.is_streamed:
+        return dumps(writer.whole(answer, turn, num_prompt))
+    return as_events(writer.last(answer, turn, num_prompt, usage=chat.wants_usage)) + _DONE_EVENT
+
+
+# -- the plan of a turn (pure) ------------------------------------------------------------------
+
+
+@lru_cache(_NUM_READ)  # a chat is needed twice, and then no more
+def _read(body: bytes) -> tuple[ChatRequest, History]:
+    chat = read_chat(body)
+    return chat, history_of(chat.messages, chat.tools)
+
+
+def history_in(body: bytes) -> tuple[History, str]:
+    """The digests of a chat's messages, and the beginning of its answer.
+
+    Raises:
+        BadChat: as ``read_chat`` does.
+    """
+    chat, history = _read(body)
+    return history, chat.begun
+
+
+def plan_of_folder(folder: str, tool_call_parser: str, body: bytes, known: Known) -> Plan:
+    """As ``plan_in``, with the tokenizer of a folder."""
+    return plan_in(_tokenizer_of(folder, tool_call_parser), body, known)
+
+
+_tokenizer_of = lru_cache(1)(load_chat_tokenizer)
+
+
+def plan_in(tokenizer: ChatTokenizer, body: bytes, known: Known) -> Plan:
+    """The plan of the chat in ``body``; raises as ``make_plan`` does."""
+    return make_plan(tokenizer, *_read(body), known)
+
+
+def make_plan(tokenizer: ChatTokenizer, chat: ChatRequest, history: History, known: Known) -> Plan:
     """The prompt of a turn.
+
+    Args:
+        known: what its session has of it.
 
     Raises:
         BadChat: the template refuses the messages.
     """
     template = tokenizer.bound(chat.tools, chat.options)
-    history = history_of(chat.messages, chat.tools)
-    match = session.tree.match(history)
-    reader = tokenizer.reader if chat.calls_tools else None
     text = template.render(chat.messages, for_answer=True) + chat.begun
-    turn = match.turn
-    new: list[int] | None = None
-    if chat.begun and (unfinished := session.tree.unfinished(history, chat.begun)) is not None:
-        turn, new = unfinished, []
-    elif turn is not None:
-        mark = os.urandom(8).hex()
-        new = continuation(template, chat.messages, match.num_known, turn.end, mark)
-        if new is not None and chat.begun:
-            new += tokenised(template, chat.begun)[0]
-    if turn is None or new is None:
-        ids, checkpoints = tokenised(template, text)
-        drift = drift_of(None, is_fork=match.is_fork or turn is not None)
+    new = _continuation(template, chat, known)
+    if new is None:
+        first, checkpoints = tokenised(template, text)
+        ids = array(IDS, first)
+        drift = drift_of(None, is_fork=known.is_fork or known.parent is not None)
         prompt = Prompt(None, ids, drift, checkpoints=checkpoints)
-        return Plan(history, ids, prompt, tokenizer, reader)
-    ids = session.tree.ids(turn) + new
-    known = session.tree.checkpoints(turn)
-    difference, checkpoints = compared(template, text, ids, known)
-    drift = drift_of(difference, is_fork=match.is_fork)
-    prompt = Prompt(turn.number, new, drift, difference, checkpoints)
-    return Plan(history, ids, prompt, tokenizer, reader)
+    else:
+        ids = known.ids + array(IDS, new)
+        difference, checkpoints = compared(template, text, ids, known.checkpoints)
+        drift = drift_of(difference, is_fork=known.is_fork)
+        prompt = Prompt(known.parent, array(IDS, new), drift, difference, checkpoints)
+    has_marks = chat.calls_tools and tokenizer.reader.needs_special_tokens
+    body = dumps(chat.body(ids.tolist(), special_tokens=has_marks))
+    return Plan(chat.without_prompt(), history.last(), prompt, len(ids), body)
 
 
-def _keep(session: Session, plan: Plan, reply: GenerateReply, answer: Message) -> Turn:
+def _continuation(template: Template, chat: ChatRequest, known: Known) -> list[int] | None:
+    """The ids behind those that are known; None for a new beginning."""
+    if known.parent is None or known.is_unfinished:
+        return None if known.parent is None else []
+    mark = os.urandom(8).hex()
+    new = continuation(template, chat.messages, known.num_known, known.end, mark)
+    return new + tokenised(template, chat.begun)[0] if new is not None and chat.begun else new
+
+
+def _keep(
+    session: Session,
+    plan: Plan,
+    reader: AnswerReader | None,
+    reply: GenerateReply,
+    answer: Message,
+) -> Turn:
     ids = reply.output_ids
     finish = reply.finish_reason
     assert finish is not None
     spans = spans_of(reply.weight_versions, reply.weight_version, len(ids))
-    num_computed = len(plan.ids) + len(ids) - 1
+    num_computed = plan.num_prompt + len(ids) - 1
     try:
         experts = session.tree.new_experts(plan.prompt, reply.routed_experts, num_computed)
         logprobs = reply.output_logprobs or ()
-        text = reply.text if plan.reader is None else plan.reader.visible(reply.text)
+        text = reply.text if reader is None else reader.visible(reply.text)
         made = Generated(ids, logprobs, spans, finish, text, experts)
         return session.tree.add(plan.history, plan.prompt, made, answer)
-    except ValueError as error:
+    except (ValueError, OverflowError, TypeError) as error:
         raise failure(502, "not_recorded", str(error)) from None
 
 

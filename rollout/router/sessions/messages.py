@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from hashlib import blake2s
 from typing import Any
 
+import orjson
+
 Message = Mapping[str, Any]
+MAX_MESSAGES = 1 << 14
 _END_OF_THINKING = "</think>"
 
 
@@ -34,13 +37,13 @@ class History:
     loose: list[bytes]
     is_answer: list[bool]
 
+    def last(self) -> History:
+        """The digests of all messages, without those of their beginnings."""
+        return History(self.exact[-1:], self.loose[-1:], self.is_answer[-1:])
+
     def plus(self, answer: Message) -> tuple[bytes, bytes]:
         """The exact and the loose digest with ``answer`` behind all messages."""
-        answer = _read_message(len(self.is_answer), answer)
-        return (
-            _digest(self.exact[-1], _identity(answer, is_loose=False)),
-            _digest(self.loose[-1], _identity(answer, is_loose=True)),
-        )
+        return _both(self.exact[-1], self.loose[-1], _read_message(len(self.is_answer), answer))
 
 
 def read_messages(raw: Any) -> list[dict[str, Any]]:
@@ -49,8 +52,8 @@ def read_messages(raw: Any) -> list[dict[str, Any]]:
     Raises:
         BadChat: they have another form.
     """
-    if not isinstance(raw, list) or not raw:
-        raise BadChat("messages must be a list of at least one message")
+    if not isinstance(raw, list) or not 0 < len(raw) <= MAX_MESSAGES:
+        raise BadChat(f"messages must be a list of 1 to {MAX_MESSAGES} messages")
     return [_read_message(index, message) for index, message in enumerate(raw)]
 
 
@@ -117,23 +120,35 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def history_of(messages: Sequence[Message], tools: Any) -> History:
     """The digests of ``messages``, which ``read_messages`` returned."""
-    exact, loose = [_digest(b"", tools)], [_digest(b"", tools)]
+    of_tools = _digest(b"", _identity(tools))
+    exact, loose = [of_tools], [of_tools]
     for message in messages:
-        exact.append(_digest(exact[-1], _identity(message, is_loose=False)))
-        loose.append(_digest(loose[-1], _identity(message, is_loose=True)))
+        for digests, new in zip((exact, loose), _both(exact[-1], loose[-1], message), strict=True):
+            digests.append(new)
     return History(exact, loose, [message["role"] == "assistant" for message in messages])
 
 
-def _identity(message: Message, *, is_loose: bool) -> Any:
-    content = message.get("content") or ""
-    if is_loose and message["role"] == "assistant":
-        content = content.rpartition(_END_OF_THINKING)[2].strip()
+def _both(exact: bytes, loose: bytes, message: Message) -> tuple[bytes, bytes]:
+    """The exact and the loose digest with this message behind all that these are of."""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
         for call in message.get("tool_calls") or ()
     ]
-    return message["role"], content, message.get("name"), message.get("tool_call_id"), calls
+    role, content = message["role"], message.get("content") or ""
+    rest = (message.get("name"), message.get("tool_call_id"), calls)
+    identity = of_loose = _identity((role, content, *rest))
+    if role == "assistant":
+        of_loose = _identity((role, content.rpartition(_END_OF_THINKING)[2].strip(), *rest))
+    return _digest(exact, identity), _digest(loose, of_loose)
 
 
-def _digest(before: bytes, value: Any) -> bytes:
-    return blake2s(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+def _identity(value: Any) -> bytes:
+    """Equal for equal values, whatever the order of their names."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # half of a surrogate pair, or an integer of more than 64 bits
+        return json.dumps(value, sort_keys=True).encode()
+
+
+def _digest(before: bytes, value: bytes) -> bytes:
+    return blake2s(before + value, digest_size=16).digest()

@@ -14,6 +14,7 @@ from rollout.router.sessions.alignment import Drift
 from rollout.router.sessions.tree import TurnTree
 
 _BYTES_PER_SESSION = 2048
+_MOST_EXPIRED_AT_ONCE = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +71,10 @@ class SessionStore:
         )
 
     def begin_turn(self, session_id: str, now_s: float) -> Session:
-        """The session, which is made if there is none.  ``end_turn`` must follow."""
+        """The session, which is made if there is none.
+
+        ``end_turn`` must follow; a session without a turn ends with it.
+        """
         session = self._sessions.get(session_id)
         if session is None:
             session = self._sessions[session_id] = Session(now_s)
@@ -84,6 +88,8 @@ class SessionStore:
         if self._sessions.get(session_id) is session:  # it was not deleted meanwhile
             self._sessions.move_to_end(session_id)
             self._count(session)
+            if not (session.tree.turns or session.num_running):
+                self.delete(session_id)
 
     def _count(self, session: Session) -> None:
         num_bytes = _BYTES_PER_SESSION + session.tree.num_bytes
@@ -108,11 +114,11 @@ class SessionStore:
         return True
 
     def expire(self, now_s: float) -> None:
-        """Delete sessions that have been idle for too long."""
+        """Delete sessions that have been idle for too long, some of them at a time."""
         since_s = now_s - self._ttl_s
-        expired = []
+        expired: list[str] = []
         for session_id, session in self._sessions.items():
-            if session.seen_s > since_s:
+            if session.seen_s > since_s or len(expired) == _MOST_EXPIRED_AT_ONCE:
                 break
             if not session.num_running:
                 expired.append(session_id)

@@ -64,13 +64,31 @@ class AnswerReader:
         """The text of an engine without special tokens that are no marks of the form."""
         return text if self.hidden is None else self.hidden.sub("", text)
 
-    def certain(self, text: str) -> str:
-        """What is content of a text that begins with an engine's ``text``, whatever follows."""
-        text = self.visible(text)
-        lengths = range(min(self.longest, len(text)), 0, -1)
-        num_open = next((num for num in lengths if text[-num:] in self.partial), 0)
-        begin = next(self._begins(text), len(text))
-        return text[: min(begin, len(text) - num_open)].rstrip()
+    def certain(self, text: str, begin: int = 0) -> tuple[str, int]:
+        """What is content of a text that begins with an engine's ``text``, whatever follows.
+
+        Args:
+            begin: where it begins: 0, or what an earlier call returned for the text so far.
+
+        Returns:
+            It, and where the next begins.
+        """
+        rest = text[begin:]
+        shown = self.visible(rest)
+        lengths = range(min(self.longest, len(shown)), 0, -1)
+        num_open = next((num for num in lengths if shown[-num:] in self.partial), 0)
+        call = next(self._begins(shown, is_first=begin == 0), len(shown))
+        content = shown[: min(call, len(shown) - num_open)].rstrip()
+        return content, begin + self._num_before(rest, len(content))
+
+    def _num_before(self, text: str, num: int) -> int:
+        """How many characters of an engine's text the first ``num`` visible ones take."""
+        if self.hidden is not None:
+            for match in self.hidden.finditer(text):
+                if match.start() >= num:
+                    break
+                num += len(match[0])
+        return num
 
     def read(self, text: str, schemas: Schemas, new_id: Callable[[], str]) -> Answer:
         """Separate the tool calls from an engine's text.
@@ -99,9 +117,9 @@ class AnswerReader:
         content.append(text[end:])
         return Answer("".join(content).rstrip(), tuple(messages))
 
-    def _begins(self, text: str) -> Iterator[int]:
-        """Where calls may begin, in order."""
-        if self.form.may_be_bare and text.lstrip().startswith("{"):
+    def _begins(self, text: str, *, is_first: bool = True) -> Iterator[int]:
+        """Where calls may begin, in order; ``is_first``: an answer begins with this text."""
+        if is_first and self.form.may_be_bare and text.lstrip().startswith("{"):
             yield 0
         for match in self.begins.finditer(text):
             yield match.start()

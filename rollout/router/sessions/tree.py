@@ -17,8 +17,10 @@ from rollout.router.sessions.alignment import Checkpoint, Drift
 from rollout.router.sessions.messages import History, Message
 from rollout.rules.continuation import join_experts
 
-_BYTES_PER_TOKEN = 24
-"""An id in two arrays, its log-prob, and room that arrays keep."""
+_BYTES_PER_TOKEN = 16
+"""An id, its log-prob, and room that arrays keep."""
+IDS = "I"
+"""Type of arrays of ids."""
 _BYTES_PER_TURN = 2048
 _BYTES_PER_CHECKPOINT = 256
 
@@ -104,6 +106,29 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """What a session has of a new request: the turn that it continues, if there is one.
+
+    Attributes:
+        parent: number of that turn; None for a new beginning.
+        num_known: messages whose ids are known; the last one is the turn's answer.
+        is_fork: the client changed an answer behind that.
+        end: the token that ended the turn's answer; None if it was cut off.
+        ids: up to the end of the answer.
+        checkpoints: of these ids.
+        is_unfinished: the request continues the answer itself.
+    """
+
+    parent: int | None = None
+    num_known: int = 0
+    is_fork: bool = False
+    end: int | None = None
+    ids: array[int] = field(default_factory=lambda: array(IDS))
+    checkpoints: Sequence[Checkpoint] = ()
+    is_unfinished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """Where a new request continues.
 
@@ -140,7 +165,28 @@ class TurnTree:
         )
         return Match(turn, num_known, is_fork)
 
-    def unfinished(self, history: History, begun: str) -> Turn | None:
+    def known(self, history: History, begun: str = "") -> Known:
+        """What there is of a request.
+
+        Args:
+            begun: the beginning of its answer, which the client gives.
+        """
+        match = self.match(history)
+        unfinished = self._unfinished(history, begun) if begun else None
+        turn = unfinished or match.turn
+        if turn is None:
+            return Known(is_fork=match.is_fork)
+        return Known(
+            turn.number,
+            match.num_known,
+            match.is_fork,
+            turn.end,
+            self.ids(turn),
+            self.checkpoints(turn),
+            is_unfinished=unfinished is not None,
+        )
+
+    def _unfinished(self, history: History, begun: str) -> Turn | None:
         """The turn whose answer to these messages is ``begun``, if no token ended it."""
         exact, loose = history.plus({"role": "assistant", "content": begun})
         found = self._exact.get(exact) or self._loose.get(loose)
@@ -154,12 +200,12 @@ class TurnTree:
                     return found, num
         return None, 0
 
-    def ids(self, turn: Turn | None) -> list[int]:
+    def ids(self, turn: Turn | None) -> array[int]:
         """All ids up to the end of a turn's answer."""
-        ids: list[int] = []
+        ids = array(IDS)
         for one in self._path(turn):
-            ids += one.prompt.ids
-            ids += one.generated.ids
+            ids += array(IDS, one.prompt.ids)
+            ids += array(IDS, one.generated.ids)
         return ids
 
     def checkpoints(self, turn: Turn | None) -> list[Checkpoint]:
@@ -215,9 +261,9 @@ class TurnTree:
 
 
 def _compact(prompt: Prompt) -> Prompt:
-    return replace(prompt, ids=array("q", prompt.ids))
+    return replace(prompt, ids=array(IDS, prompt.ids))
 
 
 def _compact_generated(one: Generated) -> Generated:
-    ids, logprobs = array("q", one.ids), array("d", one.logprobs)
+    ids, logprobs = array(IDS, one.ids), array("d", one.logprobs)
     return replace(one, ids=ids, logprobs=logprobs)

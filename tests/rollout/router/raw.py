@@ -20,7 +20,7 @@ async def response_to(bench, *parts: bytes) -> bytes:
 
 def post(body: bytes, path: bytes = b"/generate", extra: bytes = b"") -> bytes:
     return (
-        b"POST %s HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n%s\r\n%s" % (path, len(body), extra, body)
     )
 

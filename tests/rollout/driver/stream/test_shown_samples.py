@@ -7,7 +7,7 @@ import json
 from engines.protocol import VersionSpan
 from rollout.core.samples import EngineSpan, Sample, SampleGroup
 from rollout.driver.stream.shown_samples import MOST, shown_samples
-from rollout.router.proxy.metrics import StepMetrics
+from rollout.router.proxy.figures import StepMetrics
 
 
 def groups(*rewards: float | None) -> list[SampleGroup]:

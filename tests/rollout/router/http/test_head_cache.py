@@ -101,7 +101,7 @@ def dict_of_lists(headers):
     [
         b"",
         b"POST / HTTP/1.1\r\nContent-Length: 1\r\n",
-        b"POST / HTTP/1.1\r\nHost: x\r\n\r\ncontent-length: 4\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\ncontent-length: 4\r\n\r\n",
         b"POST / HTTP/1.1\r\nContent-Length: 1x\r\n\r\n",
         b"POST / HTTP/1.1\r\nContent-Length: 1234567890\r\n\r\n",
         b"POST / HTTP/1.1\r\nX: %s\r\nContent-Length: 1\r\n\r\n" % (b"x" * 5000),
@@ -171,8 +171,8 @@ async def test_a_header_that_only_ends_like_the_length_is_passed_on_as_it_comes(
     reader, writer = await connect(bench)
     for number in range(3):
         writer.write(
-            b"POST /v1/score HTTP/1.1\r\nHost: x\r\nX-Wavelength: %d\r\nContent-Length: 2\r\n\r\nab"
-            % number
+            b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\n"
+            b"X-Wavelength: %d\r\nContent-Length: 2\r\n\r\nab" % number
         )
         await reader.readuntil(b"\r\n\r\nab")
     assert [seen.header("x-wavelength") for seen in bench.engines[0].seen] == [["0"], ["1"], ["2"]]
@@ -278,7 +278,7 @@ async def test_a_body_sent_after_a_reply_to_head_is_not_passed_on(make_bench):
     for _ in range(2):
         await bench.ask("/v1/score")
     reader, writer = await connect(
-        bench, b"HEAD /v1/score HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n"
+        bench, b"HEAD /v1/score HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n"
     )
     assert (await reader.read()).endswith(b"\r\n\r\n")
     writer.close()

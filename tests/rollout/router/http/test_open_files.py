@@ -28,5 +28,6 @@ def test_a_low_limit_of_open_files_is_told_if_it_matters(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     allowed = check_file_descriptors(wanted, is_default=is_default)
-    assert (allowed < wanted) == (limit < 2 * wanted)
+    assert (allowed.engines < wanted) == (limit < 2 * wanted)
+    assert allowed.engines + allowed.clients == limit - 128
     assert ("ulimit -Hn" in caplog.text) == is_told

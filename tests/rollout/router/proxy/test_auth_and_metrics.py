@@ -115,11 +115,50 @@ async def test_paths_that_are_no_completions_share_a_label(make_bench):
 @pytest.mark.parametrize(
     ("wanted", "soft", "hard", "expected"),
     [
-        (100, 1024, 4096, (1024, 100)),
-        (1000, 1024, 4096, (2128, 1000)),
-        (16384, 1024, 4096, (4096, 1984)),
-        (10, 64, 64, (64, 1)),
+        (100, 1024, 4096, (1024, (100, 796))),
+        (1000, 1024, 4096, (2128, (1000, 1000))),
+        (16384, 1024, 4096, (4096, (1984, 1984))),
+        (10, 64, 64, (64, (1, 1))),
     ],
 )
 def test_connections_fit_into_the_limit_of_open_files(wanted, soft, hard, expected):
     assert connections_within(wanted, soft, hard) == expected
+
+
+SITES = [
+    (b"Host: localhost:8000", 200),
+    (b"Host: 127.0.0.1", 200),
+    (b"Host: [::1]:80", 200),
+    (b"Host: evil.example", 403),
+    (b"Host: 127.0.0.1.evil.example", 403),
+    (b"Host: localhost:8000\r\nOrigin: http://evil.example", 403),
+    (b"Host: localhost:8000\r\nOrigin: null", 403),
+    (b"Host: localhost:8000\r\nOrigin: http://localhost:8001", 403),
+    (b"Host: localhost:8000\r\nOrigin: http://localhost:8000", 200),
+]
+
+
+@pytest.mark.parametrize("path", [b"/abort_request", b"/generate"])
+@pytest.mark.parametrize(("lines", "status"), SITES)
+async def test_without_keys_no_page_of_another_site_gets_through(make_bench, path, lines, status):
+    """What a browser sends by itself: a form's post, and a name that leads to this machine."""
+    bench = await make_bench(reply())
+    head = b"POST %s HTTP/1.1\r\n%s\r\nContent-Type: text/plain\r\nContent-Length: 19\r\n"
+    message = head % (path, lines) + b'Connection: close\r\n\r\n{"abort_all": true} '
+    for _ in range(3):  # also as a head that was read before
+        whole = await response_to(bench, message)
+        assert whole.startswith(b"HTTP/1.1 %d" % status), whole
+    assert bool(bench.engines[0].seen) == (status == 200)
+
+
+@pytest.mark.parametrize(("lines", "status"), SITES)
+async def test_with_a_key_the_key_decides(make_bench, lines, status):
+    bench = await make_bench(reply(), config=router_config(client_key="key"))
+    head = b"GET /engines HTTP/1.1\r\n%s\r\nAuthorization: Bearer key\r\nConnection: close\r\n"
+    assert (await response_to(bench, head % lines + b"\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_health_check_may_use_any_name(make_bench):
+    bench = await make_bench(reply())
+    head = b"GET /health HTTP/1.1\r\nHost: pod-7.example\r\nConnection: close\r\n\r\n"
+    assert (await response_to(bench, head)).startswith(b"HTTP/1.1 200")

@@ -6,13 +6,15 @@ import tracemalloc
 
 import pytest
 
+from rollout.router.http import incoming_body
 from rollout.router.http.head_cache import HeadCache, RequestHead, head_key
 from rollout.router.http.headers import to_engine
 from rollout.router.http.request import MAX_AFFINITY_CHARACTERS, affinity_of
 from rollout.router.http.routes import route_of
+from rollout.router.proxy import client_connection
 from rollout.router.proxy.client_connection import _MAX_UNPARSED_BYTES
 from tests.rollout.router.conftest import router_config
-from tests.rollout.router.raw import connect, post
+from tests.rollout.router.raw import connect, post, response_to
 from tests.rollout.router.stub_engine import chunk, reply
 
 
@@ -66,14 +68,14 @@ def test_many_connection_headers_cost_no_more_than_their_number():
 async def test_a_body_in_tiny_chunks_takes_no_more_than_its_bytes(make_bench):
     bench = await make_bench(reply())
     num = 200_000
-    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     reader, writer = await connect(bench, head, chunk(b"ab") * num)
     exchange, arrived = None, 0
     while arrived < 2 * num:
         live = await bench.host._on_loop(lambda: list(bench.host._proxy.live))
         exchange = exchange or next(iter(live), None)
-        arrived = exchange._num_bytes if exchange else 0
-    assert exchange._body.__sizeof__() < 1.5 * arrived
+        arrived = exchange._incoming.num_bytes if exchange else 0
+    assert exchange._incoming._data.__sizeof__() < 1.5 * arrived
     writer.write(b"0\r\n\r\n")
     await reader.readuntil(b"\r\n\r\n")
     writer.close()
@@ -84,7 +86,7 @@ async def test_while_a_client_does_not_read_its_next_requests_wait(make_bench):
     _, writer = await connect(bench)
     writer.transport.pause_reading()
     num = 20_000
-    writer.write(b"GET /v1/score HTTP/1.1\r\nHost: x\r\n\r\n" * num)
+    writer.write(b"GET /v1/score HTTP/1.1\r\nHost: localhost\r\n\r\n" * num)
     state, seen, before = bench.host._thread._server.server_state, 0, -1
     while seen != before or not seen:
         await asyncio.sleep(0.2)
@@ -132,19 +134,32 @@ async def test_a_client_that_never_reads_its_last_response_is_cut(make_bench):
     writer.transport.abort()
 
 
+@pytest.mark.parametrize("path", [b"/v1/score", b"/sessions/s/v1/chat/completions"])
+@pytest.mark.parametrize("num", [0, 10, 1 << 20])
+async def test_a_body_that_stops_ends_its_request(make_bench, monkeypatch, path, num):
+    monkeypatch.setattr(incoming_body, "STALLED_S", 0.3)
+    bench = await make_bench(reply())
+    reader, writer = await connect(bench, post(b"x" * (num + 1), path)[:-1])
+    async with asyncio.timeout(20):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 408")
+    writer.close()
+    while bench.host._proxy.bodies.num_bytes or bench.host._proxy.live:
+        await bench.host.stats()
+
+
 @pytest.mark.parametrize("path", [b"/v1/score", b"/sessions/s/v1/chat/completions", b"/figures"])
 async def test_bodies_that_do_not_end_share_a_bound(make_bench, path):
     bench = await make_bench(reply())
     proxy = bench.host._proxy
-    proxy.max_receiving_bytes = 1 << 20
+    proxy.bodies.max_bytes = 2 << 20  # of which a client has half
     unfinished = post(b"x" * 600_000, path)[:-1]
     first = await connect(bench, unfinished)
-    while proxy.num_receiving_bytes < 590_000:
+    while proxy.bodies.num_bytes < 590_000:
         await bench.host.stats()
     second = await connect(bench, unfinished)
     head = await second[0].readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503")
-    assert b"unfinished requests already take" in await second[0].readuntil(b"}}")
+    assert b"unfinished requests of 127.0.0.1 already take" in await second[0].readuntil(b"}}")
     first[1].write(b"x")
     status = b"HTTP/1.1 200" if path == b"/v1/score" else b"HTTP/1.1 4"  # it is not JSON
     assert (await first[0].readuntil(b"\r\n\r\n")).startswith(status)
@@ -153,4 +168,29 @@ async def test_bodies_that_do_not_end_share_a_bound(make_bench, path):
         writer.transport.abort()
     while bench.host._thread._server.server_state.connections:
         await bench.host.stats()
-    assert proxy.num_receiving_bytes == 0
+    assert proxy.bodies.num_bytes == 0
+
+
+async def test_clients_beyond_the_bound_reach_health_and_state_alone(make_bench):
+    bench = await make_bench(reply())
+    proxy, state = bench.host._proxy, bench.host._thread._server.server_state
+    proxy.max_clients = 2
+    first = [await connect(bench, post(b"{}", b"/v1/score")) for _ in range(2)]
+    for reader, _ in first:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert b"connections that open files allow" in await response_to(bench, post(b"{}"))
+    refused = await response_to(bench, post(b"{}", b"/sessions/s/v1/chat/completions"))
+    assert refused.startswith(b"HTTP/1.1 503")
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert (await response_to(bench, head)).startswith(b"HTTP/1.1 200")  # and it closes
+    more = [await connect(bench) for _ in range(client_connection._MAX_SURPLUS)]
+    while len(state.connections) < 2 + client_connection._MAX_SURPLUS:
+        await bench.host.stats()
+    assert (await response_to(bench)).startswith(b"HTTP/1.1 503")  # before it sends anything
+    for _, writer in [*first, *more]:
+        writer.close()
+    while state.connections:
+        await bench.host.stats()
+    assert (await response_to(bench, post(b"{}", extra=b"Connection: close\r\n"))).startswith(
+        b"HTTP/1.1 200"
+    )

@@ -98,7 +98,7 @@ async def test_method_query_and_headers_pass_and_hop_by_hop_headers_do_not(make_
     bench = await make_bench(reply())
     await response_to(
         bench,
-        b"PUT /v1/%73core?x=1&y=%20z HTTP/1.1\r\nHost: router.example\r\nX-Keep: yes\r\n"
+        b"PUT /v1/%73core?x=1&y=%20z HTTP/1.1\r\nHost: localhost\r\nX-Keep: yes\r\n"
         b"Connection: close, X-Hop\r\nX-Hop: no\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\n"
         b"\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n",
     )
@@ -534,7 +534,9 @@ async def test_an_engine_taken_out_finishes_what_it_has_and_gets_no_more(make_be
 )
 async def test_conflicting_framing_is_a_400_and_reaches_no_engine(make_bench, framing):
     bench = await make_bench(reply())
-    head = b"POST /generate HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n3\r\nabc\r\n0\r\n\r\n"
+    head = (
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n3\r\nabc\r\n0\r\n\r\n"
+    )
     assert (await response_to(bench, head)).startswith(b"HTTP/1.1 400")
     assert bench.engines[0].seen == []
 
@@ -577,7 +579,7 @@ async def test_pipelined_requests_get_their_responses_in_order(make_bench):
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_a_path_that_is_not_known_reaches_no_engine(make_bench, method, target, why):
     bench = await make_bench(reply(), config=router_config(client_key="c", control_key="k"))
-    begin = f"{method} {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ".encode()
+    begin = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ".encode()
     end = b"\r\nConnection: close\r\n\r\n"
     response = await response_to(bench, begin + b"c" + end)
     assert response.startswith(b"HTTP/1.1 404")

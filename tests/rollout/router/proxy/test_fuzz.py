@@ -13,7 +13,7 @@ from tests.rollout.router.stub_engine import chunk
 
 WHOLE = post(b'{"input_ids": [1]}', b"/v1/score")
 CHUNKED = (
-    b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     + chunk(b"abc")
     + b"0\r\n\r\n"
 )

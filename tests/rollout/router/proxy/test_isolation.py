@@ -30,7 +30,7 @@ NOT_OF_A_REQUEST = frozenset(
             *("start", "start_whole", "feed", "end_of_request", "client_left", "expire", "stop"),
             *("write_paused", "write_resumed", "<lambda>"),
             "_decide",
-            "_decide_all",
+            *("_carry_out", "_release", "_evict"),
             "_connect",
         ),
         *("data_received", "connection_lost", "connection_made", "eof_received"),
@@ -125,7 +125,7 @@ class Rig:
         left = await self.on_loop(
             lambda: [
                 *(len(gate.prefilling), gate.num_held, gate._held_bytes),
-                proxy.num_receiving_bytes,
+                proxy.bodies.num_bytes + len(proxy.bodies._bodies),
                 sum(not (timer.cancelled() or timer.when() < 0) for timer in self.timers),
             ]
         )

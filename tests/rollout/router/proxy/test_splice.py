@@ -56,7 +56,11 @@ async def test_a_request_may_arrive_byte_by_byte(make_bench):
 
 async def test_a_chunked_request_split_within_its_framing_is_one_body(make_bench):
     bench = await make_bench(echo)
-    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE + b"\r\n"
+    head = (
+        b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+        + CLOSE
+        + b"\r\n"
+    )
     reader, writer = await connect(bench, head)
     for part in (
         b"3",
@@ -78,9 +82,9 @@ async def test_pipelined_requests_to_engines_and_to_the_router_keep_their_order(
     whole = await response_to(
         bench,
         post(b"1", b"/v1/score"),
-        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
         post(b"2", b"/v1/rerank"),
-        b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n",
         post(b"3", b"/v1/tokenize", CLOSE),
     )
     assert bodies(whole) == [
@@ -149,18 +153,27 @@ async def test_garbage_in_the_packet_of_a_request_is_refused_after_its_response(
 @pytest.mark.parametrize(
     "head",
     [
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\na",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1,1\r\n\r\na",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\na",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        (
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 1\r\nContent-Length: 1\r\n\r\na"
+        ),
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1,1\r\n\r\na",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\na",
+        (
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n"
+        ),
+        (
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n"
+        ),
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\n X-Fold: 1\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nX-A: a\rb\r\n\r\n",
-        b"POST /generate HTTP/1.1\nHost: x\n\n\x00",
-        b"POST /gen\xffrate HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"CONNECT engine:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\n X-Fold: 1\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX-A: a\rb\r\n\r\n",
+        b"POST /generate HTTP/1.1\nHost: localhost\n\n\x00",
+        b"POST /gen\xffrate HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"CONNECT engine:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 async def test_framing_that_two_parsers_could_read_differently_reaches_no_engine(make_bench, head):
@@ -170,7 +183,7 @@ async def test_framing_that_two_parsers_could_read_differently_reaches_no_engine
     assert bench.engines[0].seen == []
 
 
-HOST = b"Host: x\r\n"
+HOST = b"Host: localhost\r\n"
 
 
 @pytest.mark.parametrize(
@@ -180,8 +193,8 @@ HOST = b"Host: x\r\n"
         (b"POST /generate HTTP/0.9\r\n" + HOST + b"\r\n", 400),
         (b"POST /generate HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: x/flush_cache?\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost/flush_cache?\r\n\r\n", 400),
         (b"POST /v1/score HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
         (
             b"POST /v1/score HTTP/1.1\r\n" + HOST + 2 * b"Transfer-Encoding: chunked\r\n" + b"\r\n",
@@ -217,7 +230,11 @@ async def test_completions_take_only_post(make_bench, method, path):
 
 async def test_trailers_are_not_headers(make_bench):
     bench = await make_bench(reply())
-    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + CLOSE + b"\r\n"
+    head = (
+        b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+        + CLOSE
+        + b"\r\n"
+    )
     trailers = b"Authorization: Bearer a\r\nX-Affinity: b\r\nContent-Type: c\r\n"
     assert b"200 OK" in await response_to(bench, head, b"1\r\na\r\n0\r\n", trailers, b"\r\n")
     (seen,) = bench.engines[0].seen
@@ -227,7 +244,10 @@ async def test_trailers_are_not_headers(make_bench):
 @pytest.mark.parametrize("part", [b"x: %s\r\n" % (b"y" * 100), b"1;%s\r\na\r\n" % (b"y" * 90_000)])
 async def test_trailers_and_extensions_of_chunks_without_end_are_refused(make_bench, part):
     bench = await make_bench(reply())
-    head = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+    head = (
+        b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+    )
     last = b"0\r\n" if part.startswith(b"x") else b""
     whole = await asyncio.wait_for(response_to(bench, head, last, part * (2000 if last else 2)), 10)
     assert whole.startswith(b"HTTP/1.1 431")
@@ -283,7 +303,7 @@ async def test_a_body_that_is_too_long_gets_a_413_that_arrives(make_bench, is_an
     body = b"x" * 2_000_000
     framed = post(body) if is_announced else None
     if framed is None:
-        framed = b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        framed = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         framed += chunk(body) + b"0\r\n\r\n"
     whole = await response_to(bench, framed)
     assert whole.startswith(b"HTTP/1.1 413")

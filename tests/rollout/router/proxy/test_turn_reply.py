@@ -12,17 +12,17 @@ import pytest
 from engines.protocol import GenerateReply
 from rollout.router.gate.gate import GateState
 from rollout.router.http.head_cache import ReplyHead
-from rollout.router.proxy.turn_reply import generate
+from rollout.router.proxy.turn_reply import Progress, generate
 from rollout.router.sessions.chat_sessions import ChatFailure
 from tests.rollout.router.exchange_rig import ASK, PLAIN, Rig, rig_of
 from tests.rollout.router.generate_events import STREAM, event
 
-Replies = AsyncGenerator[GenerateReply, None]
+Replies = AsyncGenerator[Progress | GenerateReply, None]
 
 
-async def begin(rig: Rig, **more: Any) -> tuple[Replies, asyncio.Task[GenerateReply]]:
+async def begin(rig: Rig, **more: Any) -> tuple[Replies, asyncio.Task[Any]]:
     """A turn whose request has entered the gate, and its wait for the first reply."""
-    replies = generate(rig.proxy, "s", ASK | more)
+    replies = generate(rig.proxy, "s", json.dumps(ASK | more).encode())
     first = asyncio.ensure_future(anext(replies))
     await asyncio.sleep(0)
     return replies, first
@@ -33,11 +33,13 @@ async def test_a_turn_that_reads_slowly_gets_the_newest_tokens() -> None:
     replies, first = await begin(rig, stream=True)
     (sent,) = rig.engines.sent
     sent.reply(STREAM, event(1), is_end=False)
-    assert (await first).output_ids == (1,)
+    progress = await first
+    assert (progress.ids, progress.logprobs_from(0)) == ([1], [])
     sent.more(event(1, 2))
     sent.more(event(1, 2, 3))
     sent.more(event(1, 2, 3, 4, finish="length"), is_end=True)
     (last,) = [reply async for reply in replies]
+    assert isinstance(last, GenerateReply)
     assert last.output_ids == (1, 2, 3, 4)
     assert last.finish_reason is not None
     assert rig.is_empty()
@@ -52,6 +54,7 @@ async def test_a_turn_continues_on_another_engine(is_streamed: bool) -> None:
     assert rig.engines.sent[1].body["input_ids"][-2:] == [1, 2]
     rig.engines.sent[1].reply(STREAM, event(3, 4, finish="length"))
     whole = [await first, *[reply async for reply in replies]][-1]
+    assert isinstance(whole, GenerateReply)
     assert whole.output_ids == (1, 2, 3, 4)
     assert whole.num_failovers == 1
     assert rig.is_empty()
@@ -61,7 +64,7 @@ async def test_a_turn_is_not_continued_where_failover_is_off() -> None:
     rig = rig_of("a", "b", failover=False)
     replies, first = await begin(rig, stream=True)
     rig.engines.sent[0].reply(STREAM, event(1, 2), is_end=False)
-    assert (await first).output_ids == (1, 2)
+    assert (await first).ids == [1, 2]
     rig.engines.sent[0].lose()
     with pytest.raises(ChatFailure, match="engine a failed"):
         await anext(replies)

@@ -41,7 +41,7 @@ class Agent:
 
     async def turns(self) -> list[dict[str, Any]]:
         async with self.bench.client.get("/sessions/s") as response:
-            return (await response.json())["turns"]
+            return [] if response.status == 404 else (await response.json())["turns"]
 
     async def samples(self) -> list[Sample]:
         return branch_samples("s", await self.turns())

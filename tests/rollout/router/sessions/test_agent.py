@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.core.samples import SampleStatus
+from rollout.router.sessions import chat_sessions
 from tests.rollout.router.conftest import MakeBench, router_config
 from tests.rollout.router.sessions.conftest import USER, Agent, MakeAgentOf, answer_of
 from tests.rollout.router.stub_engine import Hold, hold_then_reply
@@ -322,7 +323,7 @@ async def test_a_completion_is_refused_with_what_to_send(make_agent: MakeAgent) 
     [
         ({"n": 2}, "another branch"),
         ({"logprobs": True, "top_logprobs": 2}, "no others"),
-        ({"messages": []}, "at least one message"),
+        ({"messages": []}, "a list of 1 to 16384 messages"),
         ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "continue_final_message"),
         ({"extra_body": {"continue_final_message": True}}, "an assistant's message at the end"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no images"),
@@ -465,7 +466,8 @@ async def test_a_client_that_leaves_ends_its_request_and_leaves_no_turn(
     await hold.entered.wait()
     asked.cancel()
     await bench.engines[0].peer_closed.wait()
-    assert (await bench.ask("/sessions/s", "GET")).json["turns"] == []
+    while (await bench.ask("/sessions/s", "GET")).status != 404:
+        pass
 
 
 async def test_an_engine_that_dies_within_a_stream_is_an_error_without_failover(
@@ -484,3 +486,35 @@ async def test_a_finished_stream_leaves_its_connection_to_the_next(make_agent: M
     stats = await agent.bench.host.stats()
     assert stats["num_clients_left"] == 0
     assert agent.bench.engines[0].num_connections == 1
+
+
+async def test_long_chats_are_planned_in_a_process_as_short_ones_are(
+    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose answers are long and not in the messages."""
+    seen: list[list[Any]] = []
+    for most in (1 << 16, 16):
+        monkeypatch.setattr(chat_sessions, "_MOST_BYTES_IN_THREAD", most)
+        agent = await make_agent(tool_call_parser="hermes")
+        messages = [USER]
+        for number in range(3):
+            answer = answer_of(await agent.ask(messages, tools=TOOLS))
+            messages += [answer, {"role": "user", "content": f"and {number}?"}]
+        with pytest.raises(openai.BadRequestError, match="n=1"):
+            await agent.ask(messages, n=2)
+        names = ("parent", "drift", "first_difference", "prompt_ids", "output_ids", "text")
+        seen.append([[turn[name] for name in names] for turn in await agent.turns()])
+        process = agent.bench.host._proxy.reading._process
+        assert (process is None) == (most > 16)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 3
+
+
+async def test_refused_chats_leave_no_session(make_agent: MakeAgent) -> None:
+    agent = await make_agent(max_sessions=2)
+    for number in range(5):
+        path = f"/sessions/{number}/v1/chat/completions"
+        reply = await agent.bench.ask(path, json={"messages": [], "n": 2})
+        assert reply.status == 400
+    await agent.ask([USER])
+    assert len(await agent.turns()) == 1

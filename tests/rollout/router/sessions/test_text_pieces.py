@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from engines.protocol import FinishReason
 from rollout.router.sessions import text_pieces
 from rollout.router.sessions.alignment import first_difference, tokenised
 from rollout.router.sessions.chat_request import ChatRequest
-from rollout.router.sessions.chat_sessions import make_plan
+from rollout.router.sessions.chat_sessions import Plan, make_plan
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.router.sessions.messages import history_of
 from rollout.router.sessions.session_store import Session
 from rollout.router.sessions.text_pieces import borders_of, pieces
 from rollout.router.sessions.tree import Generated
@@ -215,13 +216,20 @@ def take_turn(
     tokenizer: ChatTokenizer, session: Session, messages: list[dict[str, Any]], answer: str
 ) -> Any:
     """A turn of a session, as a chat makes it; its answer is cut off."""
-    plan = make_plan(tokenizer, session, ChatRequest(messages))
+    history = history_of(messages, None)
+    plan = make_plan(tokenizer, ChatRequest(messages), history, session.tree.known(history))
     ids = [ord(character) for character in answer]
     made = Generated(ids, [0.0] * len(ids), (), FinishReason("length", None), answer)
     said = {"role": "assistant", "content": answer}
     session.tree.add(plan.history, plan.prompt, made, said)
     messages.append(said)
     return plan
+
+
+def ids_of(plan: Plan) -> list[int]:
+    ids: list[int] = json.loads(plan.body)["input_ids"]
+    assert len(ids) == plan.num_prompt
+    return ids
 
 
 def test_a_turn_encodes_what_is_new(loaded: ChatTokenizer) -> None:
@@ -235,7 +243,7 @@ def test_a_turn_encodes_what_is_new(loaded: ChatTokenizer) -> None:
         plan = take_turn(tokenizer, session, messages, "next" * 1000)
         assert plan.prompt.drift == "clean"
         whole = rendered(loaded, messages[:-1])
-        assert plan.ids == [ord(character) for character in whole]
+        assert ids_of(plan) == [ord(character) for character in whole]
         # The new text as a prompt and to compare, and the text behind the last border.
         new = 2 * (5000 + 4000)
         assert sum(map(len, counting.seen)) < new + 2 * text_pieces._PIECE_CHARACTERS
@@ -280,7 +288,7 @@ def test_the_first_difference_is_that_from_a_tokenisation_of_the_whole(
         messages.append({"role": "user", "content": content})
         plan = take_turn(tokenizer, session, messages, answer)
         anew = [ord(character) for character in rendered(loaded, messages[:-1])]
-        assert plan.prompt.first_difference == first_difference(plan.ids, anew)
+        assert plan.prompt.first_difference == first_difference(ids_of(plan), anew)
 
 
 def test_other_threads_run_while_a_long_message_is_encoded(loaded: ChatTokenizer) -> None:
@@ -302,28 +310,3 @@ def test_other_threads_run_while_a_long_message_is_encoded(loaded: ChatTokenizer
     thread.join()
     assert len(piece[1]) == len(text)
     assert during > 20
-
-
-async def test_a_long_chat_is_read_beside_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from rollout.router.sessions import chat_sessions
-
-    threads: list[bool] = []
-
-    def read_chat(body: bytes) -> ChatRequest:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return ChatRequest([])
-
-    monkeypatch.setattr(chat_sessions, "read_chat", read_chat)
-    chats = chat_sessions.ChatSessions(
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        now_s=time.monotonic,
-        on_tokenizer=lambda tokenizer: None,
-    )
-    for num in (10, 1 << 20):
-        await chats.read(b"x" * num)
-    assert threads == [True, False]
-    chats.close()

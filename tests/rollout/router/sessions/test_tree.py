@@ -46,7 +46,7 @@ class Agent:
         self.next_id += 2
         answer = {"role": "assistant", "content": f"<think>t</think> answer {len(self.histories)}"}
         made = Generated(ids, [-0.5, -1.0], (VersionSpan("1", 0, 2),), STOP, answer["content"])
-        self.whole_ids.append(self.tree.ids(match.turn) + new + ids)
+        self.whole_ids.append(self.tree.ids(match.turn).tolist() + new + ids)
         self.tree.add(history, Prompt(parent, new), made, answer)
         self.histories.append([*messages, answer])
         return parent
@@ -75,7 +75,7 @@ def test_a_turn_continues_the_answer_its_history_ends_with(moves: list[Any]) -> 
             history = agent.histories[place % num]
             assert agent.ask([*history, user(word)], strip=strip) == place % num
     for turn, ids in zip(agent.tree.turns, agent.whole_ids, strict=True):
-        assert agent.tree.ids(turn) == ids
+        assert agent.tree.ids(turn).tolist() == ids
     check_samples(agent)
 
 
@@ -190,7 +190,7 @@ def one_turn(store: SessionStore, name: str, now_s: float, num_tokens: int = 1) 
 def test_bytes_and_sessions_are_bounded_and_come_back_when_deleted() -> None:
     store = SessionStore(max_bytes=1 << 20, max_sessions=2, ttl_s=10.0)
     one_turn(store, "a", 0.0)
-    one_turn(store, "b", 0.0, num_tokens=50_000)
+    one_turn(store, "b", 0.0, num_tokens=80_000)
     assert "router.max_session_bytes" in store.why_full("a", 0.0)
     assert store.delete("b")
     assert not store.delete("b")
@@ -205,6 +205,7 @@ def test_bytes_and_sessions_are_bounded_and_come_back_when_deleted() -> None:
 def test_an_idle_session_expires_and_one_with_a_turn_under_way_does_not() -> None:
     store = SessionStore(max_bytes=1 << 20, max_sessions=2, ttl_s=10.0)
     one_turn(store, "idle", 0.0)
+    one_turn(store, "busy", 0.0)
     busy = store.begin_turn("busy", 0.0)
     store.expire(11.0)
     assert store.get("idle") is None
@@ -221,3 +222,25 @@ def test_as_many_closed_ids_are_remembered_as_sessions_may_be_open() -> None:
     for number in range(5):
         store.close(f"s-{number}")
     assert [bool(store.why_closed(f"s-{number}")) for number in range(5)] == [0, 0, 1, 1, 1]
+
+
+def test_a_session_without_a_turn_ends_with_its_last_request() -> None:
+    """So refused requests take no room."""
+    store = SessionStore(max_bytes=1 << 20, max_sessions=1, ttl_s=10.0)
+    one, two = store.begin_turn("a", 0.0), store.begin_turn("a", 0.0)
+    assert one is two
+    store.end_turn("a", one, 1.0)
+    assert store.why_full("b", 1.0)
+    store.end_turn("a", two, 1.0)
+    assert (store.get("a"), store.num_bytes, store.why_full("b", 1.0)) == (None, 0, "")
+
+
+def test_sessions_that_expire_together_are_deleted_some_at_a_time() -> None:
+    store = SessionStore(max_bytes=1 << 30, max_sessions=1000, ttl_s=10.0)
+    for number in range(100):
+        one_turn(store, str(number), 0.0)
+    num_sweeps = 0
+    while store.get("99") is not None:
+        store.expire(20.0)
+        num_sweeps += 1
+    assert (num_sweeps, store.num_bytes) == (4, 0)

@@ -1,0 +1,119 @@
+"""A process that reads what is long, so that the router's event loop goes on meanwhile.
+
+A parser, a template and a tokenizer hold the interpreter's lock for as long as their input is, and
+a thread does not help.  Always true: one call at a time, in order of arrival.  A call has a
+deadline, after which the process is killed and the next call starts another.  It ends with its
+router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+MOST_BYTES_ON_LOOP = 1 << 20
+"""A longer body is read here: the router needs 2 ms and more to parse one of this length."""
+_DEADLINE_S = 120.0
+_NICENESS = 5
+
+
+class ReadingFailed(Exception):
+    """The process did not answer."""
+
+
+class ReadingProcess:
+    """Calls functions of modules, which are pure; started by the first call.
+
+    Args:
+        deadline_s: of one call.
+    """
+
+    def __init__(self, deadline_s: float = _DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._thread = ThreadPoolExecutor(1, "reading")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def call(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """What the function returns; it raises what the function raises.
+
+        Raises:
+            ReadingFailed: the process did not answer in time, or has crashed.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._call, function, arguments)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        process = self._process = self._process or _start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = threading.Timer(self._deadline_s, process.kill)
+        deadline.start()
+        try:
+            pickle.dump((function, arguments), process.stdin, pickle.HIGHEST_PROTOCOL)
+            process.stdin.flush()
+            error, result = pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError) as lost:
+            self._end()
+            raise ReadingFailed(
+                f"a long request was not read within {self._deadline_s:.0f} s, or the process that "
+                f"reads such requests ended: {type(lost).__name__}"
+            ) from lost
+        finally:
+            deadline.cancel()
+        if error is not None:
+            raise error
+        return result
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(one or os.getcwd() for one in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import main; main()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def main() -> None:
+    """Answer calls until the router closes the pipe, or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the router
+    os.nice(_NICENESS)
+    calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    while True:
+        try:
+            function, arguments = pickle.load(calls)
+        except EOFError:
+            return
+        answer: tuple[Exception | None, Any]
+        try:
+            answer = None, function(*arguments)
+        except Exception as error:
+            answer = error.with_traceback(None), None
+        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
