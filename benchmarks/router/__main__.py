@@ -6,9 +6,10 @@ the same percentile straight to the engines, at the same steady rate.  ``cached_
 of prompt tokens that embedded engines found in their prefix caches, by policy.  ``choice_ns`` is
 CPU per request for choosing an engine, by policy and number of engines.  ``ray_call`` is a call to
 the router's actor, idle and under load.  ``turns`` are turns of sessions, one after the other, with
-2 KB of new text.
+2 KB of new text.  ``agents`` are turns of one agent by the length of its history.
 
-``--smoke`` leaves out the peers and most kinds of requests, and installs nothing.
+``--smoke`` leaves out the peers and most kinds of requests, and installs nothing.  ``--families``
+measures some parts alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import psutil
 import uvloop
 
 from benchmarks.report import machine, parse_arguments, publish
-from benchmarks.router import load, peers
+from benchmarks.router import agents, load, peers
 from benchmarks.router.affinity import measure_affinity
 from benchmarks.router.calls import measure_calls
 from benchmarks.router.choice import measure_choice
@@ -54,6 +55,7 @@ TARGETS = (
     "fastapi_httpx",
     "direct",
 )
+FAMILIES = ("routers", "choice_ns", "turns", "agents", "cached_share", "ray_call")
 PYTHON_ROUTERS = ("ours", "ours_failover", "fastapi_httpx")
 _START_TIMEOUT_S = 60.0
 _ONCE_OVER_S = 20.0
@@ -286,12 +288,7 @@ def measure_turns(repeats: int, for_s: float) -> dict[str, dict[str, float]]:
         for _, kind in product(range(repeats), runs):
             with running("ours", engines) as target:
                 runs[kind].append(_turns_of(target, kind, for_s))
-    return {
-        kind: {
-            name: round(statistics.median(one[name] for one in of_kind), 2) for name in of_kind[0]
-        }
-        for kind, of_kind in runs.items()
-    }
+    return {kind: _medians(of_kind) for kind, of_kind in runs.items()}
 
 
 def _turns_of(target: Target, kind: str, for_s: float) -> dict[str, float]:
@@ -305,6 +302,31 @@ def _turns_of(target: Target, kind: str, for_s: float) -> dict[str, float]:
         "cpu_ms_per_1k": used_s * 1e6 / max(1, len(outcome.latencies_s)),
         "errors": float(outcome.num_errors),
     }
+
+
+def measure_agents(num_turns: int, sizes: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Turns per second and CPU per turn by length of history, for each proxy; medians."""
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = agents.write_model(Path(name))
+        with stub_engines(name) as engines:
+            for size in sizes:
+                messages = agents.history(folder, agents.NUMS_OF_TOKENS[size])
+                runs: dict[str, list[dict[str, float]]] = {name: [] for name in agents.TARGETS}
+                for number, of_target in product(range(repeats), runs):
+                    router, path = agents.TARGETS[of_target]
+                    with running(router, engines) as target:
+                        (port,) = target.ports
+                        where = path.format(number)
+                        uvloop.run(agents.converse(port, path.format("warm"), [], 2, target.cpu_s))
+                        figures = agents.converse(port, where, messages, num_turns, target.cpu_s)
+                        runs[of_target].append(uvloop.run(figures))
+                result[size] = {name: _medians(of_target) for name, of_target in runs.items()}
+    return result
+
+
+def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(one[name] for one in runs), 2) for name in runs[0]}
 
 
 def summary(runs: Runs, name: str, kind: str) -> dict[str, float]:
@@ -323,7 +345,7 @@ def summary(runs: Runs, name: str, kind: str) -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__ or "")
+    arguments = parse_arguments(__doc__ or "", FAMILIES)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 16384 if hard == resource.RLIM_INFINITY else min(16384, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
@@ -333,12 +355,21 @@ def main() -> None:
         full=Plan(TARGETS, tuple(SCENARIOS), repeats=3, for_s=2.0, num_many=4096),
     )
     num_requests = arguments.by_size(smoke=4, quick=40, full=200)
-    result = measure(plan)
-    result["choice_ns"] = measure_choice(plan.repeats)
-    result["turns"] = measure_turns(plan.repeats, plan.for_s)
-    result["cached_share"] = asyncio.run(measure_affinity(num_requests))
-    with stub_engines() as engines:
-        result["ray_call"] = asyncio.run(measure_calls(engines, plan.for_s))
+    sizes = arguments.by_size(smoke=("4k",), quick=("4k", "64k"), full=agents.NUMS_OF_TOKENS)
+    num_turns = arguments.by_size(smoke=2, quick=10, full=40)
+    families = arguments.families
+    result = measure(plan) if "routers" in families else {}
+    if "choice_ns" in families:
+        result["choice_ns"] = measure_choice(plan.repeats)
+    if "turns" in families:
+        result["turns"] = measure_turns(plan.repeats, plan.for_s)
+    if "agents" in families:
+        result["agents"] = measure_agents(num_turns, tuple(sizes), plan.repeats)
+    if "cached_share" in families:
+        result["cached_share"] = asyncio.run(measure_affinity(num_requests))
+    if "ray_call" in families:
+        with stub_engines() as engines:
+            result["ray_call"] = asyncio.run(measure_calls(engines, plan.for_s))
     result["machine"] = machine("uvicorn", "uvloop", "httptools", "httpx", "fastapi")
     result["repeats"] = plan.repeats
     publish(result, as_json=arguments.as_json, title="routers over four stub engines")
