@@ -209,23 +209,12 @@ def test_a_module_imports_nothing_from_a_higher_folder(module: str) -> None:
         )
 
 
-# They are to go; nothing is added here.
-CIRCLES: tuple[set[str], ...] = (
-    # Left by the folder's present owner.
-    {"rollout.router.proxy.metrics", "rollout.router.proxy.context"},
-    {"rollout.router.proxy.local_request", "rollout.router.proxy.client_connection"},
-)
-
-
 def test_no_module_imports_itself_through_others_also_for_its_types() -> None:
     """What a circle has is read as one module, whatever its files are."""
     imported = {
         module: {target for name in imported_names(path) if (target := resolve(name))}
         for module, path in MODULES.items()
     }
-    for circle in CIRCLES:
-        for one in circle:
-            imported[one] -= circle
     sorter = TopologicalSorter({one: names - {one} for one, names in imported.items()})
     sorter.prepare()  # a CycleError names the modules
 

@@ -100,8 +100,14 @@ NAMES_ALLOWED: dict[str, tuple[str, str]] = {
     "rollout/driver/client/": ("turn turns", "of a conversation"),
     "rollout/driver/logprobs/gap_cause.py": ("words", "words of a message"),
     "rollout/observability/timeline/": ("said", "a field of spans, in the files of runs"),
-    "rollout/router/": ("found held kept turn turns word", "its parts are being redesigned"),
-    "rollout/rules/": ("kept turns", "for the router's parts"),
+    "rollout/router/continuation/core.py": (
+        "kept",
+        "tokens kept of a lost engine, as its metric has it",
+    ),
+    "rollout/router/gate/": ("held", "requests held at the gate"),
+    "rollout/router/proxy/": ("kept turn", "the same tokens; a turn of a conversation"),
+    "rollout/router/sessions/": ("turn turns", "of a conversation"),
+    "rollout/rules/": ("kept turns", "the same tokens; engines take turns"),
     "rollout/weights/ranks/figures.py": ("said", "a field of spans, in the files of runs"),
     "rollout/weights/store/": ("kept said", "which node has kept a unit, as its records say"),
 }

@@ -40,7 +40,7 @@ def write_model(folder: Path) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([corpus()], trainer)
+    tokenizer.train_from_iterator([corpus()[: 1 << 20]], trainer)
     tokenizer.add_special_tokens(list(added))
     tokenizer.save(file)
     return folder
@@ -59,7 +59,8 @@ def history(folder: Path, num_tokens: int) -> list[dict[str, str]]:
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = corpus()
-    per_token = len(text) / len(tokenizer.encode_batch([text])[0].ids)
+    sample = text[: 1 << 18]
+    per_token = len(sample) / len(tokenizer.encode(sample).ids)
     num = int(num_tokens * per_token / _MESSAGE_CHARACTERS)
     parts = [
         text[place % len(text) : place % len(text) + _MESSAGE_CHARACTERS]

@@ -30,8 +30,8 @@ class RouterConfig(ConfigSection):
     max_body_bytes: Annotated[int, Field(gt=0)] = 256 << 20
     """Longest request body; a longer one gets a 413."""
     max_read_bytes: Annotated[int, Field(gt=0)] = 8 << 20
-    """Longest request body that the router reads: over a million token ids, or some images. Other
-    requests wait while it is read, a few milliseconds for each MiB of text. A longer one is
+    """Longest request body that the router reads: over a million token ids, or some images. One of
+    over 1 MiB is read in a process of its own, so other requests do not wait. A longer one is
     forwarded as it is and cannot fail over; vLLM engines, chats of sessions and requests that name
     a LoRA adapter or its base refuse it."""
     request_timeout_s: Seconds = 7200.0

@@ -57,6 +57,7 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
 
     # A redirect would be made of the Host header, which is the client's.
     app = FastAPI(title="ray-rollout router", lifespan=lifespan, redirect_slashes=False)
+    app.state.chats = chats
     _add_state(app, proxy)
     _add_step_metrics(app, proxy)
     add_sessions(app, chats)

@@ -47,7 +47,7 @@ class Experts:
 
     def __init__(self, *, is_wanted: bool) -> None:
         self.is_wanted = is_wanted
-        self._kept, self._num_kept = b"", 0
+        self._rows, self._num_rows = b"", 0
 
     def joined(self, reported: str | None, num: int) -> bytes | None:
         """Those of ``num`` tokens that were computed, each from the engine that did so first.
@@ -62,7 +62,7 @@ class Experts:
             rows = base64.b64decode(reported or "")
         except (TypeError, ValueError):
             return None
-        return join_experts(self._kept, rows, num)
+        return join_experts(self._rows, rows, num)
 
     def are_missing(self, reported: str | None, num: int) -> bool:
         """These are not those of ``num`` tokens that were computed."""
@@ -71,12 +71,12 @@ class Experts:
     def keep(self, reported: str | None, num: int) -> None:
         """Keep those of ``num`` tokens, if they are wanted."""
         if self.is_wanted:
-            self._kept, self._num_kept = self.joined(reported, num) or b"", num
+            self._rows, self._num_rows = self.joined(reported, num) or b"", num
 
     def start_over(self) -> None:
         """Keep none."""
         if self.is_wanted:
-            self._kept, self._num_kept = b"", 0
+            self._rows, self._num_rows = b"", 0
 
     def whole(self, reported: str | None, num: int) -> str:
         """Those of ``num`` tokens where earlier engines have reported some; else an empty text.
@@ -84,9 +84,9 @@ class Experts:
         Raises:
             ValueError: the current engine's are not of so many.
         """
-        if not self._kept:
+        if not self._rows:
             return ""
-        joined = self._kept if num == self._num_kept else self.joined(reported, num)
+        joined = self._rows if num == self._num_rows else self.joined(reported, num)
         if joined is None:
             raise ValueError(f"its routed experts are not those of {num} tokens")
         return base64.b64encode(joined).decode()
@@ -311,7 +311,7 @@ class Continuation:
             return ""
         if self.why_not:
             return self.why_not
-        kept = self._kept()
+        kept = self._safe_part()
         if not (self.base.num or kept.num or kept.text):
             return ""
         if self.prompt is None:
@@ -334,7 +334,7 @@ class Continuation:
         Returns:
             Why they cannot, in one word; empty if they are.
         """
-        had, kept, why = self.num, self._kept(), self.why_refused()
+        had, kept, why = self.num, self._safe_part(), self.why_refused()
         if why or self.awaits_prompt_logprobs:
             self.base, self.first, self.reasoning = Part(), {}, ""
             self.experts.start_over()
@@ -350,7 +350,7 @@ class Continuation:
         self.finish, self._is_safe, self._has_stop = None, True, False
         return why
 
-    def _kept(self) -> Part:
+    def _safe_part(self) -> Part:
         return self.now.up_to(*self.safe_end[:2])
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -24,7 +24,7 @@ import orjson
 from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.forms import read_object, token_ids_of
 from rollout.router.continuation.reply import END, Reply
-from rollout.router.http.fast_json import Data, dumps, loads
+from rollout.router.http.fast_json import Data, JsonText, dumps, loads
 from rollout.router.http.request import wants_prompt_logprobs
 
 Event = tuple[bytes, int, int]
@@ -58,25 +58,31 @@ _IDS_AND_META = re.compile(
 _UNFINISHED = re.compile(rb'"finish_reason"\s*:\s*null')
 
 
-class PromptIds:
+class PromptIds(JsonText):
     """The token ids of a prompt, as they stand in the body; parsed when they are needed.
 
     Args:
         data: the ids without their brackets.
     """
 
-    __slots__ = ("_data", "_values")
+    __slots__ = ("_values",)
 
     def __init__(self, data: bytes, values: list[int] | None = None) -> None:
-        self._data = data
+        super().__init__(data, b"[%s]")
         self._values = values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PromptIds, (self.data,)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.values)
 
     @classmethod
     def of(cls, values: list[int]) -> PromptIds:
         return cls(dumps(values)[1:-1], values)
 
     def __len__(self) -> int:
-        return self._data.count(b",") + 1
+        return self.data.count(b",") + 1
 
     @property
     def values(self) -> list[int]:
@@ -86,7 +92,7 @@ class PromptIds:
             ValueError: they are not written as JSON.
         """
         if self._values is None:
-            data = b"[%s]" % self._data
+            data = self.json
             # orjson rounds what has more than 64 bits to a float.
             self._values = token_ids_of(orjson.loads(data)) or json.loads(data)
         return self._values
@@ -95,7 +101,7 @@ class PromptIds:
         """A body of these ids, then ``more``, and the other ``fields``, which are an object."""
         end = b"," + dumps(more)[1:-1] if more else b""
         comma = b"" if fields == b"{}" else b","
-        return b"".join((b'{"input_ids":[', self._data, end, b"]", comma, fields[1:]))
+        return b"".join((b'{"input_ids":[', self.data, end, b"]", comma, fields[1:]))
 
 
 @dataclass(slots=True)

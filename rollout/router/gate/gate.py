@@ -127,7 +127,8 @@ class Gate:
         base_version: of the base under an adapter; without one, the same.
         adapter: name of the LoRA adapter that was pushed; empty: there is none now; None: the
             server takes none.
-        call_soon: of the event loop, for what is left of a decision; None: nothing is left.
+        call_soon: of the event loop, which calls the rest of the work later; None: all is done
+            at once.
 
     Args:
         max_held: requests that may wait; one more is refused.

@@ -108,7 +108,7 @@ class _ReplyReader:
     def __init__(self) -> None:
         self.headers: Headers = []
         self.is_finished = False
-        self.is_kept = False
+        self.stays_open = False
         self.num_begun = 0
         self.parser = httptools.HttpResponseParser(self)
 
@@ -121,7 +121,7 @@ class _ReplyReader:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.is_kept = self.parser.should_keep_alive()
+        self.stays_open = self.parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
         self.is_finished = True
@@ -272,7 +272,7 @@ class EngineConnection(asyncio.Protocol):
         self._has_head = True
         handler.on_reply(head, length, False)
         if handler.upstream is self:  # else it has dropped the request
-            self._end(body, is_kept=True)
+            self._end(body, stays_open=True)
 
     def _pass_on_head(self, status: int, rest: bytes, key: bytes) -> None:
         handler, reader = self._handler, self._reader
@@ -296,14 +296,14 @@ class EngineConnection(asyncio.Protocol):
         self._num_left = int(length) if length else -1
         self._last = b""
         head = ReplyHead(status, headers, is_chunked and has_body, self._is_until_close)
-        if key and length and reader.is_kept:
+        if key and length and reader.stays_open:
             self._pool.head_cache.add(key, head)
         handler.on_reply(head, length, has_body and not rest and not reader.is_finished)
         if handler.upstream is not self:  # it has dropped the request
             return None
         if not has_body:
             # After a reply to HEAD the parser would wait for the body: take a new connection.
-            self._end(b"", is_kept=reader.is_finished and reader.is_kept and not rest)
+            self._end(b"", stays_open=reader.is_finished and reader.stays_open and not rest)
         elif rest or reader.is_finished:
             self._read_body(rest)
         return None
@@ -330,7 +330,7 @@ class EngineConnection(asyncio.Protocol):
             data = reader.parts[0] if len(reader.parts) == 1 else b"".join(reader.parts)
             reader.parts.clear()
         if reader.is_finished:
-            self._end(data, is_kept=reader.is_kept and not num_surplus)
+            self._end(data, stays_open=reader.stays_open and not num_surplus)
         elif data:
             self._pool.read_pacing.reply_continues()
             handler.on_reply_data(data, False)
@@ -348,12 +348,12 @@ class EngineConnection(asyncio.Protocol):
             return 0
         return len(whole) - len(whole.rstrip(b"\r\n")) - 4
 
-    def _end(self, data: bytes, *, is_kept: bool) -> None:
+    def _end(self, data: bytes, *, stays_open: bool) -> None:
         handler, self._handler = self._handler, None
         assert handler is not None
         assert self._transport is not None
         handler.upstream = None
-        if is_kept and not self._transport.get_write_buffer_size():
+        if stays_open and not self._transport.get_write_buffer_size():
             self.resume()
             self._is_reused = True
             self._pool.keep(self)
@@ -382,7 +382,7 @@ class EngineConnection(asyncio.Protocol):
     def _end_lost(self, handler: ReplyHandler, error: Exception | None) -> None:
         """The connection was lost under a request."""
         if self._has_head and self._is_until_close and error is None:
-            return self._end(b"", is_kept=False)
+            return self._end(b"", stays_open=False)
         outgoing = self._outgoing
         is_closed_as_we_wrote = (
             outgoing is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -49,6 +50,34 @@ def _finite(number: str) -> float:
     return value
 
 
+class JsonText:
+    """JSON of a long value, which is written as it stands.
+
+    Args:
+        data: the text, without what ``around`` puts before and behind it.
+    """
+
+    __slots__ = ("around", "data")
+
+    def __init__(self, data: bytes, around: bytes = b"%s") -> None:
+        self.data = data
+        self.around = around
+
+    @property
+    def json(self) -> bytes:
+        return self.data if self.around == b"%s" else self.around % self.data
+
+
+def _as_it_stands(value: Any) -> orjson.Fragment:
+    if isinstance(value, JsonText):
+        return orjson.Fragment(value.json)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _parsed(value: JsonText) -> Any:
+    return json.loads(value.json)
+
+
 def dumps(value: Any) -> bytes:
     """The value as JSON; NaN becomes null, which every parser takes.
 
@@ -56,9 +85,9 @@ def dumps(value: Any) -> bytes:
         ValueError: it is nested too deep.
     """
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, _as_it_stands)
     except TypeError:
-        text: str = _within_depth(json.dumps, value)
+        text: str = _within_depth(partial(json.dumps, default=_parsed), value)
         return text.encode()
 
 

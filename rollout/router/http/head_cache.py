@@ -17,7 +17,7 @@ from rollout.router.http.headers import (
     Headers,
     header_lines,
     host_line,
-    kept_for_client,
+    passed_to_client,
     signature_lines,
     status_line,
     to_engine,
@@ -103,7 +103,7 @@ class ReplyHead:
     ) -> bytes:
         """The head for a client; ``length`` in digits or empty, ``extra`` are complete lines."""
         if not self._lines:
-            kept = kept_for_client(self.headers)
+            kept = passed_to_client(self.headers)
             self._lines = status_line(self.status) + header_lines(kept)
         signed = signature_lines(engine_id, weight_version)
         if length:

@@ -59,14 +59,14 @@ def to_engine(headers: Headers) -> Headers:
     return _without(headers, _NOT_TO_ENGINE)
 
 
-def kept_for_client(headers: Headers) -> Headers:
+def passed_to_client(headers: Headers) -> Headers:
     """The engine's headers that a client gets."""
     return _without(headers, _NOT_TO_CLIENT)
 
 
 def to_client(headers: Headers, engine_id: str, weight_version: int | None) -> Headers:
     """The same, with the engine's id and its weight version."""
-    return [*kept_for_client(headers), *signature(engine_id, weight_version)]
+    return [*passed_to_client(headers), *signature(engine_id, weight_version)]
 
 
 @lru_cache(4096)

@@ -19,7 +19,7 @@ import json
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from json import detect_encoding
 
@@ -38,6 +38,7 @@ from rollout.router.http.routes import (
 )
 
 MAX_PARSED_BYTES = 1 << 20
+KEY_NAMES = ("extra_key", "cache_salt")
 MAX_AFFINITY_CHARACTERS = 256
 MAX_KEY_CHARACTERS = 128
 """vLLM takes no longer ``cache_salt``, and none with a slash."""
@@ -83,21 +84,36 @@ def wants_prompt_logprobs(raw: Mapping[str, object]) -> bool:
     return bool(raw.get("return_logprob")) and isinstance(start, int) and start >= 0
 
 
-@dataclass(slots=True)
-class Request:
-    """A complete request.
+@dataclass(frozen=True, slots=True)
+class BodyFields:
+    """The fields of a body that are the router's.
 
     Attributes:
+        body: the whole of it; None: it is the client's.
         rid: its id, where it is known.
         adds_rid: the router chose the id and writes it into the body.
         adds_extra_key: the router writes the namespace of its cached prefix into the body.
+        keys: what ``find_field`` gives for ``KEY_NAMES``, where the body is too long to search.
     """
 
-    head: RequestHead
-    body: bytes
+    body: bytes | None = None
     rid: str = ""
     adds_rid: bool = False
     adds_extra_key: bool = False
+    keys: Mapping[str, tuple[bool, object]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Request:
+    """A complete request."""
+
+    head: RequestHead
+    body: bytes
+    fields: BodyFields
+
+    @property
+    def rid(self) -> str:
+        return self.fields.rid
 
     def body_for(
         self,
@@ -107,14 +123,24 @@ class Request:
     ) -> bytes:
         """The body for an engine, in this namespace of cached prefixes, with ``more`` fields."""
         rid, extra_key = kind.body_names
-        first, last = b"", b""
-        if self.adds_rid and not more:
+        first, last, adds_rid = b"", b"", self.fields.adds_rid
+        if adds_rid and not more:
             first = b'"%s":"%s"' % (rid.encode(), self.rid.encode())
         elif more:
-            first = orjson.dumps({**more, rid: self.rid} if self.adds_rid else {**more})[1:-1]
-        if self.adds_extra_key:
-            last = _key_member(self.body, extra_key, namespace)
+            first = orjson.dumps({**more, rid: self.rid} if adds_rid else {**more})[1:-1]
+        if self.fields.adds_extra_key:
+            own = self._own_key(extra_key, kind)
+            last = _key_member(extra_key, namespace, *own)
         return inject_members(self.body, first, last)
+
+    def _own_key(self, name: str, kind: Kind) -> tuple[bool, object]:
+        """The client's key in the body for an engine of this kind."""
+        if not self.fields.keys:
+            return find_field(self.body, name)
+        return self.fields.keys["extra_key" if self._is_translated(kind) else name]
+
+    def _is_translated(self, kind: Kind) -> bool:
+        return self.head.route.path == GENERATE_PATH != kind.generate_path
 
     def parts_for(
         self,
@@ -125,26 +151,28 @@ class Request:
     ) -> list[bytes]:
         """What is written on the connection to an engine, with ``more`` fields in the body."""
         body = self.body_for(namespace, more, kind)
-        is_translated = self.head.route.path == GENERATE_PATH != kind.generate_path
-        target = kind.generate_path.encode() if is_translated else b""
+        target = kind.generate_path.encode() if self._is_translated(kind) else b""
         head = self.head.for_engine(endpoint, len(body), target)
         return [head, body] if body else [head]
 
 
-def read_request(head: RequestHead, body: bytes) -> Request:
-    """The request for an engine, and which fields the router adds to it."""
-    request = Request(head, body)
-    if head.method != b"POST" or head.route.path not in KEYED_PATHS:
-        return request
-    request.body = body = in_utf8(body)
-    if is_json_object(body):
-        request.adds_extra_key = True
-        if head.route.path in COMPLETION_PATHS:
-            own_rid = "request_id" if head.route.path == VLLM_GENERATE_PATH else "rid"
-            has_rid, rid = find_field(body, own_rid)
-            request.adds_rid = not has_rid
-            request.rid = rid if isinstance(rid, str) else "" if has_rid else new_rid()
-    return request
+def read_fields(path: str, body: bytes, *, is_post: bool = True) -> BodyFields:
+    """The fields of the router that a body has or needs."""
+    if not is_post or path not in KEYED_PATHS:
+        return _NO_FIELDS
+    whole = in_utf8(body)
+    changed = None if whole is body else whole
+    if not is_json_object(whole):
+        return BodyFields(changed)
+    if path not in COMPLETION_PATHS:
+        return BodyFields(changed, adds_extra_key=True)
+    own_rid = "request_id" if path == VLLM_GENERATE_PATH else "rid"
+    has_rid, rid = find_field(whole, own_rid)
+    known = rid if isinstance(rid, str) else "" if has_rid else new_rid()
+    return BodyFields(changed, known, not has_rid, adds_extra_key=True)
+
+
+_NO_FIELDS = BodyFields()
 
 
 def in_utf8(body: bytes) -> bytes:
@@ -157,9 +185,8 @@ def in_utf8(body: bytes) -> bytes:
         return body
 
 
-def _key_member(body: bytes, name: str, namespace: str) -> bytes:
+def _key_member(name: str, namespace: str, has_own: bool, own: object) -> bytes:
     """The last member of a body, which names its cached prefixes: the client's key inside ours."""
-    has_own, own = find_field(body, name)
     if not has_own or not own:
         return _plain_member(name, namespace)
     key: str | list[str]
@@ -195,8 +222,8 @@ def is_json_object(body: bytes) -> bool:
     return _OPENS.match(body) is not None
 
 
-UNKNOWN = object()
-"""The value of a field of a body that was not parsed."""
+UNKNOWN: object = ...
+"""The value of a field of a body that was not parsed; no JSON has it, in any process."""
 
 
 def find_field(body: bytes, key: str) -> tuple[bool, object]:
@@ -239,9 +266,11 @@ def inject_members(body: bytes, first: bytes, last: bytes) -> bytes:
 
     What is not an object is unchanged.
     """
-    opening = _OPENS.match(body)
+    opening = _OPENS.match(body) if first or last else None
+    if opening is None:
+        return body
     end = len(body) - 1 if body.endswith(b"}") else body.rstrip(_SPACE).rfind(b"}")
-    if opening is None or not (first or last) or body[end + 1 :].strip(_SPACE):
+    if body[end + 1 :].strip(_SPACE):
         return body
     begin = opening.end()
     if _CLOSES.match(body, begin) is None:  # it has members of its own
@@ -249,4 +278,4 @@ def inject_members(body: bytes, first: bytes, last: bytes) -> bytes:
         last = last and b"," + last
     elif first and last:
         last = b"," + last
-    return b"".join((b"{", first, body[begin:end], last, b"}"))
+    return b"".join((b"{", first, memoryview(body)[begin:end], last, b"}"))

@@ -48,7 +48,7 @@ from rollout.router.proxy.local_request import (
 
 _PIECE_BYTES = 1 << 13
 _MAX_UNPARSED_BYTES = 1 << 16
-_EVENTS_PER_TURN = 64
+_EVENTS_AT_ONCE = 64
 """Heads, pieces of bodies and starts of requests; then the other connections have their turn."""
 _LINGER_S = 2.0
 _MAX_SURPLUS = 32
@@ -144,7 +144,7 @@ class ClientConnection(HttpToolsProtocol):
         if len(data) <= _PIECE_BYTES and not (data := self._feed_parser(data)):
             return
         at = 0
-        while at < len(data) and self._may_parse_on() and self._num_events < _EVENTS_PER_TURN:
+        while at < len(data) and self._may_parse_on() and self._num_events < _EVENTS_AT_ONCE:
             piece = data[at : at + _PIECE_BYTES]
             at += len(piece)
             if again := self._feed_parser(piece):
@@ -356,16 +356,16 @@ class ClientConnection(HttpToolsProtocol):
             return
         self._is_advancing = True
         try:
-            while self._num_events < _EVENTS_PER_TURN:
+            while self._num_events < _EVENTS_AT_ONCE:
                 if not self._step():
                     return
-            self.loop.call_soon(self._next_turn)
+            self.loop.call_soon(self._advance_later)
         except Exception as error:
             self._on_router_error(error, is_flushed=True)
         finally:
             self._is_advancing = False
 
-    def _next_turn(self) -> None:
+    def _advance_later(self) -> None:
         self._num_events = 0
         self._advance()
 

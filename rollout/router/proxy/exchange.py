@@ -26,14 +26,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVarTuple
 
-from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights, read_named
+from rollout.router.continuation.dialects.table import ROUTES
+from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import signature_lines
 from rollout.router.http.incoming_body import IncomingBody
-from rollout.router.http.request import Request, read_request
+from rollout.router.http.reading_process import MOST_BYTES_ON_LOOP, ReadingFailed
+from rollout.router.http.request import Request
 from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
 from rollout.router.proxy.client_response import ClientResponse, Response
 from rollout.router.proxy.context import Proxy, log_router_error
@@ -55,7 +57,15 @@ from rollout.router.proxy.prefill_decode import (
     bootstrap_fields,
     why_not_together,
 )
-from rollout.router.proxy.reader_choice import read_for_base, read_forwarded, read_tokens
+from rollout.router.proxy.reader_choice import (
+    ReadBody,
+    is_read,
+    read_body,
+    read_for_base,
+    read_forwarded,
+    read_long_body,
+    wanted_of,
+)
 from rollout.router.proxy.token_reader import (
     FINAL,
     OPEN,
@@ -74,7 +84,6 @@ from rollout.rules.routing import NO_HINT
 logger = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
-_WITH_BODY = (b"POST", b"PUT")
 _WITH_BODY_UNREAD = (408, 413)
 
 
@@ -110,6 +119,7 @@ class Exchange:
     _is_done: bool = False
     _is_over: bool = False
     _refusal: responses.RouterResponse | None = None
+    _reading: asyncio.Future[ReadBody] | None = None
     _request: Request | None = None
     _named: NamedWeights = NOT_NAMED
     _tokens: TokenReader | None = None
@@ -235,18 +245,44 @@ class Exchange:
         """All of the request has arrived, and it is its turn."""
         body, self._body = self._body, b""
         proxy, head = self._proxy, self._head
+        wanted, is_post = wanted_of(proxy, head), head.method == b"POST"
         if len(body) > proxy.config.max_body_bytes:
             self._refuse(self._too_large())
+        elif len(body) <= MOST_BYTES_ON_LOOP or not is_read(wanted):
+            self._has_read(body, read_body(wanted, body, is_post=is_post))
+        else:
+            reading = proxy.reading.call(read_long_body, wanted, body, is_post)
+            self._reading = asyncio.ensure_future(reading)
+            self._reading.add_done_callback(
+                lambda reading: self._handle(self._has_read_long, body, reading)
+            )
+
+    def _has_read_long(self, body: bytes, reading: asyncio.Future[ReadBody]) -> None:
+        if self._is_done or reading.cancelled():
             return
-        if proxy.gate.adapter is not None and head.method in _WITH_BODY:
-            self._named = read_named(head.route.path, body, proxy.config.max_read_bytes)
-            if self._named.problem:
-                self._end_with(responses.error(400, "bad_request", self._named.problem))
-                return
-        tokens = read_tokens(proxy, head, body)
-        if isinstance(tokens, responses.RouterResponse):
-            self._end_with(tokens)
+        self._reading = None
+        try:
+            read = reading.result()
+        except ReadingFailed as error:
+            self._end_with(responses.refused(Refusal(str(error), self._proxy.gate.state)))
+        else:
+            self._has_read(body, read)
+
+    def _has_read(self, body: bytes, read: ReadBody) -> None:
+        """The body was read: what its reply is read with, if it is, and on to the gate."""
+        proxy, self._named = self._proxy, read.named
+        if read.named.problem or read.why_not:
+            is_lacking = not read.named.problem and read.lacks_route
+            problem = responses.error(
+                *((404, "not_found") if is_lacking else (400, "bad_request")),
+                read.named.problem or read.why_not,
+            )
+            self._end_with(problem)
             return
+        tokens = None
+        if read.reply is not None:
+            read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
+            tokens = TokenReader(read.reply)
         if self._named.has_base:
             tokens = read_for_base(tokens, body, self._named)
         elif tokens is None and self._http is None:
@@ -255,7 +291,8 @@ class Exchange:
             tokens.form = self.response.form
             self.is_decoding = True
         self._tokens = tokens
-        self._request = read_request(head, body)
+        whole = body if read.fields.body is None else read.fields.body
+        self._request = Request(self._head, whole, read.fields)
         self._enter("")
 
     def _enter(self, excluded_engine: str) -> None:
@@ -686,6 +723,9 @@ class Exchange:
             self._proxy.gate.leave(self._entered)
         self._entered = None
         self._stop_receiving()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
         self._request = None
         self._proxy.live.discard(self)
 
@@ -693,7 +733,8 @@ class Exchange:
 def _why_refused(request: Request, admission: Admission) -> str:
     """Why this engine must not get the request, although it would answer; empty if it may."""
     path = request.head.route.path
-    if admission.member.needs_names and not request.adds_extra_key and path not in TOKENIZER_PATHS:
+    has_name = request.fields.adds_extra_key or path in TOKENIZER_PATHS
+    if admission.member.needs_names and not has_name:
         return (
             f"{path}: a request there has no name of its weight version, and engine "
             f"{admission.member.engine_id} has a store of prefixes that no push clears; use "

@@ -1,17 +1,31 @@
-"""Which requests have their replies read as tokens, and by what (pure)."""
+"""What is read of a request, and which requests have their replies read as tokens (pure)."""
 
 from __future__ import annotations
 
-from rollout.router.continuation.dialects.table import served
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from rollout.router.continuation.dialects.table import ROUTES, served
+from rollout.router.continuation.fast_path import PromptIds
 from rollout.router.continuation.forwarded_reply import ForwardedReply
-from rollout.router.continuation.named_weights import NamedWeights
-from rollout.router.http import responses
-from rollout.router.http.fast_json import loads
+from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights, read_named
+from rollout.router.continuation.reply import Reply
+from rollout.router.http.fast_json import JsonText, dumps, loads
 from rollout.router.http.head_cache import RequestHead
-from rollout.router.http.request import may_want_prompt_logprobs
+from rollout.router.http.request import (
+    KEY_NAMES,
+    BodyFields,
+    find_field,
+    may_want_prompt_logprobs,
+    read_fields,
+)
+from rollout.router.http.routes import KEYED_PATHS
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.token_reader import TokenReader
 
+WITH_BODY = (b"POST", b"PUT")
+_LONG = 1 << 16
 _FAIL_OVER = b"x-token-failover"
 _LACKING = (
     "not all engines that serve here have %s; send /generate, which engines of both kinds take"
@@ -22,34 +36,122 @@ _UNREAD = (
 )
 
 
-def read_tokens(
-    proxy: Proxy, head: RequestHead, body: bytes
-) -> TokenReader | responses.RouterResponse | None:
-    """The reader of this request's replies; None if they are passed on as they are.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the router reads of the bodies on one route, by its settings and engines.
 
-    Returns:
-        The error response instead, where the engines that serve here cannot take the request.
+    Attributes:
+        is_lacking: some engines do not have the route.
+        is_translated: some of them get other bodies than the client's.
+        is_kept: tokens are kept; without it, only log-probs of the prompt are.
+        names_weights: a body may name its weights.
+        max_bytes: a longer body is not read.
     """
-    config, members = proxy.config, proxy.gate.members
-    if (where := served(head.route.path, members.dialects)) is None:
-        return None
-    if where.is_lacking:
-        return responses.error(404, "not_found", _LACKING % head.route.path)
+
+    path: str
+    dialects: frozenset[str] = frozenset()
+    interval: int = 1
+    is_generating: bool = False
+    is_lacking: bool = False
+    is_translated: bool = False
+    is_kept: bool = False
+    has_prefill: bool = False
+    names_weights: bool = False
+    max_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBody:
+    """What was read of a body.
+
+    Attributes:
+        reply: its reply's tokens are read; None: it is passed on as it is.
+        why_not: why the engines that serve here cannot take it; empty if they can.
+        fields: of the router, which it has or needs.
+    """
+
+    named: NamedWeights
+    reply: Reply | None
+    why_not: str
+    fields: BodyFields
+    lacks_route: bool = False
+
+
+_wanted = lru_cache(256)(Wanted)
+
+
+def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
+    """What is read of the body of a request."""
+    config, members, path = proxy.config, proxy.gate.members, head.route.path
+    names_weights = proxy.gate.adapter is not None and head.method in WITH_BODY
+    where = served(path, members.dialects)
+    if where is None:
+        return _wanted(path, names_weights=names_weights, max_bytes=config.max_read_bytes)
     is_asked = config.token_failover == "asked" and _FAIL_OVER in head.switched_on
-    is_kept = where.is_translated or config.token_failover == "on" or is_asked
-    if not is_kept and not (members.prefill.members and may_want_prompt_logprobs(body)):
-        return None
+    return _wanted(
+        path,
+        members.dialects,
+        config.failover_interval,
+        True,
+        where.is_lacking,
+        where.is_translated,
+        where.is_translated or config.token_failover == "on" or is_asked,
+        len(members.prefill.members) > 0,
+        names_weights,
+        config.max_read_bytes,
+    )
+
+
+def is_read(wanted: Wanted) -> bool:
+    """Whether anything is read of bodies on this route."""
+    return wanted.path in KEYED_PATHS or wanted.names_weights
+
+
+def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True) -> ReadBody:
+    """Read a body."""
+    named = NOT_NAMED
+    if wanted.names_weights:
+        named = read_named(wanted.path, body, wanted.max_bytes)
+    reply, why_not = (None, "") if named.problem else _read_reply(wanted, body)
+    fields = read_fields(wanted.path, body, is_post=is_post)
+    return ReadBody(named, reply, why_not, fields, wanted.is_lacking)
+
+
+def _read_reply(wanted: Wanted, body: bytes) -> tuple[Reply | None, str]:
+    if not wanted.is_generating:
+        return None, ""
+    if wanted.is_lacking:
+        return None, _LACKING % wanted.path
+    if not wanted.is_kept and not (wanted.has_prefill and may_want_prompt_logprobs(body)):
+        return None, ""
     reply = None
-    if len(body) <= config.max_read_bytes:
-        reply = where.route.reply(body, config.failover_interval, members.dialects)
-    if where.is_translated:
-        why = _UNREAD if reply is None else reply.why_not_taken(members.dialects)
-        if why:
-            return responses.error(400, "bad_request", why)
-    if reply is None or not (is_kept or reply.lacks_prompt_logprobs):
-        return None
-    reply.decode = proxy.decode
-    return TokenReader(reply)
+    if len(body) <= wanted.max_bytes:
+        reply = ROUTES[wanted.path].reply(body, wanted.interval, wanted.dialects)
+    if wanted.is_translated and (
+        why := _UNREAD if reply is None else reply.why_not_taken(wanted.dialects)
+    ):
+        return None, why
+    has_reader = reply is not None and (wanted.is_kept or reply.lacks_prompt_logprobs)
+    return (reply if has_reader else None), ""
+
+
+def read_long_body(wanted: Wanted, body: bytes, is_post: bool) -> ReadBody:
+    """The same in another process: what is long in it stays JSON, and is not made again here."""
+    read = read_body(wanted, body, is_post=is_post)
+    if read.reply is not None:
+        raw, prompt = read.reply.raw, read.reply.prompt
+        read.reply.raw = {name: _shortened(value) for name, value in raw.items()}
+        if isinstance(prompt, list):
+            read.reply.prompt = PromptIds.of(prompt)
+        del read.reply.route
+    fields = replace(read.fields, keys={name: find_field(body, name) for name in KEY_NAMES})
+    return replace(read, fields=fields)
+
+
+def _shortened(value: Any) -> Any:
+    if not isinstance(value, str | list) or len(text := dumps(value)) < _LONG:
+        return value
+    return JsonText(text)
 
 
 def read_forwarded(body: bytes) -> TokenReader:

@@ -88,11 +88,13 @@ def _reply(error: ChatFailure) -> Response:
 
 
 async def _parts(session_id: str, turns: list[Turn]) -> AsyncIterator[bytes]:
-    """The JSON object, a turn at a time: all at once would keep other requests waiting."""
+    """The JSON object, a piece at a time: all at once would keep other requests waiting."""
     yield b'{"session_id":%s,"turns":[' % dumps(session_id)
     for number, turn in enumerate(turns):
-        yield (b"," if number else b"") + dumps(turn.payload())
-        await asyncio.sleep(0)
+        yield b"," if number else b""
+        for piece in turn.json():
+            yield piece
+            await asyncio.sleep(0)
     yield b"]}"
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PIECE_CHARACTERS = 1 << 14
 _SEARCHED_CHARACTERS = 1 << 16
-_IN_WORD_OR_SPACE = re.compile(r"[\w\s]")
+_LETTER_OR_SPACE = re.compile(r"[\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def borders_of(added: Iterable[AddedToken]) -> Borders | None:
         return not (
             token.lstrip
             or token.single_word
-            or _IN_WORD_OR_SPACE.match(content)
+            or _LETTER_OR_SPACE.match(content)
             or joined.count(content) > 1
             or any(content[:num] in tails for num in range(1, len(content) + 1))
         )

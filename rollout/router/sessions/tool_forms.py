@@ -34,10 +34,10 @@ class Call:
     id: str = ""
 
 
-Found = tuple[list[Call], int]
+ReadCalls = tuple[list[Call], int]
 """Calls, and the index in the text behind them."""
 
-ReadAt = Callable[[int], Found | None]
+ReadAt = Callable[[int], ReadCalls | None]
 """The calls that begin at an index of one text, where one of a form's ``begins`` is; None if there
 are none.  The indices must grow."""
 
@@ -136,7 +136,7 @@ _HERMES_END = re.compile(r"\s*+</tool_call>")
 
 
 def _hermes(text: str, schemas: Schemas) -> ReadAt:
-    def read(at: int) -> Found | None:
+    def read(at: int) -> ReadCalls | None:
         value, at = _json(text, at + len("<tool_call>"))
         call, end = _call(value), _HERMES_END.match(text, at)
         return ([call], end.end()) if call and end else None
@@ -151,7 +151,7 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def _mistral(text: str, schemas: Schemas) -> ReadAt:
-    def read(at: int) -> Found | None:
+    def read(at: int) -> ReadCalls | None:
         at += len("[TOOL_CALLS]")
         if head := _MISTRAL_HEAD.match(text, at):
             arguments, at = _json(text, head.end())
@@ -178,7 +178,7 @@ _PYTHON_TAG = "<|python_tag|>"
 def _llama(text: str, schemas: Schemas) -> ReadAt:
     """One object up to the end of the text: templates refuse several calls in one answer."""
 
-    def read(at: int) -> Found | None:
+    def read(at: int) -> ReadCalls | None:
         is_bare = not text.startswith(_PYTHON_TAG, at)
         value, at = _json(text, at if is_bare else at + len(_PYTHON_TAG))
         call, at = _call(value), _behind(_SPACE, text, at)
@@ -199,7 +199,7 @@ def _section(begin: str, head: str, tail: str, end: str) -> Callable[[str, Schem
     heads, tails, ends = re.compile(head), re.compile(tail), re.compile(end)
 
     def reader(text: str, schemas: Schemas) -> ReadAt:
-        def read(at: int) -> Found | None:
+        def read(at: int) -> ReadCalls | None:
             calls, at = [], at + len(begin)
             while start := heads.match(text, at):
                 arguments, at = _json(text, start.end())
@@ -237,7 +237,7 @@ def _tagged(
         fails: set[int] = set()  # behind the head or an argument of what is no call
         kinds_of = cache(lambda name, key: _kinds_of(schemas.get(name), key))
 
-        def read(at: int) -> Found | None:
+        def read(at: int) -> ReadCalls | None:
             start = heads.match(text, at)
             if start is None:
                 return None

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
+from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.alignment import Checkpoint, Drift
 from rollout.router.sessions.messages import History, Message
 from rollout.rules.continuation import join_experts
@@ -22,6 +22,7 @@ _BYTES_PER_TOKEN = 16
 IDS = "I"
 """Type of arrays of ids."""
 _BYTES_PER_TURN = 2048
+_PIECE = 3 << 12
 _BYTES_PER_CHECKPOINT = 256
 
 
@@ -79,18 +80,14 @@ class Turn:
         num_others += _BYTES_PER_CHECKPOINT * len(self.prompt.checkpoints)
         return _BYTES_PER_TURN + _BYTES_PER_TOKEN * num_tokens + num_others
 
-    def payload(self) -> dict[str, Any]:
-        """The turn as JSON has it."""
+    def json(self) -> Iterator[bytes]:
+        """The turn as JSON, in pieces of which none takes long to write."""
         prompt, generated, finish = self.prompt, self.generated, self.generated.finish
-        experts = generated.experts
-        return {
+        fields = {
             "turn": self.number,
             "parent": prompt.parent,
             "drift": prompt.drift.value,
             "first_difference": prompt.first_difference,
-            "prompt_ids": list(prompt.ids),
-            "output_ids": list(generated.ids),
-            "output_logprobs": list(generated.logprobs),
             "weight_versions": [
                 {"version": span.version, "start": span.start, "end": span.end}
                 for span in generated.versions
@@ -101,8 +98,23 @@ class Turn:
                 "message": finish.message,
             },
             "text": generated.text,
-            "routed_experts": None if experts is None else base64.b64encode(experts).decode(),
         }
+        yield dumps(fields)[:-1]
+        yield from _list("prompt_ids", prompt.ids)
+        yield from _list("output_ids", generated.ids)
+        yield from _list("output_logprobs", generated.logprobs)
+        experts = generated.experts
+        yield b',"routed_experts":' + (b"null" if experts is None else b'"')
+        for at in range(0, len(experts or b""), _PIECE):
+            yield base64.b64encode((experts or b"")[at : at + _PIECE])
+        yield b"}" if experts is None else b'"}'
+
+
+def _list(name: str, values: Sequence[float]) -> Iterator[bytes]:
+    yield b',"%s":[' % name.encode()
+    for at in range(0, len(values), _PIECE):
+        yield (b"," if at else b"") + dumps(list(values[at : at + _PIECE]))[1:-1]
+    yield b"]"
 
 
 @dataclass(frozen=True, slots=True)

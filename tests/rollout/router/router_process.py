@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import psutil
 
 from engines.protocol import Endpoint
 from rollout.router import Backend, RouterHost
+from rollout.router.sessions.chat_sessions import ChatSessions
+from rollout.router.sessions.tool_calls import reader_of
+from rollout.router.sessions.tool_forms import FORMS
 from rollout.runtime.ray.worker_process import collect_rarely
 from tests.rollout.router.conftest import router_config
 
@@ -66,6 +70,13 @@ class Memory:
             await asyncio.sleep(_SAMPLE_S)
 
 
+def _use_form(chats: ChatSessions, name: str) -> None:
+    """Read the tool calls of answers in this form from now on."""
+    assert chats._tokenizer is not None
+    form = next(form for form in FORMS if form.name == name)
+    chats._tokenizer = replace(chats._tokenizer, reader=reader_of(form, []))
+
+
 async def main() -> None:
     host = RouterHost(router_config(**json.loads(sys.argv[1])))
     endpoint = await host.start()
@@ -81,6 +92,10 @@ async def main() -> None:
             epoch, ports = arguments
             members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in ports]
             return await host.set_members(epoch, members)
+        if command == "form":
+            return await host._on_loop(
+                lambda: _use_form(host._thread._server.config.app.state.chats, *arguments)
+            )
         if command == "stats":
             return await host.stats()
         measured = {

@@ -163,7 +163,8 @@ def _body_after(reply: Reply) -> bytes:
     sampling = dict(reply.raw["sampling_params"])
     raw = {**reply.raw, "sampling_params": sampling, "stream": True}
     raw["stream_options"] = {"include_usage": True}
-    raw["token_ids"] = [*reply.prompt, *reply.base.ids]
+    if reply.base.num:
+        raw["token_ids"] = [*reply.prompt, *reply.base.ids]
     if reply.trims:
         sampling["include_stop_str_in_output"] = True
     reply.lower_limits(sampling, "max_tokens", least="min_tokens")
@@ -290,7 +291,8 @@ def trims_stop(sampling: Mapping[str, Any]) -> bool:
 def _translated_body_after(reply: Reply) -> bytes:
     raw = fields_after(reply)
     reply.trims = trims_stop(raw["sampling_params"])
-    return dumps(to_vllm({**raw, "input_ids": [*reply.prompt.values, *reply.base.ids]}))
+    ids = [*reply.prompt, *reply.base.ids] if reply.base.num else reply.prompt
+    return dumps(to_vllm({**raw, "input_ids": ids}))
 
 
 def _translated_event(reply: Reply, event: Payload) -> None:

@@ -12,12 +12,13 @@ from rollout.router.http.headers import to_client, to_engine
 from rollout.router.http.request import (
     MAX_PARSED_BYTES,
     UNKNOWN,
+    BodyFields,
     Request,
     find_field,
     inject_members,
     is_json_object,
     new_rid,
-    read_request,
+    read_fields,
 )
 from rollout.router.http.routes import KEYED_PATHS, is_generation, route_of
 
@@ -107,14 +108,20 @@ def test_no_rid_that_is_handed_out_can_be_the_prefix_of_another():
 
 def test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version():
     head = RequestHead(b"POST", route_of(b"/generate"), [])
-    request = Request(head, b"{}", rid="r", adds_rid=True, adds_extra_key=True)
+    request = Request(head, b"{}", BodyFields(None, "r", adds_rid=True, adds_extra_key=True))
     assert json.loads(request.body_for("run:v3")) == {"rid": "r", "extra_key": "run:v3"}
     assert json.loads(request.body_for("run:v4")) == {"rid": "r", "extra_key": "run:v4"}
 
 
+def request_of(body, path="/generate"):
+    fields = read_fields(path, body)
+    whole = body if fields.body is None else fields.body
+    return Request(RequestHead(b"POST", route_of(path.encode()), []), whole, fields)
+
+
 def sent(body, *, path="/generate", kind="sglang"):
     """The key of a body for an engine."""
-    request = read_request(RequestHead(b"POST", route_of(path.encode()), []), body)
+    request = request_of(body, path)
     whole = json.loads(request.body_for("run:v3", kind=KINDS[kind]))
     return whole[KINDS[kind].body_names[1]]
 
@@ -185,8 +192,7 @@ def test_a_long_key_is_shortened_to_what_vllm_takes(own):
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"a": 1', b'"}', b"text}", b"\xff\xfe{"])
 def test_what_no_engine_reads_as_an_object_is_passed_on(body):
-    request = read_request(RequestHead(b"POST", route_of(b"/generate"), []), body)
-    assert request.body_for("run:v3") == body
+    assert request_of(body).body_for("run:v3") == body
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_a_turn_continues_the_answer_its_history_ends_with(moves: list[Any]) -> 
 
 def check_samples(agent: Agent) -> None:
     """Every generated token is trained on once, with its log-prob, in a path of exact ids."""
-    samples = branch_samples("s", [turn.payload() for turn in agent.tree.turns])
+    samples = branch_samples("s", [json.loads(b"".join(turn.json())) for turn in agent.tree.turns])
     trained = [
         (token, logprob)
         for sample in samples
@@ -164,7 +165,7 @@ def test_a_turn_keeps_the_experts_that_its_parent_does_not_have() -> None:
         prompt = Prompt(parent, [1] * 2)
         made = Generated([2], [0.0], (), STOP, "", tree.new_experts(prompt, reported, num))
         tree.add(history, prompt, made, answer)
-    (sample,) = branch_samples("s", [turn.payload() for turn in tree.turns])
+    (sample,) = branch_samples("s", [json.loads(b"".join(turn.json())) for turn in tree.turns])
     assert sample.routed_experts == b"1122334455"
     with pytest.raises(ValueError, match="not those of 4 tokens"):
         tree.new_experts(Prompt(0, [1]), b"aabb33", 4)
@@ -172,7 +173,7 @@ def test_a_turn_keeps_the_experts_that_its_parent_does_not_have() -> None:
     assert tree.new_experts(prompt, None, 9) is None
     tree.add(history, prompt, Generated([2], [0.0], (), STOP, ""), answer)
     assert tree.new_experts(Prompt(2, [1]), b"1" * 22, 11) is None
-    (sample,) = branch_samples("s", [turn.payload() for turn in tree.turns])
+    (sample,) = branch_samples("s", [json.loads(b"".join(turn.json())) for turn in tree.turns])
     assert sample.routed_experts is None
 
 
