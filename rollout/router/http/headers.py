@@ -163,10 +163,14 @@ def check_site(headers: Headers, *, is_loopback_only: bool) -> None:
     Raises:
         RefusedHead: one has, or may have.
     """
-    host = next((value for name, value in headers if name == b"host"), b"")
-    origin = next((value for name, value in headers if name == b"origin"), b"")
+    host = origin = b""
+    for name, value in headers:
+        if name == b"host":
+            host = value
+        elif name == b"origin":
+            origin = value
     hostname = host.decode("latin-1")
-    if host and is_loopback_only and not is_loopback(host_of(hostname)):
+    if host and is_loopback_only and not _is_this_machine(hostname):
         raise RefusedHead(
             f"without a key the router serves this machine only, not the Host {hostname:.80}; "
             "set router.client_key",
@@ -178,3 +182,8 @@ def check_site(headers: Headers, *, is_loopback_only: bool) -> None:
             "set router.client_key",
             403,
         )
+
+
+@lru_cache(64)
+def _is_this_machine(netloc: str) -> bool:
+    return is_loopback(host_of(netloc))

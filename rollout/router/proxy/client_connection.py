@@ -127,6 +127,8 @@ class ClientConnection(HttpToolsProtocol):
             self._num_events = 0
             self._parse(data)
             self._advance()
+            if self._parsing is not None:
+                self._parsing.wait_for_more()
         except Exception as error:
             self._on_router_error(error)
 
@@ -382,6 +384,8 @@ class ClientConnection(HttpToolsProtocol):
             data, self._unparsed = bytes(self._unparsed), bytearray()
             self.flow.resume_reading()
             self._parse(data)
+            if self._parsing is not None:
+                self._parsing.wait_for_more()
             return True
         return False
 

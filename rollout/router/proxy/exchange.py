@@ -165,10 +165,8 @@ class Exchange:
             self._end_with(responses.refused(refusal))
         elif self._is_whole:
             self._begin()
-        else:
-            self._receive()
-            if self._http is not None and self._head.expects_continue:
-                self._http.send_continue()
+        elif self._http is not None and self._head.expects_continue:
+            self._http.send_continue()
 
     def feed(self, data: bytes) -> None:
         """More of the request's body."""
@@ -177,18 +175,30 @@ class Exchange:
     def _feed(self, data: bytes) -> None:
         if self._is_done or self._refusal is not None:
             return
-        proxy, body = self._proxy, self._receive()
+        if self._incoming is None and not self._body:
+            self._body = data  # of most requests this is all
+            return
+        self._wait_for_more()
+        proxy, body = self._proxy, self._incoming
+        if body is None:
+            return
         if body.num_bytes + len(data) > proxy.config.max_body_bytes:
             self._refuse(self._too_large())
         elif why := body.add(data, proxy.now_s()):
             self._refuse(responses.refused(Refusal(why, proxy.gate.state)))
 
-    def _receive(self) -> IncomingBody:
-        """The body, which has not arrived completely."""
-        if self._incoming is None:
-            now_s, bodies = self._proxy.now_s(), self._proxy.bodies
-            self._incoming = bodies.begin(self.client_host, self.late, now_s)
-        return self._incoming
+    def wait_for_more(self) -> None:
+        """What has arrived is not all of the request."""
+        self._handle(self._wait_for_more)
+
+    def _wait_for_more(self) -> None:
+        if self._incoming is not None or self._is_done or self._refusal is not None:
+            return
+        first, self._body = self._body, b""
+        bodies, now_s = self._proxy.bodies, self._proxy.now_s()
+        self._incoming = bodies.begin(self.client_host, self.late, now_s)
+        if first:
+            self._feed(first)
 
     def late(self) -> None:
         """The request's body arrives too slowly."""
