@@ -24,7 +24,7 @@ Ts = TypeVarTuple("Ts")
 
 MOST_BYTES_ON_LOOP = 1 << 20
 """A longer body is read here: the router needs 2 ms and more to parse one of this length."""
-_DEADLINE_S = 120.0
+_DEADLINE_S = 300.0
 _NICENESS = 5
 
 
