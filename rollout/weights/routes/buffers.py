@@ -4,7 +4,7 @@ Always true: a buffer's space is allocated before the first write (a write to a 
 full tmpfs kills the process with SIGBUS) and kept for the next push, because new pages cost ten
 times the copy; a buffer that does not fit is refused before any space is allocated; a closed pool
 has no files; the next pool on the host removes the files of killed trainers; a held buffer is
-written again only after its release.
+written again only after its release, and only if the file at its path still is its own, in full.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class ShmBuffer:
     def __init__(self, folder: Path, num_bytes: int, pin: Pin | None = None) -> None:
         self.folder = folder
         self.num_bytes = num_bytes
-        self._header = b""
         room = room_on(folder.parent)
         if why_not := why_no_room(num_bytes, room, spare_bytes=SPARE_BYTES):
             what = f"no room for a bucket of {num_bytes} bytes"
@@ -86,15 +85,21 @@ class ShmBuffer:
         descriptor = os.open(self.folder / FILE_NAME, flags, 0o600)
         try:
             take_space(descriptor, self.num_bytes)
+            self._file = _identity(os.fstat(descriptor))
             return FileMapping(descriptor, self.num_bytes)
         finally:
             os.close(descriptor)
 
     def write_header(self, header: bytes) -> None:
-        """Write the file's first bytes, unless they are there."""
-        if header is not self._header:
-            self.view[: len(header)] = header
-            self._header = header
+        """Write the file's first bytes, which another process may have changed since."""
+        self.view[: len(header)] = header
+
+    def is_intact(self) -> bool:
+        """Whether engines that open its path get this file; its bytes may be touched only then."""
+        try:
+            return _identity(os.stat(self.folder / FILE_NAME)) == self._file
+        except OSError:
+            return False
 
     def remove(self) -> None:
         """Remove the file. The kernel frees its memory when the last process has unmapped it."""
@@ -138,6 +143,7 @@ class ShmBufferPool:
             WeightsUnavailable: there is no space.
         """
         with self._lock:
+            self._remove_damaged()
             buffer = next((free for free in self._free if free.num_bytes == num_bytes), None)
             if buffer is not None:
                 self._free.remove(buffer)
@@ -145,6 +151,14 @@ class ShmBufferPool:
                 buffer = self._new(num_bytes)
             self._taken.append(buffer)
             return buffer
+
+    def _remove_damaged(self) -> None:
+        """Remove the free buffers whose file was removed, replaced or cut by another process."""
+        for damaged in [free for free in self._free if not free.is_intact()]:
+            logger.warning("%s was removed or cut by another process", damaged.folder / FILE_NAME)
+            self._removed_at = time.monotonic()
+            self._free.remove(damaged)
+            damaged.remove()
 
     def made_folder(self) -> Path:
         """The folder of all buffers; it is made if there is none."""
@@ -204,6 +218,11 @@ class ShmBufferPool:
                 buffer.remove()
             self._free, self._taken = [], []
             self._remove()
+
+
+def _identity(file: os.stat_result) -> tuple[int, int, int]:
+    """Which file it is, and its length."""
+    return file.st_dev, file.st_ino, file.st_size
 
 
 def _remove_own(folder: Path, pid: int) -> None:

@@ -1,6 +1,7 @@
 """Slots in tmpfs: taken once, reused, and gone afterwards."""
 
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -37,6 +38,33 @@ def test_a_slot_that_was_given_back_is_taken_again_with_its_memory(tmp_path: Pat
     assert again is first
     assert inode(again.folder) == before
     assert pool.num_bytes() == 10_000
+    pool.close()
+
+
+@pytest.mark.parametrize("damage", ["removed", "folder removed", "cut", "replaced"])
+def test_a_file_that_another_process_damaged_is_made_anew(tmp_path: Path, damage: str) -> None:
+    pool = ShmBufferPool(tmp_path)
+    slot, whole = pool.take(5000), pool.take(5000)
+    file = slot.folder / FILE_NAME
+    pool.give(slot)
+    pool.give(whole)
+    match damage:
+        case "removed":
+            file.unlink()
+        case "folder removed":
+            shutil.rmtree(pool.folder)
+        case "cut":
+            os.truncate(file, 10)
+        case "replaced":
+            file.rename(tmp_path / "elsewhere")
+            file.write_bytes(bytes(5000))
+    taken = [pool.take(5000) for _ in range(2)]
+    assert slot not in taken
+    assert (whole in taken) == (damage != "folder removed")
+    for number, one in enumerate(taken):
+        one.view[:3] = b"ab%d" % number
+        assert (one.folder / FILE_NAME).read_bytes() == b"ab%d" % number + bytes(4997)
+    assert not file.exists()
     pool.close()
 
 

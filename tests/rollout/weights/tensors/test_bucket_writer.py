@@ -94,6 +94,17 @@ def test_many_small_tensors_keep_their_names(pool: ShmBufferPool) -> None:
     pool.close()
 
 
+def test_a_header_that_another_process_damaged_is_written_again(pool: ShmBufferPool) -> None:
+    pairs = Pairs.of([("a", torch.ones(4))])
+    first, _ = write_buffer(pairs, pool, method="")
+    first.view[:20] = b"?" * 20
+    pool.give(first)
+    second, _ = write_buffer(pairs, pool, method="")
+    assert second is first
+    assert read(second.folder)["a"].tolist() == [1.0] * 4
+    pool.close()
+
+
 def test_a_slot_that_is_written_again_holds_the_new_bucket(pool: ShmBufferPool) -> None:
     first, _ = write_buffer(
         Pairs.of([("a", torch.zeros(4)), ("b", torch.zeros(4))]), pool, method=BYTES
