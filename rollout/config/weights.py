@@ -100,9 +100,9 @@ class WeightsConfig(ConfigSection):
     """Prepare a bucket while the engines load the previous one: faster, and never needs a whole
     copy of the model, but the tensors must not change until the push has ended."""
     fingerprint: bool = True
-    """Compute fingerprints of pushed tensors, and compare them with those that engines report. They
-    are computed only if an engine reports comparable ones (embedded engines do, SGLang does not),
-    or if there is a store."""
+    """Compute fingerprints of pushed tensors, and compare them with those that engines report. Of
+    engines that report no comparable ones (SGLang), the files that they load are compared just
+    before. They are computed only if something is compared with them."""
     shared_memory_path: PathText = "/dev/shm"
     """Folder in tmpfs for ``shared_memory``; the memory is kept for the next push. The mount option
     ``huge=within_size`` makes taking it faster."""

@@ -94,19 +94,21 @@ def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
     return ""
 
 
-def method_of_push(methods: Collection[str], *, has_store: bool) -> str:
+def method_of_push(methods: Collection[str], *, has_store: bool, writes_files: bool) -> str:
     """How to make the fingerprints of a push; empty if nothing would be compared with them.
 
     Args:
         methods: those of the engines.
         has_store: the weight store keeps the push.  It hashes the bytes that it reads, and compares
             them with those of a push that has such fingerprints, too.
+        writes_files: engines load files, which are compared before that if the engines make no
+            fingerprints that can be.
     """
     if BYTES in methods:
         return BYTES
     if SUMS in methods:
         return SUMS
-    return BYTES if has_store else ""
+    return BYTES if has_store or writes_files else ""
 
 
 def is_checker_refusal(status: int, *, has_reported: bool) -> bool:

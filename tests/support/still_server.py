@@ -43,7 +43,7 @@ class StillServer:
     def places(self, status: ServerStatus) -> list[EnginePlace]:
         return self.engines
 
-    def fingerprint_method(self) -> str:
+    def fingerprint_method(self, *, writes_files: bool) -> str:
         return self._fingerprints
 
     def make_way_in_store(self, folder: str) -> int | None:

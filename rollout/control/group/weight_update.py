@@ -157,6 +157,7 @@ def _target(member: EngineState) -> PushTarget:
         member.has_session,
         process_text(member.process.processes),
         reports_groups=member.reports_groups,
+        is_compared=member.has_checker and bool(member.fingerprint_method),
     )
 
 

@@ -55,11 +55,12 @@ class ServerCalls:
         """Whether an engine that gets a push is on another host than this process."""
         return any(one.node != self.own_node for one in self.places(self.status()))
 
-    def fingerprint_method(self) -> str:
+    def fingerprint_method(self, *, writes_files: bool) -> str:
         if not self.config.weights.fingerprint:
             return ""
         methods = self.caller.call(RolloutServer.fingerprint_methods).result()
-        return method_of_push(methods, has_store=self.config.weights.store is not None)
+        has_store = self.config.weights.store is not None
+        return method_of_push(methods, has_store=has_store, writes_files=writes_files)
 
     def make_way_in_store(self, folder: str) -> int | None:
         return self.caller.call(RolloutServer.make_way_in_store, folder).result()

@@ -13,12 +13,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.core.fanout import EngineReply, fan_out
 from rollout.weights.format.manifest import Manifest, check_contents
+from rollout.weights.format.pushed_files import why_damaged
 from rollout.weights.push.push_version import checked_version
 from rollout.weights.push.stream_reader import (
     BucketSource,
@@ -30,6 +32,7 @@ from rollout.weights.routes.adapter import AsAdapter
 from rollout.weights.routes.by_value import ByValue
 from rollout.weights.routes.choice import ENCODINGS
 from rollout.weights.routes.route import (
+    FULL,
     BroadcastMember,
     EngineRoute,
     Payload,
@@ -299,6 +302,7 @@ class _PushRun:
             async for payload, is_last in source:
                 if not self._active():
                     break
+                await self._check_files(payload, source)
                 packed = await self._pack(payload)
                 stage = Stage(self._push.version, is_last, self._push.checks_path)
                 await self._call("update_weights", self._sends(packed, stage))
@@ -321,11 +325,37 @@ class _PushRun:
             if (one := self._routes[engine_id]).payload in packed
         }
 
-    async def _pack(self, payload: Payload) -> Mapping[str, Any]:
-        """A bucket as it is sent, by the names of its payloads."""
+    async def _check_files(self, payload: Payload, source: BucketSource) -> None:
+        """Compare what is in the files of a bucket with what the trainer wrote.
+
+        Raises:
+            WeightsUnavailable: it differs; the engines have not loaded it.
+        """
+        parts = self._parts(payload)
+        folders = {
+            parts[one.payload]["path"]
+            for engine_id in self._active()
+            if (one := self._routes[engine_id]).route.loads_files and one.payload in parts
+            if one.encoding == FULL and not self._targets[engine_id].is_compared
+        }
+        fingerprints = {**self._push.manifest.fingerprints, **source.fingerprints}
+        for folder in folders:
+            if why := await asyncio.to_thread(why_damaged, Path(folder), fingerprints):
+                version = self._push.version
+                raise WeightsUnavailable(
+                    f"{why}; no engine has loaded it. Push weight version {version} again"
+                )
+
+    def _parts(self, payload: Payload) -> Mapping[str, Any]:
+        """What the engines get of a bucket, by the names of the payloads."""
         parts = payload if self._push.routes else {"": payload}
         if not isinstance(parts, Mapping):
             raise WeightMismatch("a push with several routes has a mapping of payloads, not bytes")
+        return parts
+
+    async def _pack(self, payload: Payload) -> Mapping[str, Any]:
+        """A bucket as it is sent, by the names of its payloads."""
+        parts = self._parts(payload)
         routes = {one.payload: one.route for one in self._routes.values()}
         pack = partial(_packed, {name: parts[name] for name in routes if name in parts}, routes)
         return await asyncio.to_thread(pack) if _is_large(parts.values()) else pack()

@@ -108,6 +108,7 @@ class Leader:
         transports = {one.transport for one in routes}
         whole = [one for one in routes if one.is_full]
         hosts = sorted(one.host for one in whole if one.transport == Transport.SHARED_MEMORY)
+        has_files = bool(hosts) or Transport.DISK in transports
         # Only rank 0 joins folders, so only those of its own host.
         only_here = len(routes) == 1 and hosts == [0]
         at_once = only_here and rank.loads.is_at_once
@@ -124,7 +125,7 @@ class Leader:
         self._plan = PushPlan(
             terms=PushTerms(
                 status.weight_version + 1 if agreed is None else agreed,
-                BYTES if is_adapter else self._server.fingerprint_method(),
+                BYTES if is_adapter else self._server.fingerprint_method(writes_files=has_files),
                 hosts[0] if hosts else None,
                 tuple(senders),
                 rank.idle_group.name,

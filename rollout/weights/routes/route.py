@@ -35,6 +35,7 @@ class PushTarget:
         has_session: updates go between begin and end (SGLang 0.5.21 and later).
         process: identifies its processes; empty if unknown.
         reports_groups: it reports which broadcast groups it is a member of.
+        is_compared: its fingerprints are compared with the trainer's after the push.
     """
 
     engine: Engine
@@ -42,6 +43,7 @@ class PushTarget:
     has_session: bool = True
     process: str = ""
     reports_groups: bool = False
+    is_compared: bool = False
 
 
 def unverified_text(version: int) -> str:
@@ -77,11 +79,13 @@ class Route:
     Attributes:
         needs_session: whether its updates go between begin and end of a weight update.
         joins: whether the engines must join a group before the first bucket.
+        loads_files: whether the engines load files that are in the folder ``path`` of a bucket.
     """
 
     __slots__ = ()
     needs_session = False
     joins = False
+    loads_files = False
 
     async def join(self, target: PushTarget, terms: Mapping[str, Any]) -> None:
         """Join the broadcast group; ``terms``: the trainer's, and this engine's first rank."""

@@ -41,6 +41,8 @@ class ByPath(Route):
     """``update_weights_from_disk`` with the folder in ``{"path": ...}``: safetensors files that
     engine and trainer both can read, in tmpfs on one host, or on a shared disk."""
 
+    loads_files = True
+
     async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
         await target.engine.update_weights_from_disk(
             packed["path"], flush_cache=stage.is_last, weight_version=stage.weight_version

@@ -16,7 +16,8 @@ from engines.tensors.file_mapping import FileMapping
 from engines.tensors.safetensors_header import read_header
 from engines.tensors.weight_payload import load_payload, tensors_in
 from rollout.core.errors import WeightsUnavailable
-from rollout.weights.store.node.writer import FileBytes, MemoryBytes, TensorContent
+from rollout.weights.format.pushed_files import FileBytes
+from rollout.weights.store.node.writer import MemoryBytes, TensorContent
 
 
 def tensors_of(payload: bytes | Mapping[str, Any]) -> Iterator[tuple[str, TensorContent]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import rollout
 from engines.fake import FakeEngine
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.http_fake import HttpFakeLauncher
@@ -14,6 +15,8 @@ from engines.launch import EngineSpec
 from engines.protocol import Endpoint
 from rollout.rules.fingerprint_check import method_of_push
 from rollout.runtime.local import launch_local
+from rollout.weights.format.pushed_files import why_damaged
+from rollout.weights.push import weight_push
 from tests.support.served_fakes import config
 
 torch = pytest.importorskip("torch")
@@ -45,6 +48,9 @@ def one_of_two(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
         (on_gpu, {}, "sums"),
         (as_embedded, {"lifecycle": {"verify_by": "canary"}}, ""),
         (as_embedded, {"weights": {"fingerprint": False}}, ""),
+        (as_sglang, {"weights": {"transport": "shared_memory"}}, "xxh3"),
+        (on_gpu, {"weights": {"transport": "shared_memory"}}, "sums"),
+        (as_sglang, {"weights": {"transport": "shared_memory", "fingerprint": False}}, ""),
     ],
 )
 def test_a_push_is_hashed_as_its_engines_hash(
@@ -61,11 +67,59 @@ def test_a_push_is_hashed_as_its_engines_hash(
     assert len(found) == (len(tensors) if method else 0)
 
 
-def test_a_push_is_hashed_as_its_engines_are_and_for_the_store_alone() -> None:
+@pytest.mark.parametrize("writes_files", [True, False])
+def test_a_push_is_hashed_as_its_engines_are_and_for_the_store_alone(writes_files: bool) -> None:
     """Bytes of a GPU would be copied to the host while the engines wait."""
-    assert method_of_push({""}, has_store=True) == "xxh3"
-    assert method_of_push({"sums", ""}, has_store=True) == "sums"
-    assert method_of_push({"sums", "xxh3"}, has_store=True) == "xxh3"
-    assert method_of_push({"sums", ""}, has_store=False) == "sums"
-    assert method_of_push({"sums", "xxh3"}, has_store=False) == "xxh3"
-    assert method_of_push(set(), has_store=False) == ""
+
+    def method(methods: set[str], *, has_store: bool) -> str:
+        return method_of_push(methods, has_store=has_store, writes_files=writes_files)
+
+    assert method({""}, has_store=True) == "xxh3"
+    assert method({"sums", ""}, has_store=True) == "sums"
+    assert method({"sums", "xxh3"}, has_store=True) == "xxh3"
+    assert method({"sums", ""}, has_store=False) == "sums"
+    assert method({"sums", "xxh3"}, has_store=False) == "xxh3"
+    assert method(set(), has_store=False) == ("xxh3" if writes_files else "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engines_that_make_no_fingerprints_load_no_file_that_was_changed(
+    stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes change after the trainer has written them, when nothing else would find it."""
+    weights = {"transport": "shared_memory", "stream": stream, "shared_memory_path": str(tmp_path)}
+    chosen = config(tmp_path, {"shared": {"num_engines": 2}}, server={"weights": weights})
+    tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
+    changes = [True]
+
+    def read(folder: Path, fingerprints: Any) -> str:
+        if changes.pop():
+            (file,) = folder.glob("*.safetensors")
+            with file.open("r+b") as opened:
+                opened.seek(-1, 2)
+                opened.write(bytes([file.read_bytes()[-1] ^ 1]))
+        return why_damaged(folder, fingerprints)
+
+    monkeypatch.setattr(weight_push, "why_damaged", read)
+    with launch_local(chosen, launcher=HttpFakeLauncher(as_sglang)) as deployment:
+        policy = deployment["policy"]
+        with pytest.raises(
+            rollout.WeightsUnavailable,
+            match=r"tensor '.*' in .* is not what the trainer wrote; no engine has loaded it",
+        ):
+            policy.serve_weights(tensors, version=2).result()
+        assert policy.status().result().gate == "closed"
+        changes += [False]
+        policy.serve_weights(tensors, version=2).result()
+        assert policy.status().result().gate == "open"
+
+
+def test_engines_that_make_fingerprints_need_no_look_at_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"transport": "shared_memory", "shared_memory_path": str(tmp_path)}
+    chosen = config(tmp_path, {"shared": {"num_engines": 2}}, server={"weights": weights})
+    monkeypatch.setattr(weight_push, "why_damaged", lambda *_: pytest.fail("it was read"))
+    with launch_local(chosen, launcher=HttpFakeLauncher(as_embedded)) as deployment:
+        tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
+        deployment["policy"].serve_weights(tensors, version=2).result()

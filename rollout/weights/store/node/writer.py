@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Protocol
 
 from engines.tensors.fingerprint import Buffer, head_of, host_fingerprint_of, start
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
+from rollout.weights.format.pushed_files import FileBytes
 from rollout.weights.store.layout.placement import TensorRange, tensor_ranges
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node.files import Files, MappedSegment, MappedSegments, PendingCopy
@@ -64,31 +64,6 @@ class MemoryBytes:
         """Slices of up to ``num_bytes``."""
         for first in range(0, len(self.view), num_bytes):
             yield self.view[first : first + num_bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class FileBytes:
-    """A tensor's bytes in a file that another process may shorten.  They are read, not mapped: then
-    a shortened file is an error and does not kill the process."""
-
-    descriptor: int
-    offset: int
-    num_bytes: int
-
-    def pieces(self, num_bytes: int) -> Iterator[memoryview]:
-        """Pieces of up to ``num_bytes``, in one buffer that stays in a core's cache.
-
-        Raises:
-            OSError: the file is shorter now.
-        """
-        buffer = memoryview(bytearray(min(num_bytes, self.num_bytes)))
-        offset, end = self.offset, self.offset + self.num_bytes
-        while offset < end:
-            count = os.preadv(self.descriptor, [buffer[: end - offset]], offset)
-            if not count:
-                raise OSError("the pushed file was shortened while it was read")
-            yield buffer[:count]
-            offset += count
 
 
 TensorContent = Buffer | MemoryBytes | FileBytes

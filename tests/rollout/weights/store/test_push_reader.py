@@ -11,7 +11,8 @@ import pytest
 
 from engines.protocol import STAYS
 from rollout.core.errors import WeightsUnavailable
-from rollout.weights.store.node.writer import FileBytes, MemoryBytes
+from rollout.weights.format.pushed_files import FileBytes
+from rollout.weights.store.node.writer import MemoryBytes
 from rollout.weights.store.push_reader import tensors_of
 
 pytestmark = pytest.mark.embedded

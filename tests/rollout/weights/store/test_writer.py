@@ -7,11 +7,12 @@ import pytest
 from engines.tensors.fingerprint import host_fingerprint
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.format.pushed_files import FileBytes
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.node import writer
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
 from rollout.weights.store.node.files import Files, PendingCopy
-from rollout.weights.store.node.writer import FileBytes, MemoryBytes
+from rollout.weights.store.node.writer import MemoryBytes
 from tests.support.store_worlds import contents, moe_manifest, read_folder
 
 MANIFEST = moe_manifest()
