@@ -7,8 +7,10 @@ control endpoints (pause, release, weights) are not forwarded.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from rollout.core.errors import ConfigError
 from rollout.router.engine_queries import (
     EngineQueryClient,
     add_engine_queries,
@@ -26,11 +29,14 @@ from rollout.router.metrics import metrics_text
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.turn_reply import generate
 from rollout.router.sessions.api import add_sessions
-from rollout.router.sessions.chat_sessions import ChatSessions, failure
-from rollout.router.sessions.chat_tokenizer import ChatTokenizer
+from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
+from rollout.router.sessions.chat_tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _MAX_FIGURES_BYTES = 256 << 10
 _ENGINE_TIMEOUT_S = 10.0
+_LOAD_AGAIN_S = 60.0
 
 
 def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
@@ -42,15 +48,31 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
         connect_timeout_s=connect_timeout_s, total_timeout_s=_ENGINE_TIMEOUT_S
     )
 
-    chats = _chat_sessions(proxy, client)
+    async def find_folder() -> str:
+        folder = proxy.config.tokenizer_path or await tokenizer_folder(proxy.gate, client)
+        if not folder:
+            message = "no engine names the folder of its tokenizer; set router.tokenizer_path"
+            raise failure(503, "unavailable", message)
+        return folder
+
+    chats = ChatSessions(
+        proxy.sessions,
+        find_folder,
+        partial(generate, proxy),
+        proxy.reading,
+        now_s=lambda: proxy.now_s(),
+        tool_call_parser=proxy.config.tool_call_parser,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         proxy.open()
         await client.open()
+        loading = asyncio.create_task(_load_decode(proxy, find_folder), name="router-tokenizer")
         try:
             yield
         finally:
+            loading.cancel()
             chats.close()
             await client.aclose()
             proxy.close()
@@ -65,29 +87,20 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     return app
 
 
-def _chat_sessions(proxy: Proxy, client: EngineQueryClient) -> ChatSessions:
-    """The chats of this router; ``client`` finds the folder of the engines' tokenizer."""
-    config = proxy.config
+async def _load_decode(proxy: Proxy, find_folder: Callable[[], Awaitable[str]]) -> None:
+    """Load the tokenizer when the first reply is read as tokens.
 
-    async def find_folder() -> str:
-        folder = config.tokenizer_path or await tokenizer_folder(proxy.gate, client)
-        if not folder:
-            message = "no engine names the folder of its tokenizer; set router.tokenizer_path"
-            raise failure(503, "unavailable", message)
-        return folder
-
-    def keep_decode(tokenizer: ChatTokenizer) -> None:
-        proxy.decode = tokenizer.tokenizer.decode
-
-    return ChatSessions(
-        proxy.sessions,
-        find_folder,
-        partial(generate, proxy),
-        proxy.reading,
-        now_s=lambda: proxy.now_s(),
-        on_tokenizer=keep_decode,
-        tool_call_parser=config.tool_call_parser,
-    )
+    Without it, fewer tokens of a lost engine are known to end with their text, and are kept.
+    """
+    while proxy.decode is None:
+        await proxy.reads_tokens.wait()
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, await find_folder())
+            proxy.decode = tokenizer.decode
+        except (ChatFailure, ConfigError) as error:
+            logger.info("replies are read without the tokenizer: %s", error)
+            await asyncio.sleep(_LOAD_AGAIN_S)
+            proxy.reads_tokens.clear()
 
 
 def _add_state(app: FastAPI, proxy: Proxy) -> None:

@@ -90,7 +90,8 @@ class Proxy:
         is_loopback_only: only this machine can reach the router.
         bodies: of requests that have not arrived completely.
         reading: where what is long is read.
-        decode: text of token ids, as soon as a session's chat has loaded the tokenizer.
+        decode: text of token ids, as soon as the tokenizer is loaded; None where it cannot be.
+        reads_tokens: set by the first reply that is read as tokens, which needs ``decode``.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Proxy:
         self.bodies = IncomingBodies(max(_MAX_RECEIVING_BYTES, 4 * config.max_body_bytes))
         self.decode: Decode | None = None
         self.reading = ReadingProcess()
+        self.reads_tokens = asyncio.Event()
         self.now_s: Callable[[], float] = lambda: 0.0
         self.call_later: Callable[..., asyncio.TimerHandle]
         self._sweeping: asyncio.Task[None] | None = None

@@ -291,6 +291,7 @@ class Exchange:
             return
         tokens = None
         if read.reply is not None:
+            proxy.reads_tokens.set()
             read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
             tokens = TokenReader(read.reply)
         if self._named.has_base:

@@ -108,7 +108,6 @@ class ChatSessions:
             at last the reply; raises ``ChatFailure``.
         reading: where long chats are read.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
-        on_tokenizer: gets the tokenizer when it is loaded.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class ChatSessions:
         reading: ReadingProcess,
         *,
         now_s: Callable[[], float],
-        on_tokenizer: Callable[[ChatTokenizer], None],
         tool_call_parser: str = "auto",
     ) -> None:
         self.store = store
@@ -128,7 +126,6 @@ class ChatSessions:
         self._reading = reading
         self._now_s = now_s
         self._tool_call_parser = tool_call_parser
-        self._on_tokenizer = on_tokenizer
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "chat-template")
         self._folder = ""
         self._tokenizer: ChatTokenizer | None = None
@@ -208,7 +205,6 @@ class ChatSessions:
                     self._tokenizer = await self._in_thread(
                         load_chat_tokenizer, self._folder, self._tool_call_parser
                     )
-                    self._on_tokenizer(self._tokenizer)
         return self._tokenizer
 
     async def _written(

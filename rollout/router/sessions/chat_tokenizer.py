@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,27 +116,47 @@ def load_chat_tokenizer(folder: str, tool_call_parser: str = "auto") -> ChatToke
     """
     with optional_import("agents", "sessions need jinja2 and tokenizers"):
         import jinja2  # noqa: F401 - ``_compiled`` needs it
-        from tokenizers import Tokenizer
-    path = Path(folder)
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise _wrong(folder, f"{file} is not on the router's machine")
+    path, tokenizer = Path(folder), load_tokenizer(folder)
     try:
         settings = json.loads(_read(path / "tokenizer_config.json") or "{}")
-        tokenizer = Tokenizer.from_file(str(file))
         texts = _templates(path, settings)
         templates = {name: _compiled(text) for name, text in texts.items()}
-    except Exception as error:  # tokenizers raises no narrower one
+    except Exception as error:  # jinja2 has many
         raise _wrong(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
     if "default" not in templates:
         raise _wrong(folder, f"{folder} has no chat template")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     form = form_of(texts.get("tool_use", texts["default"]), tool_call_parser)
     added = tokenizer.get_added_tokens_decoder().values()
     reader = reader_of(form, [token.content for token in added if token.special])
     special = _special_tokens(settings)
     return ChatTokenizer(tokenizer, templates, special, reader, borders_of(added))
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer of a model's folder alone.
+
+    Raises:
+        ConfigError: the package or the file is missing, or it cannot be read.
+    """
+    with optional_import("agents", "sessions need jinja2 and tokenizers"):
+        import tokenizers  # noqa: F401
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        raise _wrong(folder, f"{file} is not on the router's machine")
+    try:
+        return _read_tokenizer(file, file.stat().st_mtime_ns)
+    except Exception as error:  # tokenizers raises no narrower one
+        raise _wrong(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+@lru_cache(1)  # sessions and failovers need the same one
+def _read_tokenizer(file: Path, modified_ns: int) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _wrong(folder: str, why: str) -> ConfigError:

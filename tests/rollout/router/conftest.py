@@ -28,6 +28,7 @@ def router_config(**fields) -> RouterConfig:
         "request_timeout_s": 60.0,
         "max_sessions": 1000,
         "failover_interval": 4,
+        "tokenizer_path": "/no/tokenizer",  # without it, an engine gets a request for its path
         "max_session_bytes": 1 << 20,
     }
     return RouterConfig(**(small | fields))

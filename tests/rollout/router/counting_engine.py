@@ -9,15 +9,15 @@ from tests.rollout.router.stub_engine import CHUNKED, chunk
 ASK = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 20}, "return_logprob": True}
 
 
-def counting(*, dies_after=None, aborts_after=None, version="1", hold=None):
-    """Token n of a sequence is n; streams an event per token."""
+def counting(*, dies_after=None, aborts_after=None, version="1", hold=None, every=1):
+    """Token n of a sequence is n; streams an event for so many tokens."""
 
     async def script(connection, seen):
         body = seen.json
         start, budget = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         assert body["stream"] is True
         await connection.send(CHUNKED % b"text/event-stream")
-        for num in range(1, budget + 1):
+        for num in [*range(every, budget, every), budget]:
             finish = {"type": "length", "length": num} if num == budget else None
             if num == aborts_after:
                 finish = {"type": "abort", "message": "paused"}

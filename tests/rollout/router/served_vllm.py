@@ -65,7 +65,8 @@ async def served(
         )
         for index, kind in enumerate(kinds)
     ]
-    host = RouterHost(router_config(**config))
+    # The engines name the folder of the tokenizer.
+    host = RouterHost(router_config(**{"tokenizer_path": ""} | config))
     endpoint = await host.start()
     members = [
         Backend(one.engine.engine_id, one.endpoint, kind=kind)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from rollout.router.continuation.core import Payload, finish_of, span_payloads, version_spans
+from rollout.router.continuation.dialects.sglang import may_be_ahead
 from rollout.router.continuation.forms import (
     Form,
     has_forms,
@@ -109,7 +110,11 @@ def read_chat(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | N
         return None
     why_not = _why_not(raw["messages"], raw) if has_ids else "chat_without_ids"
     budget = raw.get("max_completion_tokens") or raw.get("max_tokens")
-    return _reply_to(raw, budget, "content" if raw.get("logprobs") else "", why_not=why_not)
+    reply = _reply_to(raw, budget, "content" if raw.get("logprobs") else "", why_not=why_not)
+    # SGLang streams no log-probs of tokens without text, and such a chat never continues.
+    is_lossy = bool(raw.get("logprobs")) and not has_ids
+    reply.wants_whole_reply = is_lossy and not reply.is_streamed
+    return reply
 
 
 def _reply_to(
@@ -175,9 +180,10 @@ def _is_plain_chat(raw: Payload) -> bool:
 
 def _body_after(reply: Reply, trim: str) -> Payload:
     """What every body has; ``trim`` is the name of the switch that keeps stop strings."""
-    raw = {**reply.raw, "stream": True}
-    options = raw.get("stream_options") or {}
-    raw["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
+    raw = {**reply.raw, "stream": not reply.wants_whole_reply}
+    options = raw.pop("stream_options", None) or {}
+    if raw["stream"]:
+        raw["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     if reply.trims:
         raw[trim] = True
     reply.lower_limits(raw, "max_tokens", "max_completion_tokens", least="min_tokens")
@@ -225,7 +231,7 @@ def _event(reply: Reply, event: Payload, *, is_chat: bool) -> None:
 
 
 def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
-    delta = choice.get("delta") or {}
+    delta = choice.get("delta") or choice.get("message") or {}
     text = (delta.get("content") if is_chat else choice.get("text")) or ""
     if thought := delta.get("reasoning_content") or delta.get("reasoning"):  # vLLM's word
         if reply.base.num:
@@ -256,9 +262,12 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
         if reply.trims:
             reply.trim(matched)
     if finish or text or ids or any(columns.values()):
-        has_grown = bool(text or reply.reasoning)
+        # Of several tokens the last may have no text so far.
+        has_grown = bool(text or reply.reasoning) and len(ids) <= 1
         within = is_chat and _ends_within_character(reply.now.columns.get("content", []))
-        reply.settle(finish, new=text, has_grown=has_grown and not within)
+        is_sglang = reply.engine is COMPLETION_ENGINES["sglang"]
+        is_ahead = is_sglang and may_be_ahead(text)
+        reply.settle(finish, new=text, has_grown=has_grown and not within and not is_ahead)
 
 
 def _count(reply: Reply, *, is_chat: bool) -> None:

@@ -6,6 +6,7 @@ them with its tokens (SGLang sends them at the end only), the request starts ove
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from engines.protocol.sampling_params import GRAMMARS
@@ -56,6 +57,11 @@ _OF_ONE_ENGINE = frozenset(
         "session_params",
         "max_thinking_tokens",
     }
+)
+# What ``find_printable_text`` of SGLang 0.5.23 takes for Chinese.
+_CHINESE = re.compile(
+    "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
 _FORMS = {
     "sampling_params": or_none(is_object),
@@ -135,6 +141,12 @@ def _why_not(raw: Payload, sampling: Payload, *, has_ids: bool) -> str:
     return "of_one_engine" if any(map(raw.get, raw.keys() & _OF_ONE_ENGINE)) else ""
 
 
+def may_be_ahead(text: str) -> bool:
+    """Whether SGLang may have shown it before it is complete: as a text that ends with a Chinese
+    character, which it shows though the next one is incomplete."""
+    return _CHINESE.match(text[-1:]) is not None
+
+
 # -- to and from an engine ------------------------------------------------------------------
 
 
@@ -176,7 +188,10 @@ def _event(reply: Reply, event: Payload) -> None:
     reply.check_columns(now)
     check_budget(reply.base.num + now.num, reply.budget)
     finish = meta.get("finish_reason") or None
-    has_grown = len(now.text) > len(before.text) or finish is not None  # an end has all text
+    # SGLang decodes so many tokens together, or joins several events in one.
+    most = reply.raw["sampling_params"]["stream_interval"]
+    has_grown = len(now.text) > len(before.text) and now.num - before.num <= most
+    has_grown = (has_grown and not may_be_ahead(now.text)) or finish is not None
     reply.now, reply.last, reply.first = now, meta, reply.first or meta
     reply.head = {name: value for name, value in event.items() if name not in _READ}
     reply.reported_experts = meta.get("routed_experts")

@@ -118,7 +118,9 @@ def _take(reply: Reply, choice: Payload, columns: Mapping[str, Any]) -> None:
         if reply.trims:
             reply.trim(stop)
     if finish or text or choice.get("token_ids"):
-        reply.settle(finish, new=text, has_grown=bool(text))
+        # Of several tokens the last may have no text so far.
+        has_grown = bool(text) and len(choice.get("token_ids") or []) <= 1
+        reply.settle(finish, new=text, has_grown=has_grown)
 
 
 # -- /inference/v1/generate -----------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Engines whose token at a place depends on the place alone, in the words of SGLang and of vLLM.
 
 Text is made as theirs is: SGLang's detokenizer decodes from a few tokens before, sends complete
-characters, and of an incomplete end what ``find_printable_text`` says; vLLM's is ``DecodeStream``.
+characters, and of an incomplete end what ``find_printable_text`` says; its server may join what the
+detokenizer sent at several times in one event.  vLLM's text is ``DecodeStream``'s.
 """
 
 from __future__ import annotations
@@ -29,25 +30,32 @@ def top(place: int) -> list[Any]:
 
 
 class SglangText:
-    """``DetokenizerManager`` of SGLang 0.5.23."""
+    """``DetokenizerManager`` of SGLang 0.5.23, whose pieces ``TokenizerManager`` joins.
+
+    Attributes:
+        repeats: it sent a text twice, since it showed it before it was final, and then forgot that.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self._decode, self._ids = tokenizer.decode, prompt[-5:]
         self._surrogate, self._read = 0, len(self._ids)
-        self._done, self._shown = "", ""
+        self._done, self._joined, self._num_sent = "", "", 0
+        self.repeats = False
 
     def take(self, ids: list[int], *, is_last: bool) -> str:
         """The text so far."""
         self._ids = self._ids + ids
         before = self._decode(self._ids[self._surrogate : self._read])
         new = self._decode(self._ids[self._surrogate :])[len(before) :]
-        if is_last:
-            return self._done + new
-        if new and not new.endswith("\ufffd"):
-            self._done += new
+        is_final = is_last or (new != "" and not new.endswith("\ufffd"))
+        shown = self._done + (new if is_final else _printable(new))
+        if is_final:
+            self._done = shown
             self._surrogate, self._read = self._read, len(self._ids)
-            return self._done
-        return self._done + _printable(new)
+        self._joined += shown[self._num_sent :]
+        self.repeats |= len(shown) < self._num_sent
+        self._num_sent = len(shown)
+        return self._joined
 
 
 def _printable(text: str) -> str:
@@ -63,6 +71,8 @@ def _printable(text: str) -> str:
 
 class VllmText:
     """``FastIncrementalDetokenizer`` of vLLM 0.32."""
+
+    repeats = False
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self._tokenizer, self._text = tokenizer, ""
@@ -90,8 +100,11 @@ class Engine:
 
     Attributes:
         ids: of the whole answer.
-        sizes: tokens in each event, over and over.
+        sizes: tokens that SGLang's detokenizer gets at once, and those in an event of vLLM; the
+            last size over and over.
+        joined: of SGLang, how many of those are in one event, over and over.
         generated: places of the tokens that it generated.
+        repeats: it has sent a text twice.
     """
 
     tokenizer: Tokenizer
@@ -100,11 +113,15 @@ class Engine:
     is_vllm: bool
     version: int
     sizes: Sequence[int]
+    joined: Sequence[int] = (1,)
     generated: set[int] = field(default_factory=set)
+    repeats: bool = False
 
     def reply(self, path: str, body: bytes) -> bytes:
-        """The whole stream."""
+        """The whole stream; of a chat that is not streamed the one reply."""
         raw = json.loads(body)
+        if not raw["stream"]:
+            return json.dumps(self._whole_chat(raw)).encode()
         events = {
             "/generate": self._generate,
             "/inference/v1/generate": self._vllm_generate,
@@ -124,16 +141,21 @@ class Engine:
     def _steps(self, start: int, budget: int | None, stops: list[str]) -> Iterator[Step]:
         kind = VllmText if self.is_vllm else SglangText
         text = kind(self.tokenizer, self.prompt + self.ids[:start])
-        end, at, turn = self.tokenizer.token_to_id(END), 0, 0
+        end, at, turn, event = self.tokenizer.token_to_id(END), 0, 0, 0
+        shown = ""
+        end_of_event = self.joined[0]
         while True:
             new: list[int] = []
             finish, matched = None, None
-            while finish is None and len(new) < self.sizes[turn % len(self.sizes)]:
+            while finish is None and len(new) < self.sizes[min(turn, len(self.sizes) - 1)]:
                 one = self.ids[start + at]
                 at += 1
                 new.append(one)
                 self.generated.add(start + at - 1)
-                so_far = self._plain(start, at)
+                if self.is_vllm:  # it looks for stop strings in the text that it shows
+                    so_far = shown = text.take([one], is_last=False)
+                else:
+                    so_far = self._plain(start, at)
                 if stop := next((stop for stop in stops if stop in so_far), None):
                     finish, matched = "stop", stop
                 elif one == end:
@@ -141,8 +163,13 @@ class Engine:
                 elif at == budget:
                     finish = "length"
             turn += 1
-            shown = text.take(new, is_last=finish is not None)
-            yield Step(at, shown, finish, matched)
+            if not self.is_vllm:
+                shown = text.take(new, is_last=finish is not None)
+            self.repeats |= text.repeats
+            if finish is not None or self.is_vllm or turn == end_of_event:
+                yield Step(at, shown, finish, matched)
+                event += 1
+                end_of_event = turn + self.joined[event % len(self.joined)]
             if finish is not None:
                 return
 
@@ -255,6 +282,14 @@ class Engine:
             yield {**HEAD, "object": "text_completion", "choices": [choice], "usage": usage}
             sent, num = text, step.num
         yield {**HEAD, "choices": [], "usage": self._usage(start, num)}
+
+    def _whole_chat(self, raw: Payload) -> Payload:
+        """Of SGLang, which then has the log-probs of all tokens."""
+        *_, last = self._steps(0, raw.get("max_tokens"), raw.get("stop") or [])
+        content = [{"token": self._token(n), "logprob": logprob(n)} for n in range(last.num)]
+        choice = {"index": 0, "message": {"role": "assistant", "content": last.text}}
+        choice |= {"logprobs": {"content": content}, **self._end(last)}
+        return {**HEAD, "choices": [choice], "usage": self._usage(0, last.num)}
 
     def _chat(self, raw: Payload) -> Iterator[Payload]:
         assert not raw.get("continue_final_message"), "a chat does not continue from its text"

@@ -252,6 +252,16 @@ def test_a_token_without_its_log_prob_is_not_continued_from():
     assert reply.lose_engine() == "logprobs_missing"
 
 
+@pytest.mark.parametrize(("dialect", "num_kept"), [("sglang", 0), ("vllm", 1)])
+def test_without_the_tokenizer_sglang_may_show_a_chinese_character_too_early(dialect, num_kept):
+    reply = completion(json.dumps(request(False, 9, [], prompt=PROMPT)).encode())
+    assert reply is not None
+    reply.body(1, dialect)
+    reply.absorb(Engine.chunk({"text": "中", "token_ids": [0]}))
+    reply.lose_engine()
+    assert reply.num_kept == num_kept
+
+
 def test_a_chat_continues_from_its_ids_with_the_remaining_budget():
     reply, _ = run(request(True, 10, []), [Engine([0] * 60, True), Engine([0] * 60, True)], [4])
     assert (reply.num_kept, reply.num_recomputed, reply.num_failovers) == (3, 0, 1)

@@ -19,7 +19,7 @@ def begin(budget):
         "return_routed_experts": True,
         "stream": True,
     }
-    return generate(json.dumps(body).encode(), 1)
+    return generate(json.dumps(body).encode(), 2)
 
 
 def event(engine, prompt, num, finish=None):

@@ -157,7 +157,8 @@ def test_a_completion_continues_on_vllm_in_its_own_words() -> None:
     body = json.loads(reply.body(3, "vllm"))
     assert body["include_stop_str_in_output"] is True
     assert "no_stop_trim" not in body
-    reply.absorb({"id": "c", "choices": [{"text": "ab", "token_ids": [7, 8]}]})
+    for text, token in (("a", 7), ("b", 8)):
+        reply.absorb({"id": "c", "choices": [{"text": text, "token_ids": [token]}]})
     reply.lose_engine()
     assert json.loads(reply.body(4, "vllm"))["prompt"] == [*PROMPT, 7, 8]
     end = {"text": "END", "token_ids": [9], "finish_reason": "stop", "stop_reason": "END"}

@@ -12,6 +12,7 @@ from tests.rollout.router.conftest import router_config
 from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.raw import bodies, post, response_to
 from tests.rollout.router.stub_engine import CHUNKED, Hold, chunk, reply, stream
+from tests.support.chat_models import write_chat_model
 
 ON = router_config(token_failover="on")
 
@@ -52,6 +53,32 @@ async def test_a_stream_continues_after_its_engine_died(make_bench):
     lengths = [len(event["output_ids"]) for event in events]
     assert lengths == sorted(lengths)
     check(events[-1], failovers=1)
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+async def test_several_tokens_of_an_event_are_kept_as_soon_as_the_tokenizer_is_loaded(
+    make_bench, tmp_path, has_tokenizer
+):
+    """More than SGLang decodes at once: without the tokenizer, the last may have no text so far."""
+    if has_tokenizer:
+        pytest.importorskip("tokenizers")
+        write_chat_model(tmp_path)
+        (tmp_path / "tokenizer_config.json").unlink()  # a base model has no chat template
+    config = router_config(token_failover="on", tokenizer_path=str(tmp_path))
+    hold = Hold()
+    bench = await make_bench(counting(every=8, dies_after=8, hold=hold), counting(), config=config)
+    await bench.host.set_members(2, [bench.member(1)])
+    check((await bench.ask(json=ASK)).json, failovers=0)
+    while has_tokenizer and bench.host._proxy.decode is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await bench.host.set_members(3, [bench.member(0)])
+    pending = bench.begin(json=ASK)
+    await hold.entered.wait()
+    await bench.host.set_members(4, [bench.member(0), bench.member(1)])
+    hold.opened.set()
+    got = (await pending).json
+    check(got, failovers=1)
+    assert got["meta_info"]["num_recomputed_tokens"] == (0 if has_tokenizer else 8)
 
 
 @pytest.mark.parametrize("images", ["a.png", ["a.png", "data:image/png;base64," + "A" * (3 << 20)]])

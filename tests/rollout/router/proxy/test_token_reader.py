@@ -27,7 +27,7 @@ ASK = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
 def reader_of(**more: Any) -> TokenReader:
     """It has sent its request, and the head of a stream has come."""
-    reply = ROUTES["/generate"].reply(json.dumps(ASK | more).encode())
+    reply = ROUTES["/generate"].reply(json.dumps(ASK | more).encode(), 4)
     assert reply is not None
     reader = TokenReader(reply)
     begin(reader)
