@@ -40,6 +40,16 @@ def real_config(
     return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
 
 
+def process_of(engine: EngineStatus, name: str) -> int:
+    """The pid of its only process whose name begins so; of its API server for no name."""
+    assert engine.pid is not None
+    if not name:
+        return engine.pid
+    children = psutil.Process(engine.pid).children(recursive=True)
+    (found,) = [one.pid for one in children if one.name().startswith(name[:15])]
+    return found
+
+
 @dataclass
 class Sabotage:
     """What the clients of the engines leave out while they say that it was done."""

@@ -11,12 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rollout.core.types import EngineStatus
 from tests.end_to_end.sglang.openai_asking import AskingOpenAI
 from tests.engines.embedded.reference import greedy
 from tests.support.generate_asking import TOKENS, AskingGenerate, counters, text_of
 from tests.support.load import PROMPTS
 from tests.support.processes import shared_memory_of, wait_until
-from tests.support.real_policy import RealPolicy
+from tests.support.real_policy import RealPolicy, process_of
 from tests.support.referee import Referee
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -25,6 +26,7 @@ NUM = 200
 # One after so many of those, which is an odd number of requests: both engines get every kind.
 EVERY = 6
 NUM_OPENAI = NUM // EVERY
+NUM_FEW = 40
 MOST_STOPS = 32
 """SGLang refuses more."""
 
@@ -102,13 +104,48 @@ async def test_all_requests_of_every_route_are_answered_though_an_engine_is_kill
     with capsys.disabled():
         print(f"\n{told}")
 
-    # And the engine comes back: started again by recovery, it serves after the next push.
-    def is_back() -> bool:
-        now = next(one for one in policy.engines() if one.engine_id == engine.engine_id)
-        return now.is_stale and now.pid not in (None, engine.pid)
-
-    assert await asyncio.to_thread(wait_until, is_back, 200)
+    await check_comes_back(policy, engine)
     assert files
     assert not [file for file in files if file.exists()]
+
+
+async def check_comes_back(policy: RealPolicy, killed: EngineStatus) -> None:
+    """The engine is started again by recovery, and serves after the next push."""
+
+    def is_back() -> bool:
+        now = next(one for one in policy.engines() if one.engine_id == killed.engine_id)
+        return now.is_stale and now.pid not in (None, killed.pid)
+
+    assert await asyncio.to_thread(wait_until, is_back, 200)
     await policy.handle.serve_weights(policy.next_tensors())
     assert policy.is_whole()
+
+
+@pytest.mark.parametrize("name", ["sglang::scheduler", "sglang::detokenizer"])
+async def test_no_request_fails_though_another_process_of_an_engine_is_killed(
+    policy: RealPolicy, name: str
+) -> None:
+    """The test before kills its API server."""
+    await policy.handle.serve_weights(policy.next_tensors())
+    killed = policy.engines()[0]
+    async with aiohttp.ClientSession(policy.handle.url) as session:
+        asking = AskingGenerate(session)
+        asked = [asyncio.create_task(asking.ask(number)) for number in range(NUM_FEW)]
+
+        def num_begun() -> int:
+            mine = (one for one, its in asking.engine_of.items() if its == killed.engine_id)
+            return sum(asking.num_events[number] > 1 for number in mine)
+
+        while not num_begun():
+            for one in asked:
+                if one.done():
+                    one.result()
+            await asyncio.sleep(0.01)
+        os.kill(process_of(killed, name), signal.SIGKILL)
+        late = range(NUM_FEW, NUM_FEW + NUM_FEW // 4)  # as the engine dies
+        await asyncio.gather(*asked, *(asking.ask(number) for number in late))
+    assert {one.kind for one in asking.answers} == {"length"}
+    assert {len(one.output) for one in asking.answers} == {TOKENS}
+    findings = Referee(policy.weights_of).findings(asking.answers)
+    assert not findings, "\n".join(findings[:5])
+    await check_comes_back(policy, killed)

@@ -10,13 +10,12 @@ import os
 import signal
 
 import aiohttp
-import psutil
 import pytest
 
 from rollout.core.types import EngineStatus
 from tests.support.generate_asking import AskingGenerate, counters
 from tests.support.processes import shared_memory_of, sockets_of, wait_until
-from tests.support.real_policy import RealPolicy
+from tests.support.real_policy import RealPolicy, process_of
 from tests.support.referee import Referee
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -30,17 +29,7 @@ TOKENS = 256
 BACK_WITHIN_S = 400
 
 
-def process_of(engine: EngineStatus, name: str) -> int:
-    """The pid of its API server, or of its engine core."""
-    assert engine.pid is not None
-    if name == "server":
-        return engine.pid
-    children = psutil.Process(engine.pid).children(recursive=True)
-    (core,) = [one.pid for one in children if one.name() == "VLLM::EngineCore"]
-    return core
-
-
-@pytest.mark.parametrize("name", ["server", "core"])
+@pytest.mark.parametrize("name", ["", "VLLM::EngineCore"], ids=["server", "core"])
 async def test_all_requests_are_answered_though_an_engine_is_killed_and_it_comes_back_verified(
     policy: RealPolicy, name: str
 ) -> None:
