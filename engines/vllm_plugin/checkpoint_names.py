@@ -71,6 +71,18 @@ def _cut(whole: Part, layer: Any, leaf: str, joined: dict[str, list[str]]) -> It
         yield Part(whole.name, whole.layer, tensor)
 
 
+def packed_elsewhere(model: Any) -> str:
+    """The first layer whose weight a kernel keeps for itself, in no parameter; empty for none.
+
+    vLLM's int8 layers on a CPU are such: oneDNN packs their weights.
+    """
+    for name, layer in model.named_modules():
+        is_made_by_vllm = getattr(layer, "quant_method", None) is not None
+        if is_made_by_vllm and layer._parameters.get("weight", layer) is None:
+            return str(name)
+    return ""
+
+
 def tied_names(model: Any) -> dict[str, str]:
     """Parameters that are another one: name -> the name it is listed under."""
     first: dict[int, str] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from engines.tensors.fingerprint import BYTES, SUMS
 from engines.tensors.torch_fingerprint import device_fingerprints, dtype_name, fingerprints
-from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
+from engines.vllm_plugin.checkpoint_names import packed_elsewhere, parts_of, tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,8 @@ class CheckedWorker:
     """Refuses what vLLM would take and do wrong.
 
     - an update while the weights are released: vLLM 0.32 writes to memory that is not there;
+    - an update of weights that a kernel keeps for itself: vLLM 0.32 then computes with memory that
+      was freed;
     - the end of a session that lacks tensors after a release without a backup.
 
     A session whose end fails is closed; vLLM would leave it open and refuse the next one.
@@ -155,6 +157,11 @@ class CheckedWorker:
     def start_weight_update(self) -> None:
         if WEIGHTS in self.released_tags:
             raise RuntimeError("the weights are released; call /wake_up?tags=weights first")
+        if layer := packed_elsewhere(_model(self)):
+            raise RuntimeError(
+                f"vLLM packs the weight of {layer} where no update reaches it; serve a checkpoint "
+                "of another quantisation, or of none"
+            )
         _above(self).start_weight_update()
 
     def finish_weight_update(self) -> None:

@@ -162,6 +162,8 @@ class Vllm:
         self.distributed_init_method = distributed_init_method
         self.asked: list[Any] = []
         self.weight_transfer_engine = SimpleNamespace(is_lost=False)
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
         self._weight_update_active = True
 
     def sleep(self, level: int = 1) -> None:
@@ -205,6 +207,19 @@ def test_an_update_of_released_weights_never_reaches_vllm() -> None:
     assert worker.released_tags == {"kv_cache"}
     worker.wake_up()
     assert worker.released_tags == frozenset()
+
+
+def test_an_update_of_weights_that_a_kernel_has_packed_never_reaches_vllm() -> None:
+    """vLLM takes such a weight out of its layer; a layer that has no weight is another thing."""
+    worker = Worker(distributed_init_method=OF_FILE)
+    worker.model.append(torch.nn.LayerNorm(2, elementwise_affine=False))
+    linear = worker.model[0]
+    linear.quant_method = object()
+    worker.start_weight_update()
+    linear.weight = None
+    with pytest.raises(RuntimeError, match="vLLM packs the weight of 0 where no update reaches it"):
+        worker.start_weight_update()
+    assert worker.asked == ["start"]
 
 
 def test_only_a_release_without_a_backup_loses_the_weights() -> None:
