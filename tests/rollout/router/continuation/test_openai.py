@@ -245,11 +245,21 @@ def test_the_versions_of_a_chat_cover_its_end_which_has_no_text(is_streamed):
     assert reply.payload()["usage"]["completion_tokens"] == 2
 
 
-def test_a_token_without_its_log_prob_is_not_continued_from():
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"token_logprobs": []}, "logprobs_missing"),
+        ({"token_logprobs": [-1.0], "top_logprobs": []}, "logprobs_missing"),
+        ({"token_logprobs": [-1.0], "top_logprobs": [{}]}, ""),
+    ],
+)
+def test_a_token_without_its_log_probs_is_not_continued_from(columns, why):
     reply = completion(json.dumps(request(False, 9, [], logprobs=0, prompt=PROMPT)).encode())
     assert reply is not None
-    reply.absorb(Engine.chunk({"text": "a", "token_ids": [0], "logprobs": {"token_logprobs": []}}))
-    assert reply.lose_engine() == "logprobs_missing"
+    whole = {"token_logprobs": [-1.0], "top_logprobs": [{}]}
+    for logprobs in (whole, columns):
+        reply.absorb(Engine.chunk({"text": "a", "token_ids": [0], "logprobs": logprobs}))
+    assert reply.lose_engine() == why
 
 
 @pytest.mark.parametrize(("dialect", "num_kept"), [("sglang", 0), ("vllm", 1)])
