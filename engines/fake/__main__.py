@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 
 from aiohttp import web
 
+from engines.fake.engine.fake_caches import caches_with
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.faults import FaultSpec, parse_fault
 from engines.fake.http_fake import FakeHttpApp
@@ -40,6 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-memory-saver", action="store_true")
     parser.add_argument("--weights-cpu-backup", action="store_true")
     parser.add_argument("--reports-manifest", action="store_true", help="list the tensors")
+    for name in ("--prefix-cache", "--image-cache", "--weight-copies"):
+        parser.add_argument(name, action="store_true", help="as of SGLang")
+    for name in ("--storage-cache", "--shared-image-store"):
+        parser.add_argument(name, nargs="?", const="shared", default="", help="its name")
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--dist-init-addr", default="", help="where the nodes meet")
@@ -54,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         token_s=options.token_s,
         drain_s=options.drain_s,
         reports_manifest=options.reports_manifest,
+        caches=caches_with(vars(options), os.environ),
     )
     for switch in options.fault:
         switch.add_to(engine.faults)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 from engines.protocol import Endpoint, WorkerType
+from engines.protocol.census.fake import CENSUS
 from engines.protocol.spec import (
     AT_LAUNCH,
     EngineSpec,
@@ -21,7 +22,8 @@ _OWNERS = {
     "no_memory_saver": "the group's needs_offload",
     "weights_cpu_backup": "engine.weights_cpu_backup",
 }
-_OPTIONS = frozenset({"drain_s", "fault", "reports_manifest", "token_s"})
+_CACHES = {option for cache in CENSUS.caches for option in cache.options}
+_OPTIONS = frozenset({"drain_s", "fault", "reports_manifest", "token_s"} | _CACHES)
 
 
 def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:

@@ -74,6 +74,7 @@ ROUTER = {
     "errors",
 }
 NUMS_OF_ENGINES = {"4", "64", "1024"}
+TURNS = {"first_s", "turns_per_s", "cpu_ms_per_turn", "errors"}
 RECOVERY = {"detect", "boot", "admit", "restore", "verify", "total"}
 SAVER = {
     f"{command}{kind}_gib_per_s"
@@ -160,6 +161,7 @@ KEYS: dict[str, dict[str, Any]] = {
             "prefix": NUMS_OF_ENGINES,
         },
         "turns": {kind: {"p50_ms", "cpu_ms_per_1k", "errors"} for kind in ("turn", "turn_sse")},
+        "agents": {"4k": dict.fromkeys(("sessions", "spliced", "fastapi_httpx"), TURNS)},
         "cached_share": {"least_in_flight", "prefix"},
         "ray_call": {
             "idle_p50_ms",

@@ -342,13 +342,12 @@ DEFAULT: tuple[Plan, ...] = (
     ),
     Plan(
         "a push beside a boot",
-        "four outcomes of every call, a start that fails or is slow, cancel, a death: any 2",
+        "four outcomes of every call, a start that fails or is slow, cancel, a death: any 1",
         _command(
             "boot",
             "update",
             "recover",
             begin=("kill shared-0",),
-            deviations=2,
             recover=True,
             groups={"shared": {"num_engines": 2}},
             launch_outcomes=3,
@@ -477,6 +476,22 @@ DEFAULT: tuple[Plan, ...] = (
 
 # `make explore`: hours.
 DEEP: tuple[Plan, ...] = (
+    Plan(
+        "a push beside a boot",
+        "four outcomes of every call, a start that fails or is slow, cancel, a death: any 2",
+        _command(
+            "boot",
+            "update",
+            "recover",
+            begin=("kill shared-0",),
+            deviations=2,
+            recover=True,
+            groups={"shared": {"num_engines": 2}},
+            launch_outcomes=3,
+            injections=("cancel", "kill shared-0"),
+            **_FEW,
+        ),
+    ),
     Plan(
         "a group dies, or all",
         "a death of one group, and of all, at any time of each command of a step: any 2",

@@ -125,10 +125,12 @@ class FakeCaches:
 
 def caches_of(spec: EngineSpec) -> FakeCaches:
     """The caches that a spec's options add, as far as its environment leaves them on."""
-    options = normalized(spec.options)
-    env: Mapping[str, str] = CENSUS.variables(keeps_embeddings=spec.keeps_embeddings) | dict(
-        spec.env
-    )
+    env = CENSUS.variables(keeps_embeddings=spec.keeps_embeddings) | dict(spec.env)
+    return caches_with(normalized(spec.options), env)
+
+
+def caches_with(options: Mapping[str, Any], env: Mapping[str, str]) -> FakeCaches:
+    """The caches that options add, as far as this environment leaves them on."""
     return FakeCaches(
         prefix_cache=bool(options.get("prefix_cache")),
         storage_cache=str(options.get("storage_cache") or ""),

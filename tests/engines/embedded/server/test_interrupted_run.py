@@ -27,7 +27,7 @@ def server():
 
 def test_it(server):
     with open({started!r}, "w") as file:
-        file.write(str(server.process.pid))
+        file.write(str(server.process.report.pid))
     threading.Event().wait()
 """
 AS_MAKE = "import os, sys; os.execvp('make', ['make', '-f', *sys.argv[1:]])"

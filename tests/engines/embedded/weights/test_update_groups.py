@@ -102,7 +102,7 @@ async def test_a_bucket_that_does_not_fit_leaves_the_group_as_it_was(
 async def test_a_group_is_left_when_its_rank_0_is_gone(
     engine: Asker, servers: dict[str, Server]
 ) -> None:
-    process = psutil.Process(servers["plain"].process.pid)
+    process = psutil.Process(servers["plain"].process.report.pid)
     async with joined(engine, "first"):  # which opens what torch never closes
         pass
     await until_it_has_left(engine)
