@@ -14,7 +14,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch.multiprocessing import reductions
 
@@ -140,6 +139,8 @@ class CudaDouble:
                 return copy(target, source)
             stream.waiting.append(partial(copy, target, source))
             return target
+
+        import pytest  # the Python of vLLM, which runs vllm_reload.py, has none
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(torch.Tensor, "copy_", later)
