@@ -102,9 +102,9 @@ class RecoveryActions:
         if has_booted:
             elapsed_s = self._tracker.mark_booted(group, engine_id)
             logger.info("engine %s booted in %.1f s", engine_id, elapsed_s)
-        else:
+            self._more_work()
+        else:  # the next probe tries again: the group may refuse boots for long
             self._mark_interrupted(group, engine_id)
-        self._more_work()
 
     async def wait_for_boots(self, groups: Collection[str]) -> None:
         """Wait until no engine of these groups boots."""

@@ -502,6 +502,34 @@ async def test_an_attached_engine_is_waited_for_without_end_and_without_holding_
     await recovery.stop()
 
 
+class LentGroup(AttachedGroup):
+    """Its memory is the trainer's, which its server does not know yet."""
+
+    async def boot(self, engine_id: str, *, memory_is_free: bool = False) -> bool:
+        self.num_tries += 1
+        await asyncio.sleep(0)
+        return False
+
+
+@virtual_time
+async def test_a_boot_that_its_group_refuses_is_tried_once_a_probe() -> None:
+    group = LentGroup()
+    recovery = RecoveryMonitor(
+        "policy",
+        HealthConfig(**HEALTH),
+        {"main": group},
+        {"main": GroupTerms(needs_offload=True, min_engines=1)},
+        AnyServer(),
+        RecordingRouter().failures,
+        CommandLock(60.0),
+    )
+    recovery.start({"main": ["main-0"]})
+    group.is_back = False
+    await asyncio.sleep(20)
+    assert 10 < group.num_tries <= 21
+    await recovery.stop()
+
+
 # -- recovery and transitions -------------------------------------------------------------------
 
 
