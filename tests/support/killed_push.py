@@ -79,6 +79,7 @@ class Killer:
         self.functions: dict[str, None] = {}
         self.has_killed = False
         self._victim = victim
+        self._is_over = False
 
     def __enter__(self) -> Killer:
         threading.settrace(self._trace)
@@ -88,10 +89,14 @@ class Killer:
     def __exit__(self, *error: object) -> None:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
+        # A thread that a pool begins meanwhile is traced until it ends.
+        self._is_over = True
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if not code.co_filename.startswith(WEIGHTS) or code.co_name.startswith("<"):
+        if self._is_over or not code.co_filename.startswith(WEIGHTS):
+            return
+        if code.co_name.startswith("<"):
             return
         # A generator is entered once more when it is dropped, and no caller gets its error.
         if code.co_qualname in BEGINS or code.co_flags & inspect.CO_GENERATOR:
