@@ -508,6 +508,7 @@ def test_the_python_reference_begins_with_what_users_call_and_has_every_name() -
         assert is_named or getattr(rollout, name).__module__ in documented, name
 
 
+@pytest.mark.torch
 def test_each_name_of_the_python_reference_has_a_page_and_a_line(hooks: Any) -> None:
     text = text_of("docs/reference/python.md")
     names = [name for of_section in hooks.python_reference().values() for name in of_section]

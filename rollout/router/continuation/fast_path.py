@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -200,9 +199,10 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
 
 def has_nan(logprobs: Iterable[Any]) -> bool:
     """Whether a token's log-prob is NaN, for which SGLang's JSON has null."""
-    with suppress(*UNUSABLE):  # of another form
-        return None in map(itemgetter(0), logprobs)
-    return False
+    try:
+        return None in [one[0] for one in logprobs]
+    except UNUSABLE:  # of another form
+        return False
 
 
 def is_unfinished(data: bytes, begin: int = 0, end: int = END) -> bool:

@@ -19,9 +19,10 @@ import json
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from json import detect_encoding
+from typing import NamedTuple
 
 import orjson
 
@@ -48,6 +49,7 @@ _LONGEST_PLAIN_VALUE = 256
 _SPACE = b" \t\r\n"
 _random = random.Random(random.SystemRandom().getrandbits(256))
 _NOTHING: Mapping[str, str | int] = {}
+_NO_KEYS: Mapping[str, tuple[bool, object]] = {}
 _SGLANG = kind_of("sglang")
 _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
@@ -84,8 +86,7 @@ def wants_prompt_logprobs(raw: Mapping[str, object]) -> bool:
     return bool(raw.get("return_logprob")) and isinstance(start, int) and start >= 0
 
 
-@dataclass(frozen=True, slots=True)
-class BodyFields:
+class BodyFields(NamedTuple):
     """The fields of a body that are the router's.
 
     Attributes:
@@ -100,7 +101,7 @@ class BodyFields:
     rid: str = ""
     adds_rid: bool = False
     adds_extra_key: bool = False
-    keys: Mapping[str, tuple[bool, object]] = field(default_factory=dict)
+    keys: Mapping[str, tuple[bool, object]] = _NO_KEYS
 
 
 @dataclass(slots=True)
@@ -123,21 +124,18 @@ class Request:
     ) -> bytes:
         """The body for an engine, in this namespace of cached prefixes, with ``more`` fields."""
         rid, extra_key = kind.body_names
-        first, last, adds_rid = b"", b"", self.fields.adds_rid
+        first, last, (_, own_rid, adds_rid, adds_extra_key, keys) = b"", b"", self.fields
         if adds_rid and not more:
-            first = b'"%s":"%s"' % (rid.encode(), self.rid.encode())
+            first = b'"%s":"%s"' % (rid.encode(), own_rid.encode())
         elif more:
-            first = orjson.dumps({**more, rid: self.rid} if adds_rid else {**more})[1:-1]
-        if self.fields.adds_extra_key:
-            own = self._own_key(extra_key, kind)
+            first = orjson.dumps({**more, rid: own_rid} if adds_rid else {**more})[1:-1]
+        if adds_extra_key:
+            if keys:
+                own = keys["extra_key" if self._is_translated(kind) else extra_key]
+            else:
+                own = find_field(self.body, extra_key)
             last = _key_member(extra_key, namespace, *own)
         return inject_members(self.body, first, last)
-
-    def _own_key(self, name: str, kind: Kind) -> tuple[bool, object]:
-        """The client's key in the body for an engine of this kind."""
-        if not self.fields.keys:
-            return find_field(self.body, name)
-        return self.fields.keys["extra_key" if self._is_translated(kind) else name]
 
     def _is_translated(self, kind: Kind) -> bool:
         return self.head.route.path == GENERATE_PATH != kind.generate_path

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.router.continuation.dialects.table import ROUTES, served
 from rollout.router.continuation.fast_path import PromptIds
@@ -60,8 +60,7 @@ class Wanted:
     max_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBody:
+class ReadBody(NamedTuple):
     """What was read of a body.
 
     Attributes:
@@ -144,8 +143,8 @@ def read_long_body(wanted: Wanted, body: bytes, is_post: bool) -> ReadBody:
         if isinstance(prompt, list):
             read.reply.prompt = PromptIds.of(prompt)
         del read.reply.route
-    fields = replace(read.fields, keys={name: find_field(body, name) for name in KEY_NAMES})
-    return replace(read, fields=fields)
+    fields = read.fields._replace(keys={name: find_field(body, name) for name in KEY_NAMES})
+    return read._replace(fields=fields)
 
 
 def _shortened(value: Any) -> Any:

@@ -63,6 +63,7 @@ _CHINESE = re.compile(
     "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
+_FIRST_CHINESE = "\u3400"
 _FORMS = {
     "sampling_params": or_none(is_object),
     "stream": is_flag,
@@ -144,7 +145,8 @@ def _why_not(raw: Payload, sampling: Payload, *, has_ids: bool) -> str:
 def may_be_ahead(text: str) -> bool:
     """Whether SGLang may have shown it before it is complete: as a text that ends with a Chinese
     character, which it shows though the next one is incomplete."""
-    return _CHINESE.match(text[-1:]) is not None
+    last = text[-1:]
+    return last > _FIRST_CHINESE and _CHINESE.match(last) is not None
 
 
 # -- to and from an engine ------------------------------------------------------------------
@@ -175,7 +177,7 @@ def _event(reply: Reply, event: Payload) -> None:
     before = reply.now
     columns = {name: list(meta[name]) for name in PER_TOKEN if meta.get(name) is not None}
     logprobs = columns.get("output_token_logprobs", [])
-    if has_nan(logprobs[before.num :] if reported == len(ids) else logprobs):
+    if logprobs and has_nan(logprobs[before.num :] if reported == len(ids) else logprobs):
         raise NotFinite("it computed log-probs that are not numbers (null)")
     now = Part(event.get("text") or "", len(ids), ids, columns)
     if before.ids and 0 < len(ids) < reported == len(before.ids) + len(ids):
