@@ -311,7 +311,7 @@ class Exchange:
         assert request is not None
         proxy = self._proxy
         self._entered = decision = proxy.gate.enter(
-            rid=request.rid,
+            rid=request.fields.rid,
             num_bytes=len(request.body),
             excluded_engine=excluded_engine,
             hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
@@ -352,7 +352,10 @@ class Exchange:
         pool, endpoint, kind = self._proxy.pool, admission.member.endpoint, admission.member.of_kind
         version, more = admission.weight_version, self._added_name(admission)
         namespace = self._proxy.namespace(version)
-        if why := _why_refused(request, admission):
+        is_one_of_pair = admission.partner is not None
+        if (is_one_of_pair or admission.member.needs_names) and (
+            why := _why_refused(request, admission)
+        ):
             self._end_with(responses.error(400, "bad_request", why))
             return
         if admission.partner is not None:
@@ -733,7 +736,9 @@ class Exchange:
         if self._entered is not None and not isinstance(self._entered, Refusal):
             self._proxy.gate.leave(self._entered)
         self._entered = None
-        self._stop_receiving()
+        self._body = b""
+        if self._incoming is not None:
+            self._stop_receiving()
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
