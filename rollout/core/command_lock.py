@@ -14,6 +14,10 @@ class CommandLock:
 
     Args:
         timeout_s: how long a command waits for the command before it.
+
+    Attributes:
+        owner: the command that holds it; empty if none does.
+        why_ended: why no other command begins any more; empty if they do.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -21,13 +25,15 @@ class CommandLock:
         self._lock = asyncio.Lock()
         self._since = 0.0
         self.owner = ""
+        self.why_ended = ""
 
     @asynccontextmanager
     async def held(self, command: str) -> AsyncIterator[None]:
         """Hold the lock for ``command``.
 
         Raises:
-            LifecycleError: the command before it did not end in time; the message names it.
+            LifecycleError: the command before it did not end in time; the message names it.  Or no
+                command begins any more.
         """
         clock = asyncio.get_running_loop().time
         try:
@@ -42,6 +48,8 @@ class CommandLock:
             ) from None
         self.owner, self._since = command, clock()
         try:
+            if self.why_ended:
+                raise LifecycleError(f"cannot {command}: {self.why_ended}", command=command)
             yield
         finally:
             self.owner = ""

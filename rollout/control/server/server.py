@@ -212,6 +212,9 @@ class RolloutServer:
 
         Works also while a command hangs: it does not wait for the lock.
         """
+        self._lock.why_ended = (
+            f"server {self.name} was stopped, by its script or by rollout stop; launch it again"
+        )
         if self._page is not None:
             await self._page.keep_figures()
         self._gate.state = "closed"

@@ -712,6 +712,22 @@ async def test_stop_works_while_a_command_hangs(tmp_path: Path) -> None:
         await offloading
 
 
+async def test_a_command_after_the_stop_says_that_it_was_one(tmp_path: Path) -> None:
+    bench = await started_server(tmp_path)
+    gate = bench["shared-0"].hold("pause_generation")
+    offloading = asyncio.create_task(bench.server.give_memory())
+    await gate.entered.wait()
+    waiting = asyncio.create_task(bench.server.serve_weights(push(1)))
+    await asyncio.sleep(0)
+    await bench.server.stop()
+    with pytest.raises(PhaseFailed, match="the group was stopped"):
+        await offloading
+    with pytest.raises(LifecycleError, match="cannot serve_weights: server .* was stopped, by its"):
+        await waiting
+    with pytest.raises(LifecycleError, match="cannot give_memory: .*or by rollout stop; launch it"):
+        await bench.server.give_memory()
+
+
 async def test_engines_are_stopped_even_when_the_router_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
