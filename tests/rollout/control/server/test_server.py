@@ -722,9 +722,13 @@ async def test_a_command_after_the_stop_says_that_it_was_one(tmp_path: Path) -> 
     await bench.server.stop()
     with pytest.raises(PhaseFailed, match="the group was stopped"):
         await offloading
-    with pytest.raises(LifecycleError, match="cannot serve_weights: server .* was stopped, by its"):
+    with pytest.raises(
+        LifecycleError, match=r"cannot serve_weights: server .* was stopped, by its"
+    ):
         await waiting
-    with pytest.raises(LifecycleError, match="cannot give_memory: .*or by rollout stop; launch it"):
+    with pytest.raises(
+        LifecycleError, match=r"cannot give_memory: .*or by rollout stop; launch it"
+    ):
         await bench.server.give_memory()
 
 
