@@ -1,10 +1,11 @@
-"""Real vLLM with two tensor-parallel workers, and with a model whose tensors it renames.
+"""Real vLLM with two tensor-parallel workers, with a model that it renames, and a quantised one.
 
-Both have tensors under names or shapes of vLLM's own: the checkpoint alone says what a push has.
+All have tensors under names or shapes of vLLM's own: the checkpoint alone says what a push has.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,40 @@ def make_opt(path: Path, seed: int, tokenizer: Path) -> Path:
     return path
 
 
+def quantised(name: str, tensor: Any) -> list[tuple[str, Any]]:
+    """A trainer's tensor as the checkpoint has it: float8 with a scale for each row."""
+    import torch
+
+    if not name.endswith("_proj.weight"):
+        return [(name, tensor)]
+    scale = tensor.abs().amax(1, keepdim=True) / 448
+    return [(name, (tensor / scale).to(torch.float8_e4m3fn)), (f"{name}_scale", scale)]
+
+
+def make_quantised(path: Path, plain: Path) -> Path:
+    """In the format of compressed-tensors.  vLLM's int8 layers on a CPU take no pushes."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(plain, path)
+    tensors = dict(pair for one in tensors_of(plain).items() for pair in quantised(*one))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    of_all = {"num_bits": 8, "type": "float", "symmetric": True}
+    layers = {
+        "targets": ["Linear"],
+        "weights": {**of_all, "strategy": "channel", "dynamic": False},
+        "input_activations": {**of_all, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": layers},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root = tmp_path_factory.mktemp("models")
@@ -60,6 +95,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return {
         "parallel": plain,
         "renamed": [make_opt(root / f"opt-{seed}", seed, plain[0]) for seed in range(2)],
+        "quantised": [make_quantised(root / "quantised", plain[0]), *plain],
     }
 
 
@@ -73,6 +109,7 @@ def deployment(models: Models, logs: Path) -> Iterator[DeploymentHandle]:
     groups: dict[str, Any] = {
         "parallel": one_engine("vllm", **TWO_WORKERS),
         "renamed": one_engine("vllm", options={"max-model-len": 1024}),
+        "quantised": one_engine("vllm", options={"max-model-len": 1024}),
     }
     servers = {
         name: {
@@ -92,10 +129,10 @@ def tensors_of(model: Path) -> Any:
     return load_file(model / "model.safetensors")
 
 
-def push(deployment: DeploymentHandle, name: str, tensors: Any) -> int:
+def push(deployment: DeploymentHandle, name: str, tensors: Any, **more: Any) -> int:
     handle, version = deployment[name], deployment[name].weight_version + 1
     with handle.offloaded() as window:
-        window.push(tensors, version=version)
+        window.push(tensors, version=version, **more)
     return version
 
 
@@ -135,6 +172,29 @@ def test_a_push_under_the_checkpoints_names_is_served(
     if name == "parallel":  # each has its own half of a layer
         first, second = seen[0]
         assert first != second
+
+
+def test_what_is_pushed_quantised_is_computed_with(
+    deployment: DeploymentHandle, models: Models
+) -> None:
+    """What a start from the checkpoint computes with, and near to what the trainer has."""
+    handle, (_, first, second) = deployment["quantised"], models["quantised"]
+    started = handle.generate(list(PROMPT), GREEDY).result(60)
+    for model, other in [(second, first), (first, second)]:
+        version = push(deployment, "quantised", tensors_of(model), name_map=quantised)
+        reply = handle.generate(list(PROMPT), GREEDY).result(60)
+        assert {span.version for span in reply.weight_versions} == {str(version)}
+        assert distance(reply, model) < 0.3
+        assert distance(reply, other) > 1
+    assert reply.output_ids == started.output_ids
+    assert reply.output_logprobs == pytest.approx(started.output_logprobs, abs=1e-5)
+
+
+def distance(reply: Any, model: Path) -> float:
+    """How far its log-probs are from the model's, on average."""
+    exact = reference.logprobs(model, list(PROMPT), list(reply.output_ids), 1.0)
+    pairs = zip(reply.output_logprobs, exact, strict=True)
+    return sum(abs(one - other) for one, other in pairs) / len(exact)
 
 
 @pytest.mark.parametrize("name", ["parallel", "renamed"])
