@@ -182,12 +182,10 @@ class LogprobCheck:
             if peer.canary
         }
         by_engine[member.engine_id] = EngineLogprobs(now, member.canary, expected=member.expected)
-        if why := find_logprob_mismatches(by_engine, self._tolerance).get(member.engine_id, ""):
-            if not peers and not by_engine[member.engine_id].has_passed():
-                self.refused_version = member.weight_version
-            return why
-        record_logprobs(member, now)
-        return ""
+        why = find_logprob_mismatches(by_engine, self._tolerance).get(member.engine_id, "")
+        if not why:
+            record_logprobs(member, now)
+        return why
 
 
 def record_logprobs(member: EngineState, logprobs: AdapterLogprobs) -> None:

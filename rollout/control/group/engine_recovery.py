@@ -25,7 +25,7 @@ from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
 from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_set import EngineSet
-from rollout.core.errors import EngineFailure, LifecycleError, RolloutError
+from rollout.core.errors import EngineFailure, LifecycleError, RolloutError, WeightMismatch
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
 from rollout.rules.lifecycle import Phase
 from rollout.weights.store.weight_source import WeightSource
@@ -87,7 +87,15 @@ class EngineRecovery:
         is_refused = version == self._logprob_check.refused_version
         sources = () if is_refused else self._sources
         reference = self._reference_for(version, member)
-        return await readmit(member, version, sources, reference, self._why_wrong)
+        try:
+            return await readmit(member, version, sources, reference, self._why_wrong)
+        except WeightMismatch:
+            if not self._verified_at(version):
+                self._logprob_check.refused_version = version
+            raise
+
+    def _verified_at(self, version: int) -> list[EngineState]:
+        return [one for one in self._engines.unfenced() if one.is_verified_at(version)]
 
     async def _why_wrong(self, member: EngineState, version: int, why_inconclusive: str) -> str:
         """Why a restarted engine does not answer as ``version`` does.
@@ -109,8 +117,7 @@ class EngineRecovery:
             return str(error)
         if not member.needs_logprob_check:
             return ""
-        peers = [peer for peer in self._engines.unfenced() if peer.is_verified_at(version)]
-        return await self._logprob_check.why_mismatch(member, peers)
+        return await self._logprob_check.why_mismatch(member, self._verified_at(version))
 
     def _reference_for(self, version: int, stale: EngineState) -> WeightsReport | None:
         """Fingerprints of an engine verified at ``version``; may be ``stale`` itself."""

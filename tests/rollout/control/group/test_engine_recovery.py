@@ -1,14 +1,22 @@
 """What recovery does to the engines of one group, over fake engines."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from engines.protocol import MemoryTag
+from engines.fake import FakeEngine, FakeLauncher
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.protocol import Endpoint, MemoryTag
+from engines.protocol.spec import EngineSpec
 from rollout.control.engine.catch_up import released_in
-from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed, WeightMismatch
+from rollout.core.types import EngineSlot
 from rollout.rules.health import ProbeResult
 from rollout.rules.lifecycle import Command, Phase
+from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.store.weight_source import Restored
 from tests.support.builders import make_group, push, restart
 from tests.support.virtual_time import virtual_time
 
@@ -184,3 +192,63 @@ async def test_a_stale_engine_neither_blocks_its_group_nor_counts_as_proved() ->
     await group.run(Command.CONTINUE)
     assert launcher["main-0"].paused is None
     assert (await group.status()).engines[0].state == "stale"
+
+
+class OtherSource:
+    """Gives each engine an adapter, and a fingerprint of another one."""
+
+    num_restored = 0
+
+    async def restore(self, engine: Any, version: int, slot: EngineSlot) -> Restored:
+        self.num_restored += 1
+        await engine.update_weights_from_disk("/saved", weight_version=str(version))
+        report = await engine.weights_checker()
+        name = next(iter(report.tensors[0]))
+        scheme = report.tensors[0][name].partition(":")[0]
+        specs = {one.name: TensorSpec(one.name, one.dtype, one.shape) for one in DEFAULT_TENSORS}
+        return Restored(Manifest(specs, {name: f"{scheme}:of another"}))
+
+
+def listing_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return FakeEngine(spec.engine_id, endpoint=endpoint, reports_manifest=True)
+
+
+@virtual_time
+async def test_what_failed_its_fingerprints_is_given_to_no_other_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = OtherSource()
+    monkeypatch.setattr(GroupSettings, "all_sources", lambda self: (source,))
+    group, _ = make_group(2, launcher=FakeLauncher(listing_engine))
+    await group.start()
+    for name in ("main-0", "main-1"):
+        await group.fence(name, "killed -9")
+    await restart(group, "main-0")
+    with pytest.raises(WeightMismatch, match=r"given weight version 1, but tensor .* is not what"):
+        await group.readmit("main-0", 1)
+    await group.fence("main-0", "it holds other weights")
+    for name in ("main-0", "main-1"):
+        await restart(group, name)
+        assert not await group.readmit(name, 1)  # it waits for the next push
+    assert source.num_restored == 1
+
+
+@virtual_time
+async def test_an_engine_beside_one_that_is_verified_gets_the_version_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = OtherSource()
+    monkeypatch.setattr(GroupSettings, "all_sources", lambda self: (source,))
+    group, _ = make_group(2, needs_offload=False)
+    await group.start()
+    for command in (Command.PAUSE, Command.FLUSH):
+        await group.run(command)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.CONTINUE)
+    for num in (1, 2):
+        await group.fence("main-0", "killed -9")
+        await restart(group, "main-0")
+        with pytest.raises(WeightMismatch, match="differs from that of an engine verified"):
+            await group.readmit("main-0", 1)
+        assert source.num_restored == num
