@@ -126,11 +126,9 @@ class Follower:
             self._open_builders(plan)
 
     def digests_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Of those tensors that this rank has whole, made where they are."""
-        if not names or not isinstance(self.source, PlannedSource):
-            return {}
-        whole = self.source.whole()
-        return device_fingerprints((name, whole[name]) for name in names if name in whole)
+        """Of those tensors that other ranks may have too."""
+        source = self.source
+        return source.digests_of(names) if names and isinstance(source, PlannedSource) else {}
 
     def _open_builders(self, plan: PushPlan) -> None:
         rank = self.rank

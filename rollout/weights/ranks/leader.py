@@ -149,7 +149,7 @@ class Leader:
         rank, source = self.follower.rank, self.follower.source
         if rank.num_ranks == 1 or not isinstance(source, PlannedSource):
             return ()
-        sizes = {name: tensor.nbytes for name, tensor in source.whole().items()}
+        sizes = {name: own.nbytes for name, (_, own) in source.copies().items()}
         names = next_sample(sizes, rank.num_compared)
         rank.num_compared += len(names)
         return names

@@ -75,7 +75,7 @@ class PushPlan:
         routes: one for each payload of a bucket.
         at_once: engines load all buckets in one call.
         tensors: those of rank 0, if another rank does not know them; None: as in the last push.
-        compared: names of tensors that are whole on rank 0: the ranks compare their values.
+        compared: names of tensors that other ranks may have too: the ranks compare their values.
     """
 
     terms: PushTerms
@@ -134,7 +134,7 @@ class Fits:
     """A rank's tensors fit the plan.
 
     Attributes:
-        digests: of those that are compared and that this rank has whole, by name.
+        digests: of those that are compared, by name and shard.
     """
 
     digests: Mapping[str, str] = field(default_factory=dict)

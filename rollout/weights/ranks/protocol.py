@@ -423,7 +423,7 @@ class PushRound:
 
 
 def check_replicas(answers: Sequence[Fits | Share]) -> None:
-    """Check that ranks which have the same tensor whole have the same values.
+    """Check that ranks which have the same tensor, or shard of one, have the same values.
 
     Raises:
         WeightMismatch: they have not; names the tensor, and the ranks that differ from most.
@@ -441,7 +441,7 @@ def check_replicas(answers: Sequence[Fits | Share]) -> None:
                 f"rank {_listed(odd)} has other values of tensor {name!r} than rank "
                 f"{_listed(others)}: a replica is out of step, and a push would mix them; make "
                 "them equal first, for example with a broadcast from one rank",
-                tensor=name,
+                tensor=name.split(" shard ")[0],
             )
 
 

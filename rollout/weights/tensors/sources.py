@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engines.tensors.stacked_experts import split_experts
+from engines.tensors.torch_fingerprint import device_fingerprints
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.named import named_pairs
@@ -140,16 +141,23 @@ class PlannedSource:
                 checked.append((name, own, largest_of(cast, known and known.dtype)))
         check_finite(checked)
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """The tensors that are whole on this rank, by the trainer's names."""
-        found: dict[str, torch.Tensor] = {}
+    def copies(self) -> dict[str, tuple[str, torch.Tensor]]:
+        """What other ranks have too, by the trainer's names: which part of the tensor, and it."""
+        found: dict[str, tuple[str, torch.Tensor]] = {}
         for name, tensor in zip(self._names, self._tensors, strict=True):
             own: Any = tensor
             if not is_shard(own):
-                found[name] = own
-            elif all(placement.is_replicate() for placement in own.placements):
-                found[name] = own.to_local()
+                found[name] = name, own
+            elif any(placement.is_replicate() for placement in own.placements):
+                places = zip(own.device_mesh.get_coordinate(), own.placements, strict=True)
+                cut = [str(place) for place, one in places if not one.is_replicate()]
+                found[name] = " shard ".join([name, *cut]), own.to_local()
         return found
+
+    def digests_of(self, names: Sequence[str]) -> dict[str, str]:
+        """Of its copies of these tensors, by tensor and part, made where they are."""
+        copies = self.copies()
+        return device_fingerprints(copies[name] for name in names if name in copies)
 
     @property
     def num_bytes(self) -> int:

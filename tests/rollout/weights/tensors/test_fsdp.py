@@ -51,6 +51,28 @@ def test_any_placement_is_gathered_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("odd", [None, 0, 3])
+def test_a_shard_of_hsdp_is_compared_with_the_same_shard_of_the_other_replica(
+    tmp_path: Path, odd: int | None
+) -> None:
+    worker = WORKER.with_name("replica_worker.py")
+    reports = gather_by_ranks(tmp_path, str(-1 if odd is None else odd), num_ranks=4, worker=worker)
+    said = reports[0]
+    assert said == reports[1] == reports[2] == reports[3]
+    assert said.keys() == {"0.weight", "0.bias", "1.weight", "columns", "short", "whole"}
+    same = {"short"} if odd == 3 else set()  # it has none of its rows
+    for name, text in said.items():
+        if odd is None or name in same:
+            assert text == ""
+        elif name == "whole":
+            assert text.startswith(f"rank {odd} has other values of tensor 'whole' than rank ")
+        else:
+            shard, ranks = f"'{name} shard {odd % 2}'", sorted([odd, (odd + 2) % 4])
+            assert f"has other values of tensor {shard} than rank" in text
+            assert all(f"rank {one}" in text for one in ranks)
+
+
+@pytest.mark.slow
 def test_a_late_rank_ends_a_gather_and_still_finds_its_peers(tmp_path: Path) -> None:
     worker = WORKER.with_name("late_worker.py")
     first, late = gather_by_ranks(tmp_path, worker=worker)
