@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import GenerationFailed, RolloutConfig, SamplingParams, WeightMismatch
-from rollout.config import ServerConfig
-from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from rollout.testing.tiny_model import make_tiny_model
+from tests.support.real_policy import push_nonfinite
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(240)]
 NORM = "model.norm.weight"
@@ -39,11 +38,7 @@ def test_nan_is_refused_and_an_engine_that_computes_it_gives_no_token(tmp_path: 
         after = policy.generate([5, 6, 7], SAMPLING).result(60)
         assert (after.output_ids, after.weight_version) == (before.output_ids, "0")
 
-        allowed = server["weights"] | {"allow_nonfinite": True}
-        settings = ServerConfig.model_validate(server | {"weights": allowed})
-        trainer = ServerHandle("policy", settings, policy._caller)
-        trainer.serve_weights(broken, 1).result(60)
-        trainer.close()
+        push_nonfinite(policy, broken, 1)
         with pytest.raises(GenerationFailed, match="logits are not numbers"):
             policy.generate([5, 6, 7], SAMPLING).result(60)
         policy.serve_weights(tensors, 2).result(60)

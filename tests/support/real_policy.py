@@ -40,6 +40,17 @@ def real_config(
     return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
 
 
+def push_nonfinite(policy: ServerHandle, tensors: Any, version: int) -> None:
+    """A push of a trainer that allows NaN."""
+    name, config, caller = policy.__reduce__()[1]
+    weights = config.weights.model_copy(update={"allow_nonfinite": True})
+    trainer = ServerHandle(name, config.model_copy(update={"weights": weights}), caller)
+    try:
+        trainer.serve_weights(tensors, version).result(120)
+    finally:
+        trainer.close()
+
+
 def process_of(engine: EngineStatus, name: str) -> int:
     """The pid of its only process whose name begins so; of its API server for no name."""
     assert engine.pid is not None

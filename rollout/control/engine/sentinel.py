@@ -27,6 +27,7 @@ from rollout.control.engine.stale_answers import (
     Stale,
     find_stale,
     prompt_for,
+    without_numbers,
 )
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import LifecycleError
@@ -97,6 +98,7 @@ class Sentinel:
 
         Raises:
             LifecycleError: it does; the message names the entries of the census that are suspected.
+                Or its log-probs are not numbers.
         """
         before = member.sentinel
         if before is None or before.made_of == _made_of(member):
@@ -106,6 +108,11 @@ class Sentinel:
         is_exact = before.is_exact and budgets.drain is not Drain.RETRACT
         find = partial(find_stale, before=before, tolerance=budgets.canary_tolerance)
         now = await self._ask(member, before.process)
+        if prompt := without_numbers(now):
+            raise LifecycleError(
+                f"with {now.made_of} it computes log-probs of the sentinel's {prompt} prompt that "
+                "are not finite numbers; push weights without NaN (lifecycle.sentinel)"
+            )
         stale = find(now, is_exact=is_exact)
         if stale is not None and not stale.is_certain:
             first, now = now, await self._ask(member, before.process, attempt=2)

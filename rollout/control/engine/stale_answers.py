@@ -108,8 +108,6 @@ def prompt_for(
 def find_stale(now: Answers, before: Answers, tolerance: float, *, is_exact: bool) -> Stale | None:
     """What an engine answered from old state; None if it did not.
 
-    Weights that give no numbers are for the log-prob check.
-
     Args:
         before: its answers with the weights before.
         tolerance: largest average difference of log-probs of equal weights, in nats, for an engine
@@ -122,7 +120,7 @@ def find_stale(now: Answers, before: Answers, tolerance: float, *, is_exact: boo
             return Stale(f"{tokens} came from a cache of the weights before", Sign.PREFIX)
         largest = min(_EXACT, tolerance) if is_exact else tolerance
         gap = _gap(through, now.fresh[name])
-        if gap > largest and all(map(math.isfinite, now.fresh[name].logprobs)):
+        if gap > largest:
             why = (
                 f"log-probs of the sentinel's {name} prompt differ by {gap:.3g} nats on average "
                 "from those past the caches"
@@ -134,6 +132,18 @@ def find_stale(now: Answers, before: Answers, tolerance: float, *, is_exact: boo
         why = "most weights are new, and each log-prob of the sentinel is as before"
         return Stale(why, Sign.COPY)
     return None
+
+
+def without_numbers(answers: Answers) -> str:
+    """Which prompt has log-probs past the caches that are not finite; empty if none has."""
+    return next(
+        (
+            name
+            for name, answer in answers.fresh.items()
+            if not all(map(math.isfinite, answer.logprobs))
+        ),
+        "",
+    )
 
 
 def _gap(one: Answer, other: Answer) -> float:

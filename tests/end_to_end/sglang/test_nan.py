@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import GenerationFailed, SamplingParams, WeightMismatch
-from rollout.config import ServerConfig
-from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
-from tests.support.real_policy import one_engine, real_config
+from tests.support.real_policy import one_engine, push_nonfinite, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.0)
@@ -34,7 +32,8 @@ def test_null_log_probs_are_an_engines_failure(models: list[Path], tmp_path: Pat
         tmp_path,
         {"main": one_engine()},
         health={"recover": False},
-        lifecycle={"verify_by": "version"},  # the log-prob check finds it before the gate opens
+        # Either would find it before the gate opens.
+        lifecycle={"verify_by": "version", "sentinel": False},
     )
     with launch_local(config) as deployment:
         policy = deployment["policy"]
@@ -42,12 +41,7 @@ def test_null_log_probs_are_an_engines_failure(models: list[Path], tmp_path: Pat
         with pytest.raises(WeightMismatch, match=f"values of tensor '{name}' are NaN"):
             policy.serve_weights(broken)
 
-        server = config.servers["policy"]
-        weights = server.weights.model_copy(update={"allow_nonfinite": True})
-        settings: ServerConfig = server.model_copy(update={"weights": weights})
-        trainer = ServerHandle("policy", settings, policy._caller)
-        trainer.serve_weights(broken, 1).result(120)
-        trainer.close()
+        push_nonfinite(policy, broken, 1)
         (engine,) = policy.status().result(30).groups[0].engines
         own = httpx.post(f"{engine.endpoint.url}/generate", json=BODY, timeout=60, trust_env=False)
         logprobs = own.raise_for_status().json()["meta_info"]["output_token_logprobs"]

@@ -7,6 +7,7 @@ and without it the sentinel fences the engine and names the entry.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -308,6 +309,24 @@ async def test_a_small_difference_is_measured_again(
     )
     monkeypatch.setattr(Noisy, "off", off)
     assert bool((await step(group, 1)).failures) is is_fenced
+
+
+@pytest.mark.parametrize("off", [[math.nan, math.nan], [0, math.inf]])
+async def test_an_engine_that_computes_no_numbers_is_fenced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: list[float]
+) -> None:
+    """Its fingerprints are right, so no log-prob check looks at it."""
+    group, _ = await started_group(
+        1,
+        launcher=FakeLauncher(make_noisy),
+        model_path=str(checkpoint(tmp_path, TEXT)),
+        needs_offload=False,
+        min_engines=0,
+        engine={"kind": "fake"},
+    )
+    monkeypatch.setattr(Noisy, "off", off)
+    (failed,) = (await step(group, 1)).failures
+    assert "of the sentinel's text prompt that are not finite numbers; push" in failed.failure
 
 
 async def test_a_store_that_an_earlier_process_filled_is_not_suspected(tmp_path: Path) -> None:

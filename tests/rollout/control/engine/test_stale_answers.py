@@ -9,7 +9,13 @@ import pytest
 
 from engines.protocol import WeightsReport
 from engines.protocol.census.entries import Sign
-from rollout.control.engine.stale_answers import Answer, Answers, find_stale, prompt_for
+from rollout.control.engine.stale_answers import (
+    Answer,
+    Answers,
+    find_stale,
+    prompt_for,
+    without_numbers,
+)
 
 OLD, NEW = (-1.0,) * 20, (-2.0,) * 20
 PATH = [f"model.layers.{layer}.mlp.weight" for layer in range(4)]
@@ -60,9 +66,11 @@ def test_how_far_answers_may_differ_depends_on_whether_an_engine_repeats_itself(
     assert found is None or found.is_certain is is_certain
 
 
-@pytest.mark.parametrize("broken", [(math.nan,) * 20, (-math.inf,) * 20])
-def test_weights_without_numbers_are_for_the_log_prob_check(broken: Any) -> None:
-    assert sign(answers(broken, broken)) is None
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_one_log_prob_that_is_no_number_is_named_by_its_prompt(broken: float) -> None:
+    assert without_numbers(answers(NEW, NEW)) == ""
+    assert without_numbers(answers(NEW, [*NEW[1:], broken])) == "text"
+    assert without_numbers(answers([broken] * 20, NEW)) == ""  # then the caches' are old
 
 
 def test_no_number_through_the_caches_alone_is_stale() -> None:
