@@ -27,6 +27,8 @@ from engines.vllm.routes import REQUEST_PREFIX
 
 EMPTY_CHECKSUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of no bytes: what ``/weight_checker`` reports of a weight that is stored elsewhere."""
+NO_NUMBER = -9999.0
+"""vLLM's log-prob of a token for NaN, and for minus infinity, which no sampled token has."""
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 _KV_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.M)
 _OUTPUT_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
@@ -160,7 +162,8 @@ class ReplyReader:
         self._text += choice.get("text") or ""
         if (logprobs := choice.get("logprobs")) is not None:
             self._logprobs = self._logprobs or []
-            self._logprobs += [_number(one.get("logprob")) for one in logprobs["content"] or ()]
+            found = (one.get("logprob") for one in logprobs["content"] or ())
+            self._logprobs += [_number(None if one == NO_NUMBER else one) for one in found]
             if len(self._logprobs) != len(self._ids):
                 raise ValueError(f"{len(self._logprobs)} log-probs for {len(self._ids)} tokens")
         if choice.get("weight_versions"):

@@ -6,6 +6,7 @@ has the ids it was made from.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import SamplingParams
 from engines.vllm import routes
+from engines.vllm.vllm_json import NO_NUMBER
 
 Json = dict[str, Any]
 _TOKEN = re.compile(r" (\d{1,3})(?!\d)|(.)", re.DOTALL)
@@ -83,7 +85,8 @@ class Form:
             "weight_versions": None if reason is None else spans,
         }
         if request.return_logprob:
-            choice["logprobs"] = {"content": [{"token": str(one), "logprob": -1.0} for one in ids]}
+            value = NO_NUMBER if math.isnan(request.logprob) else request.logprob
+            choice["logprobs"] = {"content": [{"token": str(one), "logprob": value} for one in ids]}
         return {"request_id": routes.REQUEST_PREFIX + request.rid, "choices": [choice]}
 
     def end(self, request: FakeRequest) -> list[Json]:

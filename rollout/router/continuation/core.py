@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.protocol import VersionSpan
+from engines.vllm.vllm_json import NO_NUMBER
 from rollout.rules.continuation import Part, check_budget, join_experts
 
 Payload = dict[str, Any]
@@ -36,6 +37,16 @@ _WINDOW = 5
 
 class NotFinite(ValueError):
     """An engine has computed NaN."""
+
+
+def check_numbers(logprobs: Iterable[Any]) -> None:
+    """Check log-probs of tokens: for NaN SGLang has null, and vLLM a number.
+
+    Raises:
+        NotFinite: one is none.
+    """
+    if any(one is None or one == NO_NUMBER or one != one for one in logprobs):
+        raise NotFinite("it computed log-probs that are not numbers (null, or vLLM's -9999)")
 
 
 class Experts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -349,3 +350,13 @@ async def test_no_pickle_reaches_the_server() -> None:
     client = VllmClient(Endpoint("127.0.0.1", 1))
     with pytest.raises(EngineRejected, match="tensors by value and CUDA IPC handles"):
         await client.update_weights_from_tensor([base64.b64encode(b"no tensors").decode()])
+
+
+async def test_the_log_prob_of_nan_is_read_as_nan() -> None:
+    engine = FakeVllm()
+    engine.computes_nan = True
+    client = connect_in_memory(engine)
+    two = SamplingParams(max_new_tokens=2)
+    reply = await client.generate(input_ids=PROMPT, sampling_params=two, return_logprob=True)
+    assert reply.output_logprobs is not None
+    assert [math.isnan(one) for one in reply.output_logprobs] == [True, True]

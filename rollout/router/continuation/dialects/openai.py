@@ -15,7 +15,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rollout.router.continuation.core import Payload, finish_of, span_payloads, version_spans
+from rollout.router.continuation.core import (
+    Payload,
+    check_numbers,
+    finish_of,
+    span_payloads,
+    version_spans,
+)
 from rollout.router.continuation.dialects.sglang import may_be_ahead
 from rollout.router.continuation.forms import (
     Form,
@@ -246,6 +252,8 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
         for name, values in (choice.get("logprobs") or {}).items()
         if isinstance(values, list)
     }
+    check_numbers(columns.get("token_logprobs", ()))
+    check_numbers(one.get("logprob") for one in columns.get("content", ()))
     if "text_offset" in columns:  # in the whole text; SGLang does not know it, and sends -1
         before = len(reply.base.text)
         columns["text_offset"] = [

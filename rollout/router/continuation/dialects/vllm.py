@@ -15,7 +15,12 @@ from typing import Any
 
 from engines.vllm.routes import REQUEST_PREFIX
 from engines.vllm.vllm_json import sampling_body
-from rollout.router.continuation.core import Payload, span_payloads, version_spans
+from rollout.router.continuation.core import (
+    Payload,
+    check_numbers,
+    span_payloads,
+    version_spans,
+)
 from rollout.router.continuation.dialects.sglang import fields_after
 from rollout.router.continuation.forms import (
     has_forms,
@@ -185,6 +190,7 @@ def _event(reply: Reply, event: Payload) -> None:
         if reply.base.num and experts is not None:
             raise ValueError("its routed experts are not those of the engine that was lost")
         logprobs = (choice.get("logprobs") or {}).get("content")
+        check_numbers(one.get("logprob") for one in logprobs or ())
         _take(reply, choice, {"content": logprobs, "mask": choice.get("sampling_mask")})
     reply.last = {"usage": usage, "routed_experts": experts}
 
@@ -303,6 +309,7 @@ def _translated_event(reply: Reply, event: Payload) -> None:
     if (logprobs := (choice.get("logprobs") or {}).get("content")) is not None:
         pairs = zip(logprobs, choice.get("token_ids") or [], strict=True)
         entries = [[one["logprob"], token, None] for one, token in pairs]
+        check_numbers(entry[0] for entry in entries)
     reply.has_text = True
     _take(reply, choice, {"output_token_logprobs": entries})
     reply.last = {

@@ -1,7 +1,7 @@
 """An engine that computes NaN is a failed engine: its tokens reach no client that wants numbers.
 
-SGLang answers such a request with status 200 and null for each log-prob; the embedded engine
-refuses it.
+SGLang answers such a request with status 200 and null for each log-prob, vLLM with null or -9999;
+the embedded engine refuses it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from engines.protocol import SamplingParams
 from rollout.core.errors import RolloutError
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import RolloutDriver
+from rollout.router.continuation.core import NotFinite
 from rollout.router.continuation.fast_path import has_nan
 from tests.rollout.router.conftest import router_config
+from tests.rollout.router.continuation.replies import CHAT, COMPLETIONS, VLLM_GENERATE, read
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
 from tests.rollout.router.stub_engine import reply, stream
 
@@ -43,9 +45,12 @@ async def states(whole: Any) -> list[str]:
     return [engine["state"] for engine in (await whole.host.stats())["engines"]]
 
 
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_request_that_gets_nan_is_answered_by_another_engine(is_streamed: bool) -> None:
-    async with served("sglang", "sglang", token_failover="on") as whole:
+async def test_a_request_that_gets_nan_is_answered_by_another_engine(
+    is_streamed: bool, kind: str
+) -> None:
+    async with served(kind, kind, token_failover="on") as whole:
         right = await asked(whole, is_streamed=is_streamed)
         assert right[1] == [-1.0] * NUM
         whole.engines[0].computes_nan = True  # type: ignore[attr-defined]
@@ -114,6 +119,28 @@ async def test_a_driver_never_makes_a_sample_of_nan() -> None:
                 RolloutError, match="main-0 computed log-probs that are not numbers"
             ):
                 await driver.rollout(1, [Prompt((1, 2))], group_size=1, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("path", "choice"),
+    [
+        (COMPLETIONS, {"text": "!", "logprobs": {"token_logprobs": [-1.0, None]}}),
+        (CHAT, {"delta": {"content": "!"}, "logprobs": {"content": [{"logprob": None}]}}),
+        (VLLM_GENERATE, {"text": "!", "logprobs": {"content": [{"logprob": -9999.0}]}}),
+    ],
+)
+def test_what_vllm_sends_for_nan_is_a_failure_on_each_route(path: str, choice: Any) -> None:
+    """In the forms of vLLM 0.32.0."""
+    bodies: dict[str, Any] = {
+        COMPLETIONS: {"prompt": [1], "logprobs": 1},
+        CHAT: {"messages": [{"role": "user", "content": "q"}], "logprobs": True},
+        VLLM_GENERATE: {"token_ids": [1], "sampling_params": {"logprobs": 1}},
+    }
+    taken = read(path, json.dumps(bodies[path] | {"stream": True}).encode(), dialects="vllm")
+    assert taken is not None
+    taken.body(1, "vllm")
+    with pytest.raises(NotFinite, match="not numbers"):
+        taken.take(json.dumps({"choices": [choice | {"token_ids": [0]}]}).encode())
 
 
 @pytest.mark.parametrize(
