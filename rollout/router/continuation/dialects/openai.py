@@ -252,8 +252,9 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
         for name, values in (choice.get("logprobs") or {}).items()
         if isinstance(values, list)
     }
-    check_numbers(columns.get("token_logprobs", ()))
-    check_numbers(one.get("logprob") for one in columns.get("content", ()))
+    if columns:
+        check_numbers(columns.get("token_logprobs", ()))
+        check_numbers(one.get("logprob") for one in columns.get("content", ()))
     if "text_offset" in columns:  # in the whole text; SGLang does not know it, and sends -1
         before = len(reply.base.text)
         columns["text_offset"] = [
