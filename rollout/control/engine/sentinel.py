@@ -31,7 +31,7 @@ from rollout.control.engine.stale_answers import (
 )
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import LifecycleError
-from rollout.observability.timeline.recorder import record_event
+from rollout.observability.timeline.recorder import engine_span
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +137,13 @@ class Sentinel:
         if member.sees_images:
             prompts["image"] = PromptImage(_IMAGE, self._run)
         through, fresh = {}, {}
-        for prompt, image in prompts.items():
-            # Each by its own name: they begin alike.
-            through[prompt] = await self._answer(member, f"{name}:{prompt}", image)
-            unknown = secrets.token_hex(8)
-            other = image and PromptImage(_IMAGE, unknown)
-            fresh[prompt] = await self._answer(member, f"{self._run}:{unknown}", other)
-        record_event("sentinel", f"of {_made_of(member)}", engine_id=member.engine_id)
+        with engine_span(member.engine_id, "sentinel", 0.0):
+            for prompt, image in prompts.items():
+                # Each by its own name: they begin alike.
+                through[prompt] = await self._answer(member, f"{name}:{prompt}", image)
+                unknown = secrets.token_hex(8)
+                other = image and PromptImage(_IMAGE, unknown)
+                fresh[prompt] = await self._answer(member, f"{self._run}:{unknown}", other)
         return Answers(through, fresh, _made_of(member), process, member.record)
 
     async def _answer(self, member: EngineState, key: str, image: PromptImage | None) -> Answer:

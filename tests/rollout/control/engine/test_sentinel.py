@@ -24,6 +24,7 @@ from engines.protocol.census.entries import Census, namespace
 from engines.protocol.census.fake import CENSUS, VARIABLE
 from rollout.control.engine import sentinel
 from rollout.control.group.server_group import ServerGroup
+from rollout.observability.timeline.analysis import slowest_engines
 from rollout.rules.lifecycle import Command
 from tests.support.builders import push, started_group
 
@@ -196,6 +197,10 @@ async def test_an_engine_is_asked_once_for_each_set_of_weights(tmp_path: Path) -
     for version in (1, 2):
         await step(group, version)
         assert num_asked(engine) == 2 + 2 * version
+    # Its seconds are on the timeline, so that ``rollout trace`` and ``rollout report`` show them.
+    spans = group.timeline.since().spans
+    assert [one.engine_id for one in spans if one.name == "sentinel"].count("main-0") == 3
+    assert slowest_engines(spans)["sentinel"].elapsed_s > 0
 
 
 @pytest.mark.parametrize(
