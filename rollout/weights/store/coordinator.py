@@ -30,6 +30,7 @@ from rollout.weights.store.node.writer import (
     SegmentWriter,
     TensorContent,
     check_covered,
+    failure_text,
 )
 from rollout.weights.store.transfer.unit_client import AgentClient
 
@@ -84,7 +85,7 @@ class Coordinator:
         if write is None or write.version != version:
             kept = "nothing" if write is None else str(write)
             raise WeightsUnavailable(
-                f"the store keeps {kept}, not weight version {version}{_failure_text(failed)}"
+                f"the store keeps {kept}, not weight version {version}{failure_text(failed)}"
             )
         for node, state in states.items():
             if write in state.sealed:
@@ -94,7 +95,7 @@ class Coordinator:
                     failed[node] = str(error)
                     continue
                 return record
-        raise WeightsUnavailable(f"no node has the record of {write}{_failure_text(failed)}")
+        raise WeightsUnavailable(f"no node has the record of {write}{failure_text(failed)}")
 
     def assemble(
         self, record: StoreRecord, node: str, wanted: AssemblyRequest = _VERIFIED
@@ -132,7 +133,7 @@ class Coordinator:
             )
             paths = {node: folder.path for node, folder in made.items()}
             if failed or len(set(paths.values())) > 1:
-                why = _failure_text(failed) or f": its path is not the same there: {paths}"
+                why = failure_text(failed) or f": its path is not the same there: {paths}"
                 raise WeightsUnavailable(f"{record.write} cannot be had on every node{why}")
             stack.pop_all()
             return FoldersOnNodes(paths[nodes[0]], made)
@@ -200,9 +201,9 @@ class Coordinator:
         sealed = self._each(writer.nodes, failed, lambda agent: agent.seal(record))
         check_covered(record, sealed, failed)
         if not self._each(sealed, failed, lambda agent: agent.commit(write)):
-            raise WeightsUnavailable(f"{write} was committed by no node{_failure_text(failed)}")
+            raise WeightsUnavailable(f"{write} was committed by no node{failure_text(failed)}")
         if failed:
-            logger.warning("store: %s is kept without some nodes%s", write, _failure_text(failed))
+            logger.warning("store: %s is kept without some nodes%s", write, failure_text(failed))
         return record
 
     def _begin(
@@ -219,7 +220,7 @@ class Coordinator:
             if not refused:
                 return record, paths
             nodes = [node for node in nodes if node not in refused]
-        raise WeightsUnavailable(f"{write} is not kept: no node can{_failure_text(failed)}")
+        raise WeightsUnavailable(f"no node can keep {write}{failure_text(failed)}")
 
     def _outline(self, write: Write, manifest: Manifest, nodes: list[str]) -> StoreRecord:
         """The record to write. The last plan is reused if nothing has changed: planning many
@@ -299,8 +300,3 @@ def _check_unchanged(pushed: Mapping[str, str], read: Mapping[str, str]) -> None
 
 def _writes(state: NodeState) -> set[Write]:
     return set(state.sealed) | ({state.committed} if state.committed else set())
-
-
-def _failure_text(failed: Mapping[str, str]) -> str:
-    """The failed nodes with reasons, in brackets."""
-    return f" ({'; '.join(f'{node}: {why}' for node, why in failed.items())})" if failed else ""

@@ -269,8 +269,13 @@ def check_covered(record: StoreRecord, nodes: Iterable[str], failed: Mapping[str
     """
     uncovered = record.uncovered(tuple(nodes))
     if uncovered:
-        why = "; ".join(f"{node}: {error}" for node, error in failed.items())
         raise WeightsUnavailable(
-            f"{record.write} is not kept: no node is left for unit "
-            f"{record.units[uncovered[0]].name!r} and {len(uncovered) - 1} more ({why})"
+            f"no node is left for unit {record.units[uncovered[0]].name!r} of {record.write} and "
+            f"{len(uncovered) - 1} more{failure_text(failed)}"
         )
+
+
+def failure_text(failed: Mapping[str, str]) -> str:
+    """The failed nodes with reasons, which may begin with the node, in brackets."""
+    reasons = {node: why.removeprefix(f"node {node}").lstrip(": ") for node, why in failed.items()}
+    return f" ({'; '.join(map(': '.join, reasons.items()))})" if failed else ""
