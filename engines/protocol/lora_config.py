@@ -19,6 +19,7 @@ class FieldUse(StrEnum):
     SENT = "engines get it"
     CONVERTED = "converted: engines get one rank and one alpha of the same effect"
     FROM_TENSORS = "not read: the names of the adapter's tensors say it"
+    COMPARED = "compared with the server's model: another folder's name is a warning"
     TRAINING = "not read: it concerns the training alone"
     REFUSED = "refused, unless it is off"
 
@@ -37,7 +38,7 @@ FIELDS: Mapping[str, FieldUse] = {
     "task_type": FieldUse.TRAINING,
     "auto_mapping": FieldUse.TRAINING,
     "peft_version": FieldUse.TRAINING,
-    "base_model_name_or_path": FieldUse.TRAINING,
+    "base_model_name_or_path": FieldUse.COMPARED,
     "revision": FieldUse.TRAINING,
     "inference_mode": FieldUse.TRAINING,
     "lora_dropout": FieldUse.TRAINING,

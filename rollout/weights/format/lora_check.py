@@ -7,8 +7,12 @@ anything is sent.
 from __future__ import annotations
 
 import difflib
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from engines.protocol.lora_config import (
@@ -20,6 +24,20 @@ from engines.protocol.lora_config import (
 from rollout.core.errors import WeightMismatch
 from rollout.rules.fingerprint_check import adapter_prefix
 from rollout.weights.format.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(8)
+def warn_of_base(named: str, model_path: str) -> None:
+    """Say once if an adapter names another base than the engines' model, by the folder's name."""
+    if named and Path(named).name not in re.split("/|--", model_path):
+        logger.warning(
+            "the adapter's base_model_name_or_path is %s, and the engines' model is %s: with other "
+            "weights every reply is wrong; checks.base_differs compares a trainer's base with it",
+            named,
+            model_path,
+        )
 
 
 def prefixed(adapter: str, tensor: str) -> str:

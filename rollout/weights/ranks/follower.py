@@ -14,6 +14,7 @@ from engines.protocol.plain_text import describe
 from engines.tensors.torch_fingerprint import device_fingerprints
 from rollout.config import Transport, WeightsConfig, WeightUpdate
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
+from rollout.weights.format.lora_check import warn_of_base
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
@@ -89,6 +90,8 @@ class Follower:
         }
         if request.adapter is None:
             return PlannedSource(request.named_tensors, expected=expected, **shared)
+        base = request.adapter.get("base_model_name_or_path")
+        warn_of_base(str(base or ""), rank.config.model_path)
         kinds = {group.engine.kind for group in rank.config.groups.values()}
         return AdapterSource(
             request.named_tensors, request.adapter, base=expected, kinds=kinds, **shared

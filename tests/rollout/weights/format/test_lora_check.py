@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import WeightMismatch
-from rollout.weights.format.lora_check import check_adapter
+from rollout.weights.format.lora_check import check_adapter, warn_of_base
 from rollout.weights.format.manifest import Manifest, TensorSpec
 
 CONFIG = {"r": 4, "lora_alpha": 8}
@@ -56,3 +56,22 @@ def test_what_is_wrong_is_said(
 ) -> None:
     with pytest.raises(WeightMismatch, match=words):
         check_adapter(config, of(shapes), BASE)
+
+
+@pytest.mark.parametrize(
+    ("named", "model_path", "is_other"),
+    [
+        ("Qwen/Qwen3-0.6B", "/models/Qwen3-0.6B/", False),
+        ("/ckpt/Qwen3-0.6B", "/models/Qwen3-0.6B-Base", True),
+        ("Qwen/Qwen3-0.6B", "/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899d", False),
+        ("", "/models/Qwen3-0.6B", False),
+    ],
+)
+def test_an_adapter_that_names_another_base_is_told_once(
+    named: str, model_path: str, is_other: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_base.cache_clear()
+    for _ in range(2):
+        warn_of_base(named, model_path)
+    assert len(caplog.records) == is_other
+    assert not is_other or f"is {named}, and the engines' model is {model_path}" in caplog.text
