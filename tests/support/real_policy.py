@@ -22,6 +22,12 @@ from tests.support.contract import CPU_OPTIONS
 
 DEADLINES = Deadlines(control_s=60, pause_s=60, memory_s=60, update_s=60, check_s=60, ready_s=10)
 
+TWO_WORKERS = {
+    # What ``gpus: 2`` makes of an engine on GPUs.
+    "options": {"tensor-parallel-size": 2, "distributed-executor-backend": "mp"},
+    "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+}
+
 
 def one_engine(kind: str = "sglang", **engine: Any) -> dict[str, Any]:
     """A group of one SGLang or vLLM engine on the CPU."""
@@ -57,7 +63,8 @@ def process_of(engine: EngineStatus, name: str) -> int:
     if not name:
         return engine.pid
     children = psutil.Process(engine.pid).children(recursive=True)
-    (found,) = [one.pid for one in children if one.name().startswith(name[:15])]
+    # Its whole title: the name has 15 characters.
+    (found,) = [one.pid for one in children if " ".join(one.cmdline()).startswith(name)]
     return found
 
 

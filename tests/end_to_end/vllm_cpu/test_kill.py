@@ -1,6 +1,7 @@
 """``kill -9`` of a process of a real vLLM engine under load: all requests are answered rightly.
 
-The API server outlives its engine core for some seconds, and answers every request with an error.
+The API server outlives its engine core, or a worker, for some seconds, and answers every request
+with an error.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -15,7 +18,13 @@ import pytest
 from rollout.core.types import EngineStatus
 from tests.support.generate_asking import AskingGenerate, counters
 from tests.support.processes import shared_memory_of, sockets_of, wait_until
-from tests.support.real_policy import RealPolicy, process_of
+from tests.support.real_policy import (
+    TWO_WORKERS,
+    RealPolicy,
+    one_engine,
+    process_of,
+    real_policy,
+)
 from tests.support.referee import Referee
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -33,6 +42,24 @@ BACK_WITHIN_S = 400
 async def test_all_requests_are_answered_though_an_engine_is_killed_and_it_comes_back_verified(
     policy: RealPolicy, name: str
 ) -> None:
+    await check_kill(policy, name)
+
+
+@pytest.fixture
+def parallel(models: list[Path], tmp_path: Path) -> Iterator[RealPolicy]:
+    """The first engine has two workers."""
+    groups = {"left": one_engine("vllm", **TWO_WORKERS), "right": one_engine("vllm")}
+    with real_policy(models, tmp_path, groups, router={"failover_interval": 4}) as policy:
+        yield policy
+
+
+async def test_so_they_are_though_one_of_two_tensor_parallel_workers_is_killed(
+    parallel: RealPolicy,
+) -> None:
+    await check_kill(parallel, "VLLM::Worker_TP1")
+
+
+async def check_kill(policy: RealPolicy, name: str) -> None:
     # A version that is on no disk: an engine that starts again waits for the next one.
     await policy.handle.serve_weights(policy.next_tensors())
     killed = policy.engines()[0]

@@ -23,16 +23,11 @@ from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support.contract import PROMPT
 from tests.support.models import FOR_VLLM, plain_models
-from tests.support.real_policy import one_engine
+from tests.support.real_policy import TWO_WORKERS, one_engine
 from tests.support.real_vllm import write_buckets
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-TWO_WORKERS = {
-    # What ``gpus: 2`` makes of an engine on GPUs.
-    "options": {"tensor-parallel-size": 2, "distributed-executor-backend": "mp"},
-    "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-}
 GREEDY = rollout.SamplingParams(max_new_tokens=8, temperature=0.0)
 HALF = "model.decoder.layers.0.self_attn.k_proj.weight"
 JOINED = "model.decoder.layers.0.self_attn.qkv_proj"
