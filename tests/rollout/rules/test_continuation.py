@@ -41,6 +41,15 @@ def test_reported_spans_are_kept_and_missing_ones_are_one_span():
     assert spans_of(reported, "3", 2) is reported
     assert spans_of((), "3", 2) == (VersionSpan("3", 0, 2),)
     assert spans_of((), None, 2) == ()
+    assert spans_of((), "3", 0) == ()
+
+
+def test_no_span_is_empty_and_a_gap_stays_one():
+    whole = (VersionSpan("1", 0, 1), VersionSpan("2", 1, 2))
+    assert Part("ab", 2, [1, 2], {}, whole).up_to(1, 1).spans == whole[:1]
+    assert join_spans(whole[:1], (VersionSpan("2", 0, 0),), 1) == whole[:1]
+    apart = (VersionSpan("1", 0, 1), VersionSpan("1", 2, 3))
+    assert join_spans(apart[:1], (VersionSpan("1", 0, 1),), 2) == apart
 
 
 def test_more_tokens_than_the_budget_are_an_error():
