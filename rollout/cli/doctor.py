@@ -19,6 +19,7 @@ from rollout.cli.lib import find_run, process_info
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.core.errors import RolloutError
 from rollout.rules.diagnosis import LONG_S, Finding, Severity, diagnose
+from rollout.weights.routes.nccl import nccl_of_torch
 
 _COLORS = {
     Severity.FINE: "green",
@@ -81,6 +82,7 @@ def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any
         "engines": examined,
         "gpus": [asdict(gpu) | {"free_bytes": gpu.free_bytes} for gpu in gpus],
         "why_gpus_not_measured": why_not,
+        "nccl": nccl_of_torch(),
         "gpus_of_engines": {
             engine_id: engine["gpus"] for engine_id, engine in engines.items() if engine["num_gpus"]
         },
@@ -133,6 +135,7 @@ def _show(report: dict[str, Any]) -> None:
         console().print(Text(_indented(process["stack"])))
     for line in gpu_lines(report):
         console().print(f"[bold]GPU memory[/bold]  {escape(line)}")
+    console().print(f"[bold]NCCL[/bold]  {escape(report['nccl'])}")
 
 
 def gpu_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -70,6 +70,19 @@ def why_nccl_fails(config: ServerConfig) -> str:
     return why_cumem_differs(os.environ.get(NCCL_CUMEM), config.nccl_cumem)
 
 
+def nccl_of_torch() -> str:
+    """The version of NCCL in this Python's torch, or why there is none."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"none: torch cannot be imported: {error}"
+    built = f"torch {torch.__version__}"
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return f"none: {built} is built without it; broadcasts go by gloo, through host memory"
+    version = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return f"{version}, in {built}"
+
+
 def why_cumem_differs(own: str | None, engines: Mapping[str, str | None]) -> str:
     """Why a broadcast by NCCL would fail between this process and the engines; empty if not.
 

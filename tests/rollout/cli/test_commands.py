@@ -30,6 +30,7 @@ from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.runtime.preflight import push_sizes
 from rollout.weights.push.push_memory import push_memory
+from rollout.weights.routes.nccl import nccl_of_torch
 from tests.rollout.observability.timeline.spans import offload_step, rank_push
 from tests.support.builders import write_checkpoint
 from tests.support.paged import step, until
@@ -89,6 +90,13 @@ def test_top_updates_as_often_as_requested(run: str) -> None:
 
 def test_doctor_reports_that_nothing_is_wrong(run: str) -> None:
     assert "nothing is wrong" in run_command("doctor", run)
+
+
+def test_doctor_names_the_nccl_of_this_python(run: str) -> None:
+    (report,) = json_of("doctor", run)
+    (line,) = [one for one in run_command("doctor", run).splitlines() if one.startswith("NCCL")]
+    assert line == f"NCCL  {report['nccl']}"
+    assert report["nccl"] == nccl_of_torch()
 
 
 def test_doctor_explains_a_phase_that_hangs_while_it_hangs(
