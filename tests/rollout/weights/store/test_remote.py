@@ -1,7 +1,5 @@
 """Agents behind TCP: the same store, with connections that break and agents that move."""
 
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import WeightsUnavailable
+from rollout.core.wire import Connection, Listener
 from rollout.weights.store.node.agent import StoreAgent
 from rollout.weights.store.node.assembly import AssemblyRequest
 from rollout.weights.store.transfer.unit_client import AgentClient
@@ -75,27 +74,25 @@ def test_whoever_does_not_know_the_token_is_told_nothing(served: Served) -> None
 def test_a_peer_that_breaks_off_in_a_unit_is_replaced_by_the_other(served: Served) -> None:
     served.world.write(1)
     record = served.world.coordinator.record_of(1)
-    with socket.create_server(("127.0.0.1", 0)) as liar:
-        thread = threading.Thread(target=_break_off, args=(liar,), daemon=True)
-        thread.start()
-        peers: dict[str, Any] = {
-            "node-1": AgentClient("node-1", liar.getsockname()[:2]),
-            "node-2": served.client("node-2"),
-        }
-        # Units on node-1 and node-2 only: half of them are read from node-1 first.
-        agent = served.servers["node-0"].agent
-        assembled = agent.assemble(record, peers, AssemblyRequest())
-        assert assembled.fetched_bytes
-        agent.give_back(assembled.path)
-        for peer in peers.values():
-            peer.connections.disconnect()
+    asked = []
 
+    def break_off(connection: Connection) -> None:
+        fields, _ = connection.receive()
+        asked.append(fields["call"])
+        connection.announce({}, record.units[fields["unit"]].num_bytes)
+        connection.write(b"the begin")
 
-def _break_off(liar: socket.socket) -> None:
-    while True:
-        try:
-            connection, _ = liar.accept()
-        except OSError:
-            return
-        connection.recv(100)
-        connection.close()
+    peer = Listener(break_off, "", name="breaks-off", timeout_s=10)
+    peers: dict[str, Any] = {
+        "node-1": AgentClient("node-1", peer.address),
+        "node-2": served.client("node-2"),
+    }
+    # Units on node-1 and node-2 only: half of them are read from node-1 first.
+    agent = served.servers["node-0"].agent
+    assembled = agent.assemble(record, peers, AssemblyRequest())
+    assert set(asked) == {"read"}
+    assert assembled.fetched_bytes
+    agent.give_back(assembled.path)
+    for client in peers.values():
+        client.connections.disconnect()
+    peer.close(wait_s=10)
