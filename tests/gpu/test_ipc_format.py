@@ -61,6 +61,23 @@ def test_a_process_that_sees_the_gpu_by_index_or_uuid_opens_it(gpu: Gpu, spellin
     assert found["fingerprints"] == {name: device_fingerprint(name, one) for name, one in pairs}
 
 
+def test_what_a_trainer_with_expandable_segments_hands_over_is_opened(gpu: Gpu) -> None:
+    """Memory of such a segment is not: torch exports a file descriptor, which containers refuse."""
+    if not gpu.is_real:
+        pytest.skip("no CUDA device")
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        share = [("large", torch.randn(8 << 20, device=gpu.device))]
+        assert any(one["is_expandable"] for one in torch.cuda.memory_snapshot())
+        payload, kept = packed(gpu, share)
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    (found,) = opened([payload])
+    del kept
+    assert found["fingerprints"] == {name: device_fingerprint(name, one) for name, one in share}
+
+
 def test_each_rank_hands_over_memory_of_its_own_gpu(gpu: Gpu) -> None:
     """Entries that differ, each with its own GPU by UUID; the readers see the GPUs in reverse."""
     if not gpu.is_real:
