@@ -418,9 +418,12 @@ class Trainer:
 
 def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> None:
     torch.set_num_threads(1)
+    # torch 2.8 itself writes to standard output when it has made a gloo group.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=num_ranks)
     trainer = Trainer(run, model_path)
-    print(json.dumps({"writers": trainer.pusher.rank.writers}), flush=True)
+    print(json.dumps({"writers": trainer.pusher.rank.writers}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         started = time.monotonic()
@@ -437,7 +440,7 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
         found["ways"] = trainer.ways
         found["sender_group"] = trainer.sender_group
         found["shm_bytes"] = trainer.pusher.rank.pool.num_bytes()
-        print(json.dumps(found), flush=True)
+        print(json.dumps(found), file=answers, flush=True)
     trainer.pusher.close()
     dist.destroy_process_group()
 
