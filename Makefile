@@ -12,6 +12,11 @@ EXPLORE_ARGS ?= --deep
 # uv reads UV_FIND_LINKS, UV_INDEX and UV_TORCH_BACKEND=cpu, and no setting of pip.
 RESOLUTION ?= lowest-direct
 TORCH ?=
+# What reads, writes or drives something of another project: models, tensors, files, HTTP, Ray, terminals.
+VERSIONS_TESTS ?= $(addprefix tests/engines/,contract embedded http tensors) \
+	$(addprefix tests/rollout/,adapters cli/test_commands.py config driver/data driver/logprobs observability \
+	router/http router/sessions/test_text_pieces.py router/sessions/test_tool_forms.py runtime weights/store \
+	weights/tensors) tests/end_to_end tests/examples examples
 # Of make test-gpu, for a machine without a network: a folder that make gpu-wheels has filled, and
 # the Python version of that machine where it is another one.
 WHEELS ?=
@@ -71,15 +76,17 @@ test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and n
 		$(MAKE) --no-print-directory test-fast VENV=$(VENV)-$$version PYTHON=$$python; \
 	done
 
-# Not with the pins of constraints.txt.  What an old version calls deprecated is no error there.
-test-versions: build/uv/bin/uv ## run the default suite with the lowest versions of all extras; RESOLUTION=highest
+# Not with the pins of constraints.txt.  What an old version calls deprecated is no error there, nor what it leaves to the
+# garbage collector, as Ray 2.50 does with its processes.
+test-versions: build/uv/bin/uv ## run VERSIONS_TESTS with the lowest versions of all extras; RESOLUTION=highest
 	printf '%s\n' $(TORCH) > build/torch.txt
 	$< pip compile -q pyproject.toml $(foreach extra,$(subst $(comma), ,$(VERSIONS_EXTRAS)),--extra $(extra)) \
 		--override build/torch.txt --resolution $(RESOLUTION) --python build/uv/bin/python -o build/$(RESOLUTION).txt
 	$< venv -q --clear --python build/uv/bin/python build/$(RESOLUTION)
 	$< pip install -q --python build/$(RESOLUTION)/bin/python -r build/$(RESOLUTION).txt
 	$< pip install -q --python build/$(RESOLUTION)/bin/python --no-deps $(EDITABLE) .
-	build/$(RESOLUTION)/bin/python -m pytest $(TEST_WORKERS) -W default::DeprecationWarning $(PYTEST_ARGS)
+	build/$(RESOLUTION)/bin/python -m pytest $(TEST_WORKERS) -W default::DeprecationWarning -W default::ResourceWarning \
+		$(VERSIONS_TESTS) $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)

@@ -319,6 +319,20 @@ def test_the_fast_tests_install_neither_torch_nor_ray() -> None:
     assert not {"torch", "ray", "transformers"} & found
 
 
+def test_the_lowest_and_highest_versions_of_all_extras_are_tested_weekly() -> None:
+    weekly = (ROOT / ".github/workflows/weekly.yml").read_text()
+    assert "resolution: [lowest-direct, highest]" in weekly
+    assert re.search(r"run: make test-versions .*RESOLUTION=\$\{\{ matrix.resolution }}", weekly)
+    command = ["make", "-n", "test-versions", "PYTEST_ARGS="]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_pip = {*project["optional-dependencies"]} - {"sglang"}  # which needs CUDA
+    assert set(re.findall(r"--extra (\w+)", shown)) == of_pip
+    folders = re.findall(r" ((?:tests|examples)\S*)", shown.partition(" -m pytest ")[2])
+    assert "tests/engines/embedded" in folders
+    assert [name for name in folders if not (ROOT / name).exists()] == []
+
+
 OF_KINDS = """
 import pytest
 from tests.support.kinds import not_for
