@@ -361,6 +361,11 @@ class Continuation:
         self.finish, self._is_safe, self._has_stop = None, True, False
         return why
 
+    def continuable(self) -> Part:
+        """What another engine would continue from now; nothing, if it would start over."""
+        is_open = not self.awaits_prompt_logprobs and not self.experts.is_wanted
+        return Part() if self.why_refused() or not is_open else self.base.plus(self._safe_part())
+
     def _safe_part(self) -> Part:
         return self.now.up_to(*self.safe_end[:2])
 

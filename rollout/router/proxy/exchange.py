@@ -28,6 +28,7 @@ from typing import Any, TypeVarTuple
 
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights
+from rollout.router.continuation.reply import Reply
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
@@ -643,6 +644,12 @@ class Exchange:
         message = f"no complete reply after {after_s:.0f} s, the last of them on {where}"
         self._proxy.counts.num_expired += 1
         self._end_with(responses.error(504, "deadline", message))
+
+    def partial_reply(self) -> tuple[str, str, Reply] | None:
+        """Its id, its engine and its reply so far, if another engine could continue that."""
+        if self._request is None or self._tokens is None or self._named.has_base:
+            return None
+        return self._request.rid, self.engine_id, self._tokens.reply
 
     def stop(self) -> None:
         """The router stops now."""
