@@ -99,6 +99,7 @@ NAMES_ALLOWED: dict[str, tuple[str, str]] = {
     "rollout/core/command_lock.py": ("held", "a lock is held"),
     "rollout/driver/client/": ("turn turns", "of a conversation"),
     "rollout/driver/logprobs/gap_cause.py": ("words", "words of a message"),
+    "rollout/driver/stream/work_queue.py": ("turns", "of a conversation"),
     "rollout/observability/timeline/": ("said", "a field of spans, in the files of runs"),
     "rollout/router/continuation/core.py": (
         "kept",

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
@@ -31,10 +32,12 @@ from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
 from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs
 from rollout.driver.stream.delivery import why_none_left
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
+from rollout.driver.stream.journal import JournalFiles
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
 from rollout.driver.stream.shown_samples import MOST, shown_samples
 from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
 from rollout.driver.stream.stream import Stream
+from rollout.rules.diagnosis import JOURNAL_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,9 @@ class RolloutDriver:
         max_prompt_tokens: a longer prompt in a list raises before generation begins.
         retry_policy: how many failures one sample survives.
         on_metrics: called with the metrics of every rollout and evaluation.
+        journal: folder in which groups and samples are kept, within 2 s after each token, so that a
+            new launch continues them; for sources, and a ``rollout_id`` that rises by step.  None
+            keeps none.
         num_shown_samples: samples of each step that the server's page and the report show, from
             the highest reward to the lowest, at most 16; 0 sends none.
         client: used instead of HTTP to ``url``.
@@ -88,6 +94,7 @@ class RolloutDriver:
         retry_policy: RetryPolicy | None = None,
         on_metrics: OnMetrics | None = None,
         num_shown_samples: Annotated[Count, Field(le=MOST)] = 4,
+        journal: str | Path | None = None,
         client: SkipValidation[GenerationClient | None] = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -101,6 +108,8 @@ class RolloutDriver:
         self._max_prompt_tokens = max_prompt_tokens
         self._on_metrics = on_metrics
         self._num_shown_samples = num_shown_samples
+        self._journal = None if journal is None else Path(journal)
+        self._step = 0
         client = client or HttpGenerationClient(
             url,
             timeout_s=request_timeout_s,
@@ -122,10 +131,10 @@ class RolloutDriver:
         """Abort all requests in flight and close the connections; for good."""
         self._is_closed = True
         await self._load.close()
-        if self._reports:  # each has its own deadline
-            await asyncio.wait(self._reports)
         streams = [*self._streams.values(), *self._lists]
         await asyncio.gather(*(stream.close() for stream in streams))
+        if self._reports:  # each has its own deadline
+            await asyncio.wait(self._reports)
         await self._engines.client.close()
 
     async def __aenter__(self) -> RolloutDriver:
@@ -173,6 +182,7 @@ class RolloutDriver:
         """
         self._check_open()
         options = self._options if options is None else options
+        self._step = rollout_id
         if weight_version is not None:
             self.set_weight_version(weight_version)
         stream = self._stream_for(prompts, num_groups, group_size, sampling, options)
@@ -180,7 +190,7 @@ class RolloutDriver:
         if options.max_version_lag is not None:
             await self._refresh()
         try:
-            groups = await stream.batch(on_sample=on_sample, on_progress=on_progress)
+            groups = await stream.batch(rollout_id, on_sample=on_sample, on_progress=on_progress)
         finally:
             if stream in self._lists:
                 await stream.close()
@@ -354,6 +364,12 @@ class RolloutDriver:
             if num_groups is None:
                 raise ConfigError("num_groups is needed to roll out from a source")
             return self._stream(prompts, BatchPlan(num_groups, group_size, sampling), options)
+        if self._journal is not None:
+            raise ConfigError(
+                "a journal is of sources: give PromptData([...]) instead of a list of prompts",
+                setting="journal",
+                value=str(self._journal),
+            )
         batch = BatchPlan(len(prompts), group_size, sampling)
         stream = Stream(FixedPrompts(prompts), self._engines, self._hooks, batch, options)
         self._lists.add(stream)
@@ -362,7 +378,12 @@ class RolloutDriver:
     def _stream(self, source: PromptSource, batch: BatchPlan, options: RolloutOptions) -> Stream:
         stream = self._streams.get(id(source))
         if stream is None:
-            stream = Stream(source, self._engines, self._hooks, batch, options)
+            files = None
+            if self._journal is not None:
+                files = JournalFiles(self._journal / str(len(self._streams)))
+            stream = Stream(
+                source, self._engines, self._hooks, batch, options, files, self._report_loss
+            )
             self._streams[id(source)] = stream
         else:
             stream.change(batch, options)
@@ -374,6 +395,9 @@ class RolloutDriver:
         load = await self._engines.client.load()
         if load is not None:
             self._engines.note_version(load.weight_version)
+
+    def _report_loss(self, lost_s: float) -> None:
+        self._publish(self._step, {JOURNAL_LOST: lost_s})
 
     def _publish(self, rollout_id: int, metrics: Mapping[str, float], **more: Any) -> None:
         """Call ``on_metrics`` and send the metrics to the server's page, without waiting for it."""

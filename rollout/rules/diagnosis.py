@@ -79,6 +79,7 @@ _SETTINGS = {
     "update_weights": "lifecycle.update_timeout_s",
 }
 LONG_S = 10.0
+JOURNAL_LOST = "rollout/journal_lost_s"
 _SLOW = 2.0
 _SLOWER = 5.0
 # The first time of the trainer has none to compare with.
@@ -100,6 +101,7 @@ def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]
         *_engines(now),
         *_versions(now),
         *_store(now),
+        *_journal(now),
     ]
     findings.sort(key=lambda finding: -finding.severity)
     if findings:
@@ -390,6 +392,19 @@ def _store(now: Mapping[str, Any]) -> Iterator[Finding]:
             f"the weight store is {store['lag']} versions behind",
             (f"its last write took {store['write_s']:.1f} s", first_line(store["reason"])),
             ("an engine that dies now waits for the next push; check the nodes' free memory",),
+        )
+
+
+def _journal(now: Mapping[str, Any]) -> Iterator[Finding]:
+    """The driver says once that its journal is behind, and once that it is not."""
+    metrics = [report["metrics"] for report in now.get("figures", ())]
+    lost_s = next((one[JOURNAL_LOST] for one in reversed(metrics) if JOURNAL_LOST in one), 0.0)
+    if lost_s > 0:
+        yield Finding(
+            Severity.WRONG,
+            f"the driver's journal is not on disk, as of {lost_s:.0f} s before that was noticed",
+            ("generation goes on; a crash of the training script loses samples or repeats them",),
+            ("the log of the training script has the reason, often a full disk; free some space",),
         )
 
 

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from engines.protocol import GenerateReply, SamplingParams
 
+PARTIAL_AT_ONCE = 64
+"""Replies in flight that one query for their tokens is of; the router answers no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -80,6 +83,30 @@ class EngineLoad:
     why_waiting: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SoFar:
+    """How much of a reply in flight is known; ``num_recomputed`` is the router's count then."""
+
+    num_tokens: int = 0
+    num_characters: int = 0
+    num_recomputed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartialReply:
+    """More of a reply in flight.
+
+    Attributes:
+        begin: tokens of the reply in front of these; 0 also where known ones are void.
+        reply: as if it was aborted now.
+        num_recomputed: see ``SoFar``.
+    """
+
+    begin: int
+    reply: GenerateReply
+    num_recomputed: int
+
+
 class GenerationClient(Protocol):
     """The driver's connection to the engines."""
 
@@ -95,6 +122,14 @@ class GenerationClient(Protocol):
         """End the requests with these ids or id prefixes; each of them then gets its reply.
 
         An unknown id is no error.
+        """
+        ...
+
+    async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
+        """What is kept of the replies to these request ids, and is not known yet.
+
+        Args:
+            known: at most ``PARTIAL_AT_ONCE``.
         """
         ...
 

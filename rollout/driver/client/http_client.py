@@ -11,11 +11,12 @@ import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from io import BytesIO
 from typing import Any
 
 import aiohttp
+import orjson
 
 from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.kinds import kind_of
@@ -25,6 +26,8 @@ from rollout.driver.client.generation_client import (
     FailureKind,
     GenerationError,
     GenerationRequest,
+    PartialReply,
+    SoFar,
 )
 from rollout.driver.client.sample_requests import weights_field
 
@@ -175,6 +178,16 @@ class HttpGenerationClient:
         if response.status != 200:
             raise _error_of_status(response.status, content, "")
 
+    async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
+        """From the router's ``/partial_replies``.  A single engine keeps none."""
+        names = ("tokens", "characters", "recomputed")
+        body = {rid: dict(zip(names, astuple(one), strict=True)) for rid, one in known.items()}
+        try:
+            partial = orjson.loads(await self._post("/partial_replies", body))
+            return {rid: _read_partial(one) for rid, one in partial.items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return {}
+
     async def load(self) -> EngineLoad | None:
         """From the router's ``/engines``, and from each engine it can reach."""
         try:
@@ -214,14 +227,16 @@ class HttpGenerationClient:
         """To the router's ``/figures``.  A single engine has no such path; that is no error."""
         await self._post("/figures", figures)
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
+    async def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """The body of a reply; empty if there is none."""
         try:
             async with self._control.post(
                 self._url + path, json=body, headers=self._control_headers
             ) as response:
-                await response.read()
+                content = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
-            return
+            return b""
+        return content if response.status == 200 else b""
 
     async def _read(self, url: str, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a reply; empty if there is none."""
@@ -248,6 +263,11 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
         raise GenerationError(message, kind=FailureKind.LOST)
     # After a failover the header names only the last engine.
     return replace(reply, engine_id=engine_id) if engine_id and not reply.num_failovers else reply
+
+
+def _read_partial(answer: Any) -> PartialReply:
+    reply = replace(read_generate(answer), engine_id=answer["engine_id"])
+    return PartialReply(answer["begin"], reply, answer["meta_info"]["num_recomputed_tokens"])
 
 
 def _why_waiting(gate: Mapping[str, Any]) -> str:

@@ -57,7 +57,7 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
     spans = join_spans(sample.weight_versions, reported, begin)
     if any(sample.mask) and not sample.weight_versions:
         spans = ()  # the first part has no versions, so the whole has none
-    if spans and spans[-1].end != length:
+    if spans and reply.output_ids and spans[-1].end != length:
         raise ValueError(f"version spans end at {spans[-1].end} of {length} output tokens")
     sample.routed_experts = _experts(sample, reply)
     sample.output_ids.extend(reply.output_ids)
@@ -71,6 +71,46 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
     sample.status = _STATUS[reason.kind]
     if sample.status is SampleStatus.ABORTED and budget is not None and length >= budget:
         sample.status = SampleStatus.TRUNCATED
+
+
+def copy_of(sample: Sample) -> Sample:
+    """A sample with lists of its own for the output."""
+    return replace(
+        sample,
+        output_ids=list(sample.output_ids),
+        output_logprobs=list(sample.output_logprobs),
+        loss_mask=list(sample.mask),
+    )
+
+
+def is_begun_by(sample: Sample, other: Sample) -> bool:
+    """Whether the output of ``sample`` begins with all of ``other``'s."""
+    num = len(other.output_ids)
+    return (
+        sample.output_ids[:num] == other.output_ids
+        and sample.output_logprobs[:num] == other.output_logprobs
+        and sample.mask[:num] == other.mask
+        and sample.text.startswith(other.text)
+    )
+
+
+def extend_from(sample: Sample, whole: Sample, num_tokens: int, num_characters: int) -> None:
+    """Have as much of the output of ``whole``, which begins with that of ``sample``."""
+    begin = len(sample.output_ids)
+    sample.output_ids += whole.output_ids[begin:num_tokens]
+    sample.output_logprobs += whole.output_logprobs[begin:num_tokens]
+    sample.mask.extend(whole.mask[begin:num_tokens])
+    sample.text = whole.text[:num_characters]
+    sample.weight_versions = tuple(
+        replace(one, end=min(one.end, num_tokens))
+        for one in whole.weight_versions
+        if one.start < num_tokens
+    )
+    sample.engines = tuple(
+        replace(one, end=min(one.end, num_tokens))
+        for one in whole.engines
+        if one.start < num_tokens
+    )
 
 
 def _experts(sample: Sample, reply: GenerateReply) -> bytes | None:
@@ -89,10 +129,11 @@ def _experts(sample: Sample, reply: GenerateReply) -> bytes | None:
 
 
 def restart(sample: Sample) -> None:
-    """Discard the output; prompt and metadata stay."""
-    sample.output_ids.clear()
-    sample.output_logprobs.clear()
-    sample.mask.clear()
+    """Discard the output; prompt and metadata stay.
+
+    The lists are new, so that the saved state sees that these are other tokens.
+    """
+    sample.output_ids, sample.output_logprobs, sample.loss_mask = [], [], []
     sample.text = sample.error = sample.traceback = ""
     sample.weight_versions = ()
     sample.engines = ()

@@ -1,20 +1,33 @@
 """Several turns as one sample: tokens of the policy, with tokens of an environment in between.
 
 Always true: ids of earlier turns are sent as they were generated and never tokenised again; tokens
-of the environment have mask 0 and log-prob 0.0; all requests of a session prefer one engine.
+of the environment have mask 0 and log-prob 0.0; all requests of a session prefer one engine.  A
+session that was cut off begins again, and its turns are those of before as long as the tokens in
+front of them are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from engines.protocol import SamplingParams
+from engines.protocol import FinishReason, SamplingParams
 from rollout.core.arguments import TokenId, checked
 from rollout.core.errors import GenerationAborted, RolloutError
 from rollout.core.samples import Sample, SampleStatus
+from rollout.driver.client.partial import extend_from, is_begun_by
 from rollout.driver.client.sampling_check import check_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where a turn of a sample ended: tokens and characters of output up to there, and why."""
+
+    num_tokens: int
+    num_characters: int
+    status: str
+    finish_reason: FinishReason | None
 
 
 class Session:
@@ -23,16 +36,27 @@ class Session:
     Attributes:
         sample: prompt and all turns so far.
         sampling: the rollout's; ``max_new_tokens`` limits all turns together.
+        turns: that have ended.
 
     Args:
         complete: ``Completer.complete``, bound to the rollout.
+        earlier: the sample of the session that was cut off, if it has tokens.
+        its_turns: those of it that had ended.
     """
 
     def __init__(
-        self, sample: Sample, sampling: SamplingParams, complete: Callable[..., Awaitable[None]]
+        self,
+        sample: Sample,
+        sampling: SamplingParams,
+        complete: Callable[..., Awaitable[None]],
+        earlier: Sample | None = None,
+        its_turns: Sequence[Turn] = (),
     ) -> None:
         self.sample = sample
         self.sampling = sampling
+        self.turns: list[Turn] = []
+        self._earlier = earlier
+        self._its_turns = its_turns
         self._affinity = os.urandom(8).hex()
         self._complete = complete
 
@@ -57,12 +81,39 @@ class Session:
         base = len(self.sample.output_ids)
         chosen = sampling or self.sampling
         turn = replace(chosen, max_new_tokens=min(chosen.max_new_tokens, self.num_left))
-        await self._complete(self.sample, turn, base=base, affinity=self._affinity)
-        if self.sample.is_unfinished:
-            raise GenerationAborted("the rollout ends before this turn did", sample=self.sample)
-        if self.sample.status is SampleStatus.FAILED:
-            raise RolloutError(f"turn failed: {self.sample.error}")
-        return self.sample.output_ids[base:]
+        sample = self.sample
+        if not self._repeat_turn(base, may_continue=turn.can_continue):
+            await self._complete(sample, turn, base=base, affinity=self._affinity)
+        if sample.is_unfinished:
+            raise GenerationAborted("the rollout ends before this turn did", sample=sample)
+        if sample.status is SampleStatus.FAILED:
+            raise RolloutError(f"turn failed: {sample.error}")
+        length = len(sample.output_ids)
+        self.turns.append(Turn(length, len(sample.text), sample.status, sample.finish_reason))
+        return sample.output_ids[base:]
+
+    def _repeat_turn(self, base: int, *, may_continue: bool) -> bool:
+        """Take the tokens of this turn that the earlier session had.
+
+        Returns:
+            Whether these are all.
+        """
+        sample, earlier, number = self.sample, self._earlier, len(self.turns)
+        if earlier is None or not is_begun_by(earlier, sample):
+            self._earlier = None
+            return False
+        end = Turn(len(earlier.output_ids), len(earlier.text), SampleStatus.ABORTED, None)
+        is_whole = number < len(self._its_turns)
+        if is_whole:
+            end = self._its_turns[number]
+        elif not may_continue:
+            return False
+        if not all(earlier.mask[base : end.num_tokens]):
+            self._earlier = None
+            return False
+        extend_from(sample, earlier, end.num_tokens, end.num_characters)
+        sample.status, sample.finish_reason = SampleStatus(end.status), end.finish_reason
+        return is_whole
 
     @checked
     def observe(self, ids: Sequence[TokenId], text: str = "") -> None:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 from engines.protocol import SamplingParams
-from rollout.core.samples import Sample
+from rollout.core.samples import Sample, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
 from rollout.driver.client.session import Session
 from rollout.driver.stream.hooks import (
@@ -114,13 +115,25 @@ class GroupRunner:
         if self._hooks.generate is None:
             await complete(sample, sampling)
             return
-        # On a copy: if the state is saved or the turn is cut off meanwhile, the sample restarts.
         fresh = WorkItem.begin(item.serial, item.prompt, 1).samples[0]
-        session = Session(fresh, sampling, complete)
-        if not self._scope.is_stopping:
+        # Experts are of all tokens that were computed, and are not divided by turns.
+        has_turns = bool(sample.output_ids) and sample.routed_experts is None
+
+        async def beyond_earlier(of: Sample, sampling: SamplingParams, **more: Any) -> None:
+            item.sessions[index] = session
+            await complete(of, sampling, **more)
+
+        earlier, turns = (sample, item.turns.get(index, ())) if has_turns else (None, ())
+        session = Session(fresh, sampling, beyond_earlier, earlier, turns)
+        if self._scope.is_stopping:
+            return
+        try:
             await generate_with(self._hooks.generate, session)
-        if not fresh.is_unfinished:
-            item.samples[index] = fresh
+        except asyncio.CancelledError:
+            fresh.status = SampleStatus.ABORTED  # of its last turn it may be another one
+            raise
+        finally:
+            item.end_session(index, session)
 
     def _sampling(self, item: WorkItem, index: int) -> SamplingParams:
         sampling = self.batch.sampling

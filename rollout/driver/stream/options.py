@@ -31,8 +31,8 @@ class RolloutOptions:
             next batch.
         partial: samples that are unfinished when the batch is full keep their tokens and continue
             in the next batch; if False, they restart.
-        max_version_lag: weight versions that the oldest token of a sample may be behind; None for
-            no limit.
+        max_version_lag: weight versions that the oldest token of a sample may be behind, or after
+            a trainer went back the newest one ahead; None for no limit.
         when_stale: whether stale groups are generated again (``redo``) or dropped (``drop``).
         max_redone: how often a stale group is generated again before it is dropped.
         max_rejected: groups that filters may drop for one batch; None: 10 per wanted group.
@@ -84,7 +84,9 @@ def is_stale(options: RolloutOptions, sample: Sample, current: int | None) -> bo
         return True
     if not versions or options.max_version_lag is None or current is None:
         return False
-    return min(versions) < current - options.max_version_lag
+    lag = options.max_version_lag
+    # A trainer that went back to a checkpoint has samples of weights that it has no more.
+    return not current - lag <= min(versions) <= max(versions) <= current + lag
 
 
 @options

@@ -32,7 +32,9 @@ from rollout.driver.stream.delivery import (
 )
 from rollout.driver.stream.group_runner import STALE, GroupRunner, Staleness
 from rollout.driver.stream.hooks import Hooks, OnSample, post_process
+from rollout.driver.stream.journal import SWEEP_S, Journal, JournalFiles
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, capacity
+from rollout.driver.stream.saved_state import Changes, state_of
 from rollout.driver.stream.step_metrics import Progress, StepStats
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 
@@ -53,12 +55,17 @@ class Stream:
         hooks: Hooks,
         batch: BatchPlan,
         options: RolloutOptions,
+        files: JournalFiles | None = None,
+        on_loss: Callable[[float], None] = lambda lost_s: None,
     ) -> None:
         self.auditor = Auditor()
         self._source = source
         self._engines = engines
         self._hooks = hooks
         self._scope = AbortScope()
+        self._scope.keeps_tokens = files is not None
+        self._journal = None if files is None else Journal(files, self._line, on_loss)
+        self._writer: asyncio.Task[None] | None = None
         self._queue = WorkQueue()
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
         self._is_requested = False
@@ -75,18 +82,25 @@ class Stream:
 
     async def batch(
         self,
+        step: int = 0,
         *,
         on_sample: OnSample | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[SampleGroup]:
         """The next batch; it has fewer groups than wanted only at the end of the source.
 
+        Args:
+            step: of the trainer; the journal offers its groups again to a trainer that has this
+                step, or an earlier one, before it.
+
         Raises:
             RolloutError: too many samples failed, filters dropped too much, or no token has the
                 policy's weight version; then its groups are generated again.
+            ConfigError: the journal does not fit, or does not reach back to this step.
             Exception: from the source.
         """
         async with self._batch_lock:
+            await self._begin_journal(step)
             self._runner.on_sample = on_sample
             self._runner.stats = self._timer.begin(self._scope)
             self._is_requested = True
@@ -109,7 +123,12 @@ class Stream:
                 if self._runner.options.mode == "sync":
                     await self._stop(self._runner.options.abort_timeout_s)
             await self._check_version(wanted)
+            if self._journal is not None:
+                self._journal.note()  # before a hook changes the groups
             groups = self._deliver()
+            if self._journal is not None:
+                self._journal.note(step)
+                await self._journal.write()
             self._top_up()
             return groups
 
@@ -147,6 +166,12 @@ class Stream:
         await self._stop(min(self._runner.options.abort_timeout_s, _CLOSE_TIMEOUT_S))
         await self._cancel(list(self._tasks))
         self._changed.set()
+        if self._journal is not None:
+            if self._writer is not None:
+                self._writer.cancel()
+                await asyncio.wait([self._writer])
+                self._journal.note()
+            await self._journal.close()
 
     # -- across a restart -------------------------------------------------------------------
 
@@ -155,11 +180,11 @@ class Stream:
 
         Samples in flight are saved as of their last reply.
         """
-        return {
-            "source": dict(self._source.state_dict()),
-            **self._queue.state_dict(),
-            "audit": self.auditor.state_dict(),
-        }
+        if self._journal is not None:
+            self._journal.begin_file()
+        line = self._line(Changes(), -1)
+        assert line is not None  # the first one has everything
+        return state_of([line])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; only before the first batch.
@@ -176,10 +201,43 @@ class Stream:
             )
         if self._queue.num_taken or self._tasks:
             raise ConfigError("a stream can be restored only before its first batch")
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         queue = WorkQueue.of_state(state, self._runner.batch.group_size)
         self._source.load_state_dict(state["source"])
         self._queue = queue
         self.auditor.load_state_dict(state["audit"])
+
+    def _line(self, changes: Changes, step: int) -> dict[str, Any] | None:
+        """The next line of the saved state."""
+        partial_samples = self._scope.partial_samples()
+        return changes.line(self._source, self._queue, self.auditor, partial_samples, step)
+
+    async def _begin_journal(self, step: int) -> None:
+        """Continue from the journal, if it has more than what was restored; then write it."""
+        journal = self._journal
+        if journal is None or self._writer is not None:
+            return
+        saved, restored = await journal.read(step), self._queue.num_taken
+        if saved.step is not None and saved.step < step:
+            if (state := saved.state())["next_serial"] >= restored:
+                self._load(state)
+        elif saved.step is not None and not restored:
+            raise ConfigError(
+                f"its groups up to step {saved.step} were delivered and are not in it, so it cannot"
+                f" continue with step {step}: restore what state_of returned at that step, or "
+                "choose another folder",
+                setting="journal",
+            )
+        self._writer = asyncio.create_task(self._write_journal(journal), name="driver-journal")
+
+    async def _write_journal(self, journal: Journal) -> None:
+        while True:
+            journal.note()
+            await journal.write()
+            await asyncio.sleep(SWEEP_S)
+            await self._engines.read_partial_replies(self._scope)
 
     # -- starting groups --------------------------------------------------------------------
 

@@ -8,15 +8,17 @@ Always true:
 
 from __future__ import annotations
 
+import base64
 from bisect import insort
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
 from rollout.core.errors import ConfigError
 from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 from rollout.driver.client.partial import restart
+from rollout.driver.client.session import Session, Turn
 from rollout.driver.data.prompt import Prompt
 
 
@@ -30,6 +32,8 @@ class WorkItem:
         num_restarted: how many of its samples were stale when they were cut off.
         is_accepted: it passed every filter.
         num_parked: how often it was interrupted unfinished.
+        sessions: those that a generate hook has now, by the index of their sample.
+        turns: of the samples of earlier sessions that were cut off, by index.
     """
 
     serial: int
@@ -40,6 +44,8 @@ class WorkItem:
     num_restarted: int = 0
     is_accepted: bool = False
     num_parked: int = 0
+    sessions: dict[int, Session] = field(default_factory=dict)
+    turns: dict[int, list[Turn]] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, serial: int, prompt: Prompt, group_size: int) -> WorkItem:
@@ -59,21 +65,24 @@ class WorkItem:
         for index in indices:
             restart(self.samples[index])
             self.rewarded.discard(index)
+            self.turns.pop(index, None)
         self.is_accepted = False
+
+    def end_session(self, index: int, session: Session) -> None:
+        """Have the session's sample, unless that was cut off before it had new tokens."""
+        was_open = self.sessions.pop(index, None) is not None
+        if was_open or not session.sample.is_unfinished:
+            self.samples[index], self.turns[index] = session.sample, session.turns
+        if not self.samples[index].is_unfinished:
+            self.turns.pop(index, None)
 
     def group(self) -> SampleGroup:
         """The group for the trainer."""
         return SampleGroup(self.serial, self.samples, dict(self.prompt.metadata))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The item as JSON."""
-        state = asdict(self)
-        state["judged"] = sorted(state.pop("rewarded"))
-        return state
-
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> WorkItem:
-        """The item that ``state_dict`` wrote."""
+        """The item of a saved state."""
         return cls(
             serial=state["serial"],
             prompt=Prompt(tuple(state["prompt"]["ids"]), state["prompt"]["metadata"]),
@@ -83,6 +92,12 @@ class WorkItem:
             num_restarted=state["num_restarted"],
             is_accepted=state["is_accepted"],
             num_parked=state["num_parked"],
+            turns={
+                int(index): [
+                    Turn(num, length, status, _reason_of(why)) for num, length, status, why in turns
+                ]
+                for index, turns in state.get("turns", {}).items()
+            },
         )
 
 
@@ -157,16 +172,9 @@ class WorkQueue:
 
     # -- across a restart -------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """All items as JSON; running ones as of their last reply."""
-        return {
-            "next_serial": self.num_taken,
-            "works": [item.state_dict() for item in self.all()],
-        }
-
     @classmethod
     def of_state(cls, state: Mapping[str, Any], group_size: int) -> WorkQueue:
-        """The queue that ``state_dict`` wrote.
+        """The queue of a saved state.
 
         Raises:
             ConfigError: a group in it is larger than ``group_size``.
@@ -187,7 +195,7 @@ class WorkQueue:
 
 
 def _sample_of_state(state: Mapping[str, Any]) -> Sample:
-    reason = state["finish_reason"]
+    experts = state["routed_experts"]
     return Sample(
         **{
             **state,
@@ -198,7 +206,12 @@ def _sample_of_state(state: Mapping[str, Any]) -> Sample:
             "metadata": dict(state["metadata"]),
             "weight_versions": tuple(VersionSpan(**span) for span in state["weight_versions"]),
             "engines": tuple(EngineSpan(**span) for span in state["engines"]),
-            "finish_reason": None if reason is None else FinishReason(**reason),
+            "finish_reason": _reason_of(state["finish_reason"]),
             "status": SampleStatus(state["status"]),
+            "routed_experts": None if experts is None else base64.b64decode(experts),
         }
     )
+
+
+def _reason_of(state: Mapping[str, Any] | None) -> FinishReason | None:
+    return None if state is None else FinishReason(**state)

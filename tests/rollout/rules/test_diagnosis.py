@@ -208,6 +208,16 @@ def test_a_store_that_does_not_keep_up_is_reported(more: dict[str, Any], text: s
     assert text in diagnose(state(store=store | more))[0].what
 
 
+@pytest.mark.parametrize(("reported", "is_wrong"), [([3.0], True), ([3.0, 0.0], False)])
+def test_a_journal_that_is_not_on_disk_is_reported_until_it_is(
+    reported: list[float], is_wrong: bool
+) -> None:
+    figures = [{"metrics": {"rollout/journal_lost_s": lost_s}} for lost_s in reported]
+    (found,) = diagnose(state(figures=[*figures, {"metrics": {}}]))
+    assert (found.severity is Severity.WRONG) == is_wrong
+    assert ("the driver's journal is not on disk" in found.what) == is_wrong
+
+
 @pytest.mark.parametrize(
     ("more", "text"),
     [

@@ -51,6 +51,17 @@ def test_parts_add_up_whatever_the_versions(parts: list[tuple[int, int]]) -> Non
     assert all(left.version != right.version for left, right in pairs)
 
 
+def test_a_turn_that_is_cut_off_before_its_first_token_keeps_what_was_observed() -> None:
+    sample = pending()
+    extend(sample, reply(2, "length"))
+    sample.output_ids += [7]
+    sample.output_logprobs += [0.0]
+    sample.mask.append(0)
+    extend(sample, reply(0))
+    sample.check()
+    assert (len(sample.output_ids), sample.status) == (3, SampleStatus.ABORTED)
+
+
 def experts(engine: int, num_tokens: int) -> bytes:
     """Two bytes for each token that an engine has computed: all but the last."""
     return bytes([engine] * 2) * (num_tokens - 1)

@@ -4,6 +4,10 @@ import asyncio
 import contextlib
 import json
 import random
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from rollout.core.errors import RolloutError
 from rollout.core.samples import all_samples
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.driver import RolloutDriver
+from rollout.driver.stream import journal
 from rollout.driver.stream.audit import Auditor
 from rollout.driver.stream.hooks import Hooks
 from rollout.driver.stream.options import RolloutOptions
@@ -63,6 +68,14 @@ def test_the_auditor_is_restored_from_its_state() -> None:
     assert auditor.findings([]) != []
 
 
+def run(world: Callable[[], "World"]) -> None:
+    async def run_it() -> None:
+        await world().run()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run_it())
+
+
 class World:
     """Engines, a driver, a trainer with checkpoints, and faults injected into them.
 
@@ -70,7 +83,10 @@ class World:
         trained: prompts whose groups the trainer has, as it remembers them.
     """
 
-    def __init__(self, seed: int, options: RolloutOptions, num_groups: int) -> None:
+    def __init__(
+        self, seed: int, options: RolloutOptions, num_groups: int, journal: Path | None = None
+    ) -> None:
+        self.journal = journal
         self.random = random.Random(seed)
         self.client = FakeGenerationClient([self.new_engine(i) for i in range(3)])
         self.client.weight_version = self.version = 0
@@ -81,7 +97,7 @@ class World:
             "sampling": SAMPLING,
         }
         self.trained: list[int] = []
-        self.saved: tuple[list[int], str] | None = None
+        self.saved: tuple[list[int], str, int] | None = None
         self.num_new = 3
         self.start()
 
@@ -103,10 +119,13 @@ class World:
             adapt_every_s=None,
             max_in_flight=self.random.choice([3, 8, 100]),
             retry_policy=RetryPolicy(max_lost=2, unavailable_s=3.0),
+            journal=self.journal,
         )
-        if self.saved is not None:
-            trained, state = self.saved
-            self.trained = list(trained)
+        if self.saved is None:
+            self.trained = []
+        else:
+            self.trained, state = list(self.saved[0]), self.saved[1]
+        if self.saved is not None and self.journal is None:
             self.driver.restore(self.source, json.loads(state), **self.batch, options=self.options)
 
     def reward(self, sample) -> float:
@@ -134,10 +153,15 @@ class World:
         stream = self.driver.stream_of(self.source)
         assert stream.auditor.findings(stream.pending) == []
 
-    def checkpoint(self) -> None:
-        self.saved = (list(self.trained), json.dumps(self.driver.state_of(self.source)))
+    def checkpoint(self, number: int) -> None:
+        state = json.dumps(self.driver.state_of(self.source))
+        self.saved = (list(self.trained), state, number)
 
     async def crash(self) -> None:
+        if self.journal is not None:  # and nothing more is written, as after SIGKILL
+            for stream in self.driver._streams.values():
+                assert stream._journal is not None
+                stream._journal._line = lambda changes, step: None
         await self.driver.close()
         self.start()
 
@@ -177,17 +201,21 @@ class World:
 
     async def run(self) -> None:
         trouble = asyncio.create_task(self.disturb_all_the_time())
-        for number in range(400):
-            if number == 40:
+        number = 0
+        for count in range(400):
+            if count == 40:
                 trouble.cancel()
                 await asyncio.wait([trouble])
                 self.stop_faults()
             if not await self.step(number):
                 break
             if self.random.random() < 0.3:
-                self.checkpoint()
-            if number < 40 and self.random.random() < 0.15 and self.saved is not None:
+                self.checkpoint(number)
+            number += 1
+            may_crash = self.saved is not None or self.journal is not None
+            if count < 40 and self.random.random() < 0.15 and may_crash:
                 await self.crash()
+                number = 0 if self.saved is None else self.saved[2] + 1
         else:
             raise AssertionError("the source does not end")
         trouble.cancel()
@@ -210,19 +238,39 @@ class World:
         self.client.engines = [self.new_engine(100 + i) for i in range(2)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 2**32),
-    mode=st.sampled_from(["sync", "one_ahead", "async"]),
-    over_sampling=st.sampled_from([1.0, 1.5, 3.0]),
-    partial=st.booleans(),
-    max_version_lag=st.sampled_from([None, 0, 2]),
-    when_stale=st.sampled_from(["redo", "drop"]),
-    num_groups=st.integers(1, 9),
+RUNS = {
+    "seed": st.integers(0, 2**32),
+    "mode": st.sampled_from(["sync", "one_ahead", "async"]),
+    "over_sampling": st.sampled_from([1.0, 1.5, 3.0]),
+    "partial": st.booleans(),
+    "max_version_lag": st.sampled_from([None, 0, 2]),
+    "when_stale": st.sampled_from(["redo", "drop"]),
+    "num_groups": st.integers(1, 9),
+}
+PROFILE = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-def test_every_prompt_reaches_the_trainer_exactly_once(seed, num_groups, **options) -> None:
-    async def run() -> None:
-        await World(seed, RolloutOptions(abort_timeout_s=2.0, **options), num_groups).run()
 
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(run())
+
+@PROFILE
+@given(**RUNS)
+def test_every_prompt_reaches_the_trainer_exactly_once(seed, num_groups, **options) -> None:
+    run(lambda: World(seed, RolloutOptions(abort_timeout_s=2.0, **options), num_groups))
+
+
+@PROFILE
+@given(**RUNS)
+def test_with_a_journal_every_prompt_reaches_it_once_over_crashes(
+    seed, num_groups, **options
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "in_own_thread", at_once)
+        every = RolloutOptions(abort_timeout_s=2.0, **options)
+        run(lambda: World(seed, every, num_groups, Path(folder)))
+
+
+def at_once(work: Callable[[], Any], name: str) -> Future[Any]:
+    """Threads run in real time, of which a test in virtual time has none."""
+    future: Future[Any] = Future()
+    future.set_result(work())
+    return future

@@ -191,17 +191,24 @@ async def test_turns_keep_their_tokens_and_the_tools_are_masked() -> None:
 
 
 @virtual_time
-async def test_a_session_that_is_cut_off_by_the_end_of_a_batch_restarts() -> None:
+async def test_a_session_that_is_cut_off_by_the_end_of_a_batch_continues_its_turns() -> None:
     hooks = Hooks(generate=two_turns)
-    async with driving(engines(0.01, 0.03, 0.05), hooks=hooks) as (driver, _):
+    of = engines(0.01, 0.03, 0.05)
+    async with driving(of, hooks=hooks) as (driver, _):
         data, options = source(100), RolloutOptions(over_sampling=3.0)
+        num_trained = 0
         for step in range(3):
             groups = await driver.rollout(step, data, options=options, num_groups=3, **BATCH)
             assert {tuple(sample.mask) for sample in all_samples(groups)} == {
                 (1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1)
             }
+            num_trained += sum(sum(sample.mask) for sample in all_samples(groups))
         stream = driver.stream_of(data)
         assert stream.auditor.findings(stream.pending) == []
+        samples = [one for item in stream._queue.all() for one in item.samples]
+    num_pending = sum(sum(sample.mask) for sample in samples)
+    assert num_pending > 0
+    assert sum(engine.num_output_tokens for engine in of) == num_trained + num_pending
 
 
 @virtual_time

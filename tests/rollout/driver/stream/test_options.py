@@ -35,6 +35,8 @@ def sample(*versions: str) -> Sample:
     [
         (5, 1, None, ("4", "5"), False),
         (5, 1, None, ("3", "5"), True),
+        (5, 1, None, ("5", "6"), False),
+        (5, 1, None, ("5", "7"), True),
         (5, 0, None, ("5",), False),
         (5, None, None, ("0",), False),
         (None, 0, None, ("0",), False),

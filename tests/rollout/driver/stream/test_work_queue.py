@@ -1,11 +1,22 @@
 """The states of prompts that were taken and are not delivered yet."""
 
+from typing import Any
+
 import pytest
 
 from rollout.core.errors import ConfigError
 from rollout.core.samples import EngineSpan
 from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt_data import FixedPrompts
+from rollout.driver.stream.audit import Auditor
+from rollout.driver.stream.saved_state import Changes, state_of
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
+
+
+def state(queue: WorkQueue) -> dict[str, Any]:
+    line = Changes().line(FixedPrompts([]), queue, Auditor())
+    assert line is not None
+    return state_of([line])
 
 
 def begun(queue: WorkQueue, num: int, group_size: int = 2) -> list[WorkItem]:
@@ -56,7 +67,7 @@ def test_after_a_restart_running_items_wait_and_ready_items_are_ready() -> None:
     waiting.samples[0].output_logprobs.append(-1.0)
     waiting.samples[0].mask.append(1)
     waiting.samples[0].engines = (EngineSpan("main-0", 0, 1),)
-    again = WorkQueue.of_state(queue.state_dict(), group_size=2)
+    again = WorkQueue.of_state(state(queue), group_size=2)
     assert again.waiting[1].samples == waiting.samples
     assert [item.serial for item in again.waiting] == [running.serial, waiting.serial]
     assert list(again.ready) == [ready.serial]
@@ -67,7 +78,7 @@ def test_groups_larger_than_the_group_size_are_rejected() -> None:
     queue = WorkQueue()
     begun(queue, 1, group_size=4)
     with pytest.raises(ConfigError, match="group_size = 2: the state has groups of 4"):
-        WorkQueue.of_state(queue.state_dict(), group_size=2)
+        WorkQueue.of_state(state(queue), group_size=2)
 
 
 @pytest.mark.parametrize(

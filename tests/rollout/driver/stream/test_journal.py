@@ -1,0 +1,222 @@
+"""The files of a driver's journal: what is read again, their bounds, and a disk that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollout.core.errors import ConfigError
+from rollout.driver.stream import journal
+from rollout.driver.stream.journal import JournalFiles
+from rollout.driver.stream.options import RolloutOptions
+from tests.support.driving import SAMPLING, always, driving, engines, numbers, prompts, source
+
+BATCH: dict[str, Any] = {"num_groups": 2, "group_size": 2, "sampling": SAMPLING}
+AHEAD = RolloutOptions(mode="async")
+LOST = "rollout/journal_lost_s"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[JournalFiles]:
+    files = JournalFiles(tmp_path / "0")
+    yield files
+    files.close()
+
+
+def line(serial: int, **more: Any) -> bytes:
+    """A line in which this many prompts were taken and dropped."""
+    empty = {"works": [], "samples": {}, "next_serial": serial, "source": {"at": serial}}
+    return orjson.dumps(empty | more) + b"\n"
+
+
+def first(serial: int, step: int = -1) -> bytes:
+    audit = {"num_taken": serial, "delivered": list(range(serial)), "dropped": []}
+    return line(serial, step=step, audit=audit)
+
+
+def test_a_line_that_a_crash_cut_short_is_ignored(files: JournalFiles, tmp_path: Path) -> None:
+    files.write([(first(0), True), (line(1), False), (line(2)[:20], False)])
+    assert files.read(0).state()["next_serial"] == 1
+
+
+def test_a_line_that_is_damaged_in_front_of_others_is_an_error(files: JournalFiles) -> None:
+    files.write([(first(0), True), (b"{\n", False), (line(2), False)])
+    with pytest.raises(ConfigError, match=r"line 2 of 00000000.jsonl is damaged; choose another"):
+        files.read(0)
+
+
+def test_two_files_are_left_and_read_in_order(files: JournalFiles, tmp_path: Path) -> None:
+    for number in range(4):
+        files.write([(first(number, step=number), True)])
+    assert files.numbers() == [2, 3]
+    saved = files.read(4)
+    assert (saved.step, saved.state()["next_serial"]) == (2, 3)
+
+
+def test_another_process_cannot_have_the_same_folder(files: JournalFiles) -> None:
+    program = (
+        "import sys; from pathlib import Path; from rollout.driver.stream.journal import *\n"
+        "JournalFiles(Path(sys.argv[1]))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", program, str(files.folder)], capture_output=True, text=True
+    )
+    assert "another process has it; choose another folder" in other.stderr
+
+
+class Disk:
+    """What the disk does to writes: full, or not answering until it is freed."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.answers = threading.Event()
+        self.answers.set()
+        self._write = JournalFiles.write
+
+    def write(self, files: JournalFiles, lines: Any) -> None:
+        assert self.answers.wait(10)
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._write(files, lines)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    monkeypatch.setattr(JournalFiles, "write", lambda files, lines: disk.write(files, lines))
+    monkeypatch.setattr(journal, "SWEEP_S", 0.02)
+    monkeypatch.setattr("rollout.driver.stream.stream.SWEEP_S", 0.02)
+    monkeypatch.setattr(journal, "_WITHIN_S", 0.1)
+    monkeypatch.setattr(journal, "_AGAIN_S", 0.05)
+    yield disk
+    disk.answers.set()
+
+
+def losses(client: Any) -> list[float]:
+    return [one["metrics"][LOST] for one in client.reports if LOST in one["metrics"]]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not happen within 10 s")
+
+
+async def until_reported(client: Any, num: int) -> None:
+    await until(lambda: len(losses(client)) >= num)
+
+
+@pytest.mark.parametrize("what", ["full", "silent"])
+async def test_a_disk_that_fails_delays_no_sample_and_is_reported_once(
+    tmp_path: Path, disk: Disk, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    of_driver: dict[str, Any] = {"journal": tmp_path, "reward": always(1.0)}
+    async with driving(engines(0.001), **of_driver) as (driver, client):
+        data = source(40, num_epochs=1)
+        trained = numbers(await driver.rollout(0, data, options=AHEAD, **BATCH))
+        if what == "full":
+            disk.is_full = True
+        else:
+            disk.answers.clear()
+        for step in range(1, 4):
+            trained += numbers(await driver.rollout(step, data, options=AHEAD, **BATCH))
+        await until_reported(client, 1)
+        await asyncio.sleep(0.3)
+        assert len(losses(client)) == 1
+        assert losses(client)[0] > 0
+        disk.is_full = False
+        disk.answers.set()
+        await until_reported(client, 2)
+        assert losses(client)[1] == 0
+        trained += numbers(await driver.rollout(4, data, options=AHEAD, **BATCH))
+    errors = [one for one in caplog.messages if "generation goes on" in one]
+    assert len(errors) == 1
+    assert ("No space left" if what == "full" else "has not taken it within") in errors[0]
+    assert "everything is on disk again" in caplog.text
+    async with driving(engines(0.001), **of_driver) as (driver, _):
+        trained += numbers(await driver.rollout(5, source(40, num_epochs=1), **BATCH))
+    assert trained == list(range(1, 13))
+
+
+async def test_metadata_that_is_no_json_is_reported_and_delays_nothing(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reward(sample: Any) -> float:
+        sample.metadata["at"] = object()
+        return 1.0
+
+    async with driving(engines(0.001), reward, journal=tmp_path) as (driver, client):
+        await driver.rollout(0, source(8), **BATCH)
+        await until_reported(client, 1)
+    assert "a group cannot be written as JSON" in caplog.text
+
+
+async def test_the_files_stay_within_their_bound(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_MAX_BYTES", 20_000)
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        data = source(400)
+        for step in range(40):
+            await driver.rollout(step, data, **BATCH)
+        sizes = [path.stat().st_size for path in (tmp_path / "0").glob("*.jsonl")]
+    assert len(sizes) == 2
+    assert max(sizes) < 30_000
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        with pytest.raises(ConfigError, match=r"up to step \d+ were delivered and are not in it"):
+            await driver.rollout(1, source(400), **BATCH)
+
+
+def newest(folder: Path) -> Path:
+    return max(folder.glob("0/*.jsonl"))
+
+
+async def test_a_state_that_was_saved_is_used_where_the_journal_does_not_reach_back(
+    tmp_path: Path, disk: Disk
+) -> None:
+    of_driver: dict[str, Any] = {"journal": tmp_path, "reward": always(1.0)}
+    async with driving(engines(0.001), **of_driver) as (driver, _):
+        data, states = source(40), []
+        for step in range(4):
+            await driver.rollout(step, data, **BATCH)
+            before = newest(tmp_path)
+            states.append(driver.state_of(data))  # which begins a file
+            await until(lambda before=before: newest(tmp_path) > before)
+    async with driving(engines(0.001), **of_driver) as (driver, _):
+        again = source(40)
+        driver.restore(again, states[0], **BATCH)
+        assert numbers(await driver.rollout(1, again, **BATCH)) == [3, 4]
+
+
+async def test_what_the_trainer_has_still_before_it_is_delivered_again_and_not_generated(
+    tmp_path: Path,
+) -> None:
+    of_driver: dict[str, Any] = {"journal": tmp_path, "reward": always(1.0)}
+    async with driving(engines(0.001), **of_driver) as (driver, _):
+        data = source(40)
+        made = [await driver.rollout(step, data, **BATCH) for step in range(3)]
+    async with driving(engines(0.001), **of_driver) as (driver, client):
+        data = source(40)
+        again = [await driver.rollout(step, data, **BATCH) for step in (1, 2)]
+        assert not client.requests
+        assert numbers(await driver.rollout(3, data, **BATCH)) == [7, 8]
+    assert again == made[1:]
+
+
+async def test_a_list_of_prompts_is_refused(tmp_path: Path) -> None:
+    async with driving(engines(0.001), journal=tmp_path) as (driver, _):
+        with pytest.raises(ConfigError, match=r"a journal is of sources: give PromptData"):
+            await driver.rollout(0, prompts(2), group_size=2, sampling=SAMPLING)
