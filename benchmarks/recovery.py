@@ -10,6 +10,9 @@ store are verified within ``restore``.
 ``step_delay_s`` is how much longer a step takes because an engine dies in it or before it, at most,
 by the phase of the death.  It is measured in virtual time over fake engines whose boot takes
 ``boot_s``, so that it holds waiting alone, and no work of this machine.
+
+``driver_journal`` is what a request costs that survives the training script: see
+``benchmarks.rollout.journal``.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import machine, parse_arguments, publish
+from benchmarks.rollout import journal
 from engines.fake import FakeLauncher, faults
 from engines.fake.launcher import FakeRunningEngine
 from engines.launch import EngineSpec
@@ -198,6 +202,8 @@ def main() -> None:
         delays = Path(name) / "delays"
         delays.mkdir()
         result |= {"boot_s": BOOT_S, "step_delay_s": measure_delays(delays)}
+        num_steps = arguments.by_size(smoke=1, quick=2, full=10)
+        result["driver_journal"] = journal.measure(Path(name) / "journal", num_steps)
     result |= {"kills": kills, "machine": machine("torch", "transformers")}
     publish(result, as_json=arguments.as_json, title="seconds from kill to verified")
 

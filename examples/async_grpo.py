@@ -6,6 +6,7 @@ each token records the weight version that sampled it.  A sample that is more th
 versions behind is generated again.
 
     python examples/async_grpo.py                        # about two minutes on two cores
+    python examples/async_grpo.py --checkpoint runs/last # may be killed, and continues
     python examples/async_grpo.py --dump runs/dumps      # keep every batch as Parquet
     python examples/async_grpo.py --replay runs/dumps    # train on them again, without engines
 """
@@ -54,14 +55,22 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
     )
     options = RolloutOptions(mode="async", over_sampling=1.5, max_version_lag=args.max_lag)
     figures: dict[str, float] = {}  # of the last batch
+    done = load(args.checkpoint, trainer) if args.checkpoint else 0
     with (
-        rollout.launch(config(args, model_path), backend=args.backend) as deployment,
+        rollout.launch(
+            config(args, model_path), backend=args.backend, expect_version=done
+        ) as deployment,
         rollout.Driver(
-            deployment["policy"].url, judge, on_metrics=lambda _, metrics: figures.update(metrics)
+            deployment["policy"].url,
+            judge,
+            on_metrics=lambda _, metrics: figures.update(metrics),
+            journal=args.checkpoint and args.checkpoint / "journal",
         ) as driver,
     ):
         policy = deployment["policy"]
-        for step in range(1, args.steps + 1):
+        if done:
+            policy.serve_weights(trainer.state_dict(), version=done).result()
+        for step in range(done + 1, args.steps + 1):
             groups = driver.rollout(
                 step,
                 data,
@@ -75,8 +84,29 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
                 save_groups(args.dump / f"{step:06}.parquet", step, groups)
             learn(trainer, step, groups)
             policy.serve_weights(trainer.state_dict(), version=step).result()
+            if args.checkpoint:
+                driver.state_of(data)  # the journal forgets what is older than the last two saves
+                save(args.checkpoint, trainer, step)
         lags = {name: value for name, value in figures.items() if "version_lag" in name}
         print(f"last batch: {lags}, waited {figures['rollout/seconds']:.2f} s for it")
+
+
+def save(folder: Path, trainer: GrpoTrainer, step: int) -> None:
+    """Replace the checkpoint at once, so that a crash leaves the one before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    torch.save({"step": step, **state}, folder / "part.pt")
+    (folder / "part.pt").replace(folder / "trainer.pt")
+
+
+def load(folder: Path, trainer: GrpoTrainer) -> int:
+    """Continue from the checkpoint, if there is one; returns its step."""
+    if not (folder / "trainer.pt").exists():
+        return 0
+    state = torch.load(folder / "trainer.pt")
+    trainer.model.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
 
 
 def replay(args: argparse.Namespace, trainer: GrpoTrainer) -> None:
@@ -98,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--backend", default="local", choices=["ray", "local"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path, help="start from this model directory")
+    parser.add_argument("--checkpoint", type=Path, help="save each step here, and continue there")
     parser.add_argument("--dump", type=Path, help="write each batch into this directory")
     parser.add_argument("--replay", type=Path, help="train on a dump or a directory of them")
     parser.add_argument("--out", type=Path, default=Path("runs/async_grpo"))

@@ -251,7 +251,7 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/how-to/multi-node.md": {"tests/rollout/runtime/ray/test_connect.py": (0,)},
     "docs/how-to/openrlhf.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
     "docs/how-to/pushing-weights.md": {"tests/end_to_end/test_pages.py": (0, 1, 2, 4)},
-    "docs/how-to/resume.md": {"tests/rollout/driver/test_resume_page.py": (0, 1)},
+    "docs/how-to/resume.md": {"tests/rollout/driver/test_resume_page.py": (0, 1, 2)},
     "docs/how-to/skyrl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
     "docs/how-to/trl.md": {"tests/end_to_end/test_trl.py": (0,)},
     "docs/how-to/verl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},

@@ -134,6 +134,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "disk": RECOVERY,
         "kills": None,
         "boot_s": None,
+        "driver_journal": {"plain_cpu_ms", "failover_cpu_ms", "journal_cpu_ms", "journal_bytes"},
         "step_delay_s": {
             "generate",
             "pause_generation",

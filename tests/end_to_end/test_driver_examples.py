@@ -1,5 +1,7 @@
 """The examples of the driver as a user runs them."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,20 @@ def test_asynchronous_training_can_be_replayed_without_engines(model: Path, tmp_
     assert len(steps) == 3
     assert [line for line in again if line.startswith("step")] == steps
     assert any("version_lag" in line for line in first)
+
+
+def test_asynchronous_training_continues_after_it_is_killed(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "last"
+    more = ("--steps", "4", "--checkpoint", str(kept))
+    arguments = ["examples/async_grpo.py", "--model", str(model), "--out", str(tmp_path), *more]
+    with program(*arguments, *SMALL) as running:
+        assert wait_until((kept / "trainer.pt").exists, 120), running.output
+        os.kill(running.process.pid, signal.SIGKILL)
+        assert wait_until(lambda: not running.descendants(), 20), running.descendants()
+    again = run("async_grpo", model, tmp_path, *more)
+    first = next(line for line in again if line.startswith("step"))
+    assert not first.startswith("step  1 ")
+    assert any(line.startswith("step  4 ") for line in again)
 
 
 def test_turns_with_a_tool_mask_what_the_tool_says(model: Path, tmp_path: Path) -> None:

@@ -87,6 +87,24 @@ def test_a_training_continues_with_its_version_and_its_prompts(
     assert (used, numbers(groups)) == ([1, 2, 3, 4], [5, 6, 7, 8])
 
 
+def test_a_step_that_was_not_saved_is_delivered_again_from_the_journal(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = []
+    for _ in range(2):  # the first one ends before it has saved step 58
+        with rollout.launch(settings, expect_version=57) as deployment:
+            policy = deployment["policy"]
+            policy.serve_weights(push(57)).result(60)
+            names = {"rollout": rollout, "policy": policy, "judge": always(1.0), "step": 57}
+            made.append(run_code(PAGE, number=2, data=source(12), batch=BATCH, **names)["groups"])
+    assert numbers(made[0]) == [1, 2, 3, 4]
+    for group in (*made[0], *made[1]):
+        for sample in group:
+            del sample.metadata["rollout_id"]
+    assert made[1] == made[0]
+
+
 def test_without_the_push_nothing_is_sampled(settings: Any) -> None:
     with (
         rollout.launch(settings, expect_version=57) as deployment,
