@@ -82,8 +82,9 @@ class ServerPushes:
             from rollout.weights.ranks.trainer_rank import TrainerRank
         if self._rank is None:
             self._rank = TrainerRank(self._config, idle_group=self.idle_group)
+        self._open = [one for one in self._open if not one.is_closed]
         push = push_of_one_rank(self._rank, self.server, request, may_stream=may_stream)
-        self._open = [*(one for one in self._open if not one.is_closed), push]
+        self._open.append(push)
         return push
 
     def close(self) -> None:
