@@ -132,6 +132,7 @@ PURE = (
 )
 NEED_TORCH = (
     "engines.cpu.vllm.worker",
+    "engines.tensors.delta",
     "engines.tensors.torch_fingerprint",
     "rollout.__main__",
     "rollout.driver.data.batch_torch",

@@ -35,14 +35,15 @@ class Receiver:
     def __init__(self, specs: list[dict[str, Any]]) -> None:
         layout = {spec["name"]: (spec["shape"], getattr(torch, spec["dtype"])) for spec in specs}
         self.weights = ModelWeights(Holder(allocated(layout)))
+        self.weights.version = lambda: self.version
         self.mapped = MappedFiles()
         self.receiver = BroadcastReceiver(self.weights, torch.device("cpu"))
         self.version = "0"
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
         named = read_payload(body["serialized_named_tensors"][0], body.get("load_format"))
-        self.weights.check((name, tensor.shape, tensor.dtype) for name, tensor in named)
-        self.weights.apply(named)
+        for change in self.weights.changes(named):
+            change()
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> None:
         update_from_disk(self.weights, body["model_path"], self.mapped)

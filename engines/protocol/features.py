@@ -30,6 +30,7 @@ class Features:
         why_no_pushes: why pushed weights cannot reach it; empty if they can.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        why_no_deltas: why it applies no deltas; empty if it does.
     """
 
     engine: str
@@ -47,6 +48,7 @@ class Features:
     why_no_pushes: str = ""
     why_no_groups: str = ""
     why_no_handles: str = ""
+    why_no_deltas: str = ""
 
 
 def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Features:
@@ -76,6 +78,9 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
         why_no_pushes=info.why_no_pushes,
         why_no_groups=info.why_no_groups or _why_no_groups(int(raw.get("pp_size") or 1)),
         why_no_handles=info.why_no_handles,
+        why_no_deltas=""
+        if raw.get("applies_deltas")
+        else f"engines of kind {info.engine} apply no deltas",
     )
 
 

@@ -73,7 +73,11 @@ def report(
     target = out or run / "report.html"
     num_failures = len(_failures(spans))
     lost_s = sum(step.lost_s for step in found)
-    totals = f"{len(found)} steps, {lost_s:.1f} s lost at their boundaries, {num_failures} failures"
+    paused_s = sum(step.paused_s for step in found)
+    totals = (
+        f"{len(found)} steps, {lost_s:.1f} s lost at their boundaries, {paused_s:.1f} s paused for "
+        f"pushes, {num_failures} failures"
+    )
     if not chosen.is_stopped:
         totals += f", {NOT_STOPPED}"
     title = " ".join(filter(None, (run.name, chosen.launch)))
@@ -87,6 +91,7 @@ def report(
                 "num_steps": len(found),
                 "num_failures": num_failures,
                 "lost_s": lost_s,
+                "paused_s": paused_s,
             }
         )
     else:

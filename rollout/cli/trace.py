@@ -21,7 +21,7 @@ from rollout.observability.timeline.span import Span
 from rollout.observability.timeline.span_file import read_spans
 
 _NUM_SHOWN = 20
-_REPORTED = ("server", "start_s", "lost_s", "trainer_s", "weight_version", "phase_s")
+_REPORTED = ("server", "start_s", "lost_s", "paused_s", "trainer_s", "weight_version", "phase_s")
 
 
 def trace(
@@ -71,13 +71,17 @@ def _as_dict(step: Step) -> dict[str, Any]:
 
 
 def _show(all_steps: list[Step], spans: list[Span]) -> None:
-    table = Table("server", "version", "lost at the boundary", "trainer time", "longest phases")
+    table = Table(
+        "server", "version", "lost at the boundary", "paused for the push", "trainer time"
+    )
+    table.add_column("longest phases")
     for step in all_steps[-_NUM_SHOWN:]:
         longest = sorted(step.phase_s.items(), key=lambda item: -item[1])[:3]
         table.add_row(
             step.server,
             str(step.weight_version),
             f"{step.lost_s:.2f} s",
+            f"{step.paused_s:.2f} s",
             f"{step.trainer_s:.2f} s",
             ", ".join(f"{name} {took:.2f}" for name, took in longest),
         )

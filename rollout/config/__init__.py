@@ -19,12 +19,20 @@ from rollout.config.root import (
     check_paths,
     wrong_paths,
 )
-from rollout.config.weights import Casts, StoreConfig, Transport, WeightsConfig, WeightUpdate
+from rollout.config.weights import (
+    Casts,
+    EncodingChoice,
+    StoreConfig,
+    Transport,
+    WeightsConfig,
+    WeightUpdate,
+)
 
 __all__ = [
     "Casts",
     "ClusterConfig",
     "Drain",
+    "EncodingChoice",
     "EngineConfig",
     "EngineKind",
     "GroupConfig",

@@ -16,7 +16,7 @@ from engines.protocol.kind import Kind
 from engines.protocol.spec import CPU_PYTHONS, spelled
 from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.lifecycle import Drain, LifecycleConfig
-from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
+from rollout.config.weights import EncodingChoice, Transport, WeightsConfig, WeightUpdate
 
 Conflicts = Iterator[tuple[str, str]]
 _WITH_TENSORS = (WeightUpdate.FULL, WeightUpdate.PARTIAL)
@@ -148,7 +148,11 @@ def of_engine(
 
 
 def of_pushes(
-    engine_id: str, features: Features, update: WeightUpdate, transport: Transport
+    engine_id: str,
+    features: Features,
+    update: WeightUpdate,
+    transport: Transport,
+    encoding: EncodingChoice = EncodingChoice.FULL,
 ) -> Conflicts:
     """At the same moment: pushes that would not reach the engine."""
     if update is WeightUpdate.FROZEN:
@@ -173,6 +177,12 @@ def of_pushes(
             "engine",
             f"weights.transport = {transport} does not reach engine {engine_id}: {why}; "
             "use shared_memory, tensor or disk, or leave weights.transport out",
+        )
+    if encoding is EncodingChoice.DELTA and features.why_no_deltas:
+        yield (
+            "engine",
+            f"weights.encoding = delta is not for engine {engine_id}: {features.why_no_deltas}; "
+            "use auto or full",
         )
 
 

@@ -31,6 +31,14 @@ class Transport(StrEnum):
     CUDA_IPC = "cuda_ipc"
 
 
+class EncodingChoice(StrEnum):
+    """How the tensors of a push are written."""
+
+    FULL = "full"
+    DELTA = "delta"
+    AUTO = "auto"
+
+
 class Casts(StrEnum):
     """Which other float types than the model's a push may have."""
 
@@ -89,6 +97,11 @@ class WeightsConfig(ConfigSection):
     and it has room, else ``tensor``; from every rank (``pusher()``) it chooses for each engine.
     ``distributed`` broadcasts (gloo, NCCL) through a process group that is kept as long as the
     engines stay the same. ``disk`` saves each version."""
+    encoding: EncodingChoice = EncodingChoice.FULL
+    """How tensors are written. ``delta`` sends the elements that have changed since the version
+    that an engine holds, and refuses an engine that takes none; ``auto`` sends them where that
+    pays. The trainer keeps a copy of the model in host memory. An engine that holds another version
+    gets whole tensors, as after an offload without ``weights_cpu_backup``."""
     casts: Casts = Casts.NARROW
     """Which tensors of another float type than the checkpoint's are accepted. ``narrow``: wider
     ones, such as float32 for a bfloat16 model, which the engine rounds. ``any``: also bfloat16 or
@@ -139,6 +152,12 @@ class WeightsConfig(ConfigSection):
                 f"a push with weights.update = {self.update} may leave out any tensor; leave out "
                 "weights.not_pushed, or set weights.update to full",
             )
+        if self.encoding is not EncodingChoice.FULL and not self._takes_deltas:
+            yield (
+                "encoding",
+                f"encoding {self.encoding} needs weights.update = full and weights.fingerprint = "
+                "true, because a delta is verified by the fingerprints of all whole tensors",
+            )
         if self.store is not None:
             yield from self._conflicts_of_store()
         if self.check_first_push and self.not_pushed:
@@ -157,6 +176,10 @@ class WeightsConfig(ConfigSection):
             yield "disk_path", "transport disk needs disk_path, for example /ckpt/{version}"
         if self.disk_path is not None and "{version}" not in self.disk_path:
             yield "disk_path", "disk_path must contain {version}, for example /ckpt/{version}"
+
+    @property
+    def _takes_deltas(self) -> bool:
+        return self.update is WeightUpdate.FULL and self.fingerprint
 
     def _conflicts_of_store(self) -> Iterator[tuple[str, str]]:
         if self.update not in (WeightUpdate.FULL, WeightUpdate.LORA):

@@ -146,8 +146,11 @@ class PushStage:
             had written what it sends.  ``engine``, of rank 0: until the engines wanted the next
             bucket, or had applied the last one.  Where rank 0 sends alone (``tensor``,
             ``distributed``), its copies are part of ``engine``.
-        route: how the bytes reach the engines; empty for ``gather``.
-        num_bytes: of the tensors that were gathered, sent by this rank, or applied.
+        route: how the bytes reach the engines, with the encoding if it is not whole tensors; empty
+            for ``gather``.
+        num_bytes: of the tensors that were gathered, of what this rank has sent, or of the tensors
+            that were changed.
+        density: of a delta: the share of the elements that were changed.
     """
 
     rank: int
@@ -155,6 +158,7 @@ class PushStage:
     route: str
     num_bytes: int
     elapsed_s: float
+    density: float | None = None
 
     @property
     def gib_per_s(self) -> float:
@@ -171,6 +175,7 @@ class StepReport:
         freed_bytes: memory that the engines released.
         weight_version: version of all serving engines.
         push_stages: seconds and bytes of each rank of a push; a single process is rank 0.
+        paused_s: seconds in which no engine could generate because of a push.
     """
 
     phase_s: Mapping[str, float] = field(default_factory=dict)
@@ -178,6 +183,7 @@ class StepReport:
     weight_version: int = 0
     reports: tuple[PhaseReport, ...] = ()
     push_stages: tuple[PushStage, ...] = ()
+    paused_s: float = 0.0
 
     def merged(self, later: StepReport) -> StepReport:
         """This report followed by ``later``; seconds of the same command are added.
@@ -194,6 +200,7 @@ class StepReport:
             later.weight_version,
             self.reports + later.reports,
             self.push_stages + later.push_stages,
+            self.paused_s + later.paused_s,
         )
 
 
@@ -213,6 +220,7 @@ class EngineStatus:
             ones.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        why_no_deltas: why it applies no deltas; empty if it does.
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
     """
@@ -235,6 +243,7 @@ class EngineStatus:
     num_payloads: int = 1
     why_no_groups: str = ""
     why_no_handles: str = ""
+    why_no_deltas: str = ""
     needs_names: bool = False
 
 

@@ -10,6 +10,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 from torch.distributed import distributed_c10d
 
 import rollout
+from engines.embedded.weights.model_weights import ModelWeights
+from engines.embedded.weights.restricted_unpickler import read_payload
 from engines.fake import FakeEngine
 from rollout.config import ServerConfig
 from rollout.core.pending import LoopThread, Pending
-from rollout.core.types import StepReport
+from rollout.core.types import ServerStatus, StepReport
 from rollout.runtime.calls.server_pushes import ServerPushes
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.push.push import PushRequest
@@ -127,6 +130,7 @@ class Server(StillServer):
         self.loop = loop
         self.groups: dict[str, str] = {}
         kind = TakesHandles if any(one.gpus for one in places) else FakeEngine
+        kind = AppliesDeltas if config.weights.encoding != "full" else kind
         self.fakes = {one.engine_id: kind(one.engine_id) for one in places}
 
     def serve_weights(self, push: WeightPush, until: Any = None) -> Pending[StepReport]:
@@ -147,6 +151,12 @@ class Server(StillServer):
                 raise reply.failure
         return StepReport()
 
+    def places(self, status: ServerStatus) -> list[EnginePlace]:
+        return [
+            replace(place, holds=getattr(self.fakes[place.engine_id], "holds", None))
+            for place in self.engines
+        ]
+
     def shipped(self, push: WeightPush) -> WeightPush:
         return push
 
@@ -161,6 +171,33 @@ class TakesHandles(FakeEngine):
         self, serialized_named_tensors: Sequence[str], **more: Any
     ) -> None:
         assert serialized_named_tensors
+
+
+class AppliesDeltas(FakeEngine):
+    """Has tensors.
+
+    Attributes:
+        holds: the version of its tensors; None if a push has not come to its end.
+    """
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__(engine_id)
+        self.holds: int | None = None
+        self.weights = ModelWeights(torch.nn.Module())
+        own = {name: torch.zeros_like(one) for name, one in TENSORS.items()}
+        self.weights._tensors = self.weights._by_name = own
+        self.weights.version = lambda: str(self._last)
+        self._last = 0
+
+    async def update_weights_from_tensor(
+        self, serialized_named_tensors: Sequence[str], **more: Any
+    ) -> None:
+        self.holds = None
+        named = read_payload(serialized_named_tensors[0], more.get("load_format"))
+        for change in self.weights.changes(named):
+            change()
+        if (version := more["weight_version"]) is not None:
+            self.holds = self._last = int(version)
 
 
 async def _nothing() -> None:
@@ -178,6 +215,8 @@ def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConf
     }
     if route == "adapter":
         weights["update"] = "lora"
+    if route == "delta":
+        weights |= {"transport": "tensor", "encoding": "delta"}
     return ServerConfig.model_validate(
         {
             "model_path": str(tmp_path / "model"),
@@ -223,6 +262,7 @@ class Trainer:
     ) -> None:
         self.folder = folder
         self.how = how
+        self.tensors = TENSORS
         self.route = route
         config = config_of(route, folder, streams=how != "copied")
         server: Any = Server(loop, config, places_of(route))
@@ -239,6 +279,11 @@ class Trainer:
         is_adapter = self.route == "adapter"
         config = {"r": 4, "lora_alpha": 8} if is_adapter else None
         tensors: Any = ADAPTER if is_adapter else TENSORS
+        if self.route == "delta":
+            self.tensors = {name: one.clone() for name, one in self.tensors.items()}
+            for one in self.tensors.values():
+                one[3] += 1
+            tensors = self.tensors
         if self.how == "all ranks":
             self.pusher.push(tensors, adapter=config)
         elif self.how == "a generator":

@@ -45,6 +45,7 @@ class EmbeddedEngine:
             is_on_gpu=memory.is_on_gpu,
         )
         self.weights = ModelWeights(model, self.adapters.fingerprints, is_on_gpu=memory.is_on_gpu)
+        self.weights.version = lambda: self.weight_version
         self.mapped = MappedFiles()
         self.receiver = BroadcastReceiver(self.weights, memory.device)
         self.live: dict[str, Generation] = {}

@@ -74,6 +74,7 @@ async def server_info(engine: EmbeddedEngine, request: Request) -> Response:
             "version": PACKAGE_VERSION,
             "engine": "embedded",
             "proves_loads": True,
+            "applies_deltas": True,
             "fingerprints": engine.weights.fingerprint_method,
             "device": str(engine.memory.device),
             "dtype": str(engine.model.dtype).removeprefix("torch."),

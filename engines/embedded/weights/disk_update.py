@@ -24,6 +24,7 @@ from engines.embedded.memory.mapped_files import MappedFiles
 from engines.embedded.weights.load_verification import LoadVerifier, Placed, read_verifier
 from engines.embedded.weights.model_weights import Location, ModelWeights
 from engines.protocol import STAYS
+from engines.tensors.delta import is_delta
 from engines.tensors.dtypes import DTYPES
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.safetensors_header import Header, PlacedTensor, read_header
@@ -34,7 +35,7 @@ _BATCH_BYTES = 16 << 20
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
-ReadJob = Callable[[], None]
+ReadJob = Callable[[], object]
 
 
 def checkpoint_files(path: str) -> list[Path]:
@@ -94,7 +95,9 @@ def _jobs(
         ]
         if mapped is None or STAYS not in header.metadata or others:
             jobs: list[ReadJob] = [partial(read_copies, descriptor, batch) for batch in copies]
-            return jobs + [partial(_convert, weights, descriptor, tensor) for tensor in others]
+            whole = [tensor for tensor in others if not is_delta(tensor.name)]
+            jobs += [partial(_convert, weights, descriptor, tensor) for tensor in whole]
+            return jobs + _delta_jobs(weights, descriptor, others)
         kept = kept or mapped.keep(file, descriptor)
         kept.header, kept.copies = header.text, copies
     return [partial(kept.copy, batch) for batch in kept.copies]
@@ -142,8 +145,9 @@ def _placed(
             placed.append((tensor.name, location, tensor.offset))
         else:
             others.append(tensor)
-    if others or not placed:
-        weights.check((tensor.name, tensor.shape, _TORCH_DTYPES[tensor.dtype]) for tensor in others)
+    whole = [one for one in others if not is_delta(one.name)]
+    if whole or not (placed or others):
+        weights.check((tensor.name, tensor.shape, _TORCH_DTYPES[tensor.dtype]) for tensor in whole)
     return placed, others
 
 
@@ -171,15 +175,29 @@ def _do_all(jobs: Sequence[ReadJob]) -> None:
             pass
 
 
+def _delta_jobs(
+    weights: ModelWeights, descriptor: int, tensors: Sequence[PlacedTensor]
+) -> list[ReadJob]:
+    """The jobs for the deltas among these, which are read and checked before the first one."""
+    deltas = [one for one in tensors if is_delta(one.name)]
+    return weights.changes([(one.name, _read(descriptor, one)) for one in deltas]) if deltas else []
+
+
+def _read(descriptor: int, tensor: PlacedTensor) -> torch.Tensor:
+    loaded = torch.empty(tensor.shape, dtype=_TORCH_DTYPES[tensor.dtype])
+    read_copies(descriptor, [(loaded.data_ptr(), tensor.offset, tensor.num_bytes)])
+    return loaded
+
+
 def _convert(
     weights: ModelWeights,
     descriptor: int,
     tensor: PlacedTensor,
     verifier: LoadVerifier | None = None,
 ) -> None:
-    loaded = torch.empty(tensor.shape, dtype=_TORCH_DTYPES[tensor.dtype])
     if verifier is None:
-        read_copies(descriptor, [(loaded.data_ptr(), tensor.offset, tensor.num_bytes)])
+        loaded = _read(descriptor, tensor)
     else:
+        loaded = torch.empty(tensor.shape, dtype=_TORCH_DTYPES[tensor.dtype])
         verifier.read(descriptor, [(tensor.name, Location.of(loaded), tensor.offset)])
     weights.find(tensor.name).copy_(loaded)

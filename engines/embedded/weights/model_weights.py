@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from engines.embedded.core.errors import Invalid
 from engines.embedded.memory.regions import Memory
 from engines.protocol import MemoryTag
+from engines.tensors.delta import Delta, apply_delta, is_delta, read_delta
 from engines.tensors.fingerprint import BYTES, SUMS, whole_fingerprint
 from engines.tensors.stacked_experts import first_expert_of, split_experts
 from engines.tensors.torch_fingerprint import (
@@ -61,6 +62,9 @@ class ModelWeights:
     Args:
         is_on_gpu: whether fingerprints are made where the parameters are: to copy them to the
             host takes longer than a push.
+
+    Attributes:
+        version: returns the weight version of these weights, which a delta must begin from.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class ModelWeights:
         *,
         is_on_gpu: bool = False,
     ) -> None:
+        self.version: Callable[[], str] = str
         self._is_on_gpu = is_on_gpu
         self._adapter_fingerprints = adapter_fingerprints
         # A tied tensor is listed under its first name, the one save_pretrained keeps.
@@ -127,10 +132,38 @@ class ModelWeights:
         if is_empty:
             raise Invalid("the update holds no tensors")
 
-    def apply(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite parameters in place; the caller has checked them."""
-        for name, tensor in named:
-            self.find(name).copy_(tensor)
+    def changes(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[Callable[[], object]]:
+        """What overwrites parameters with these tensors, and with deltas of them.
+
+        Raises:
+            Invalid: one could not be applied.
+        """
+        try:
+            deltas = {name: read_delta(name, content) for name, content in named if is_delta(name)}
+        except ValueError as error:
+            raise Invalid(f"{error}; nothing was updated") from None
+        whole = [(name, tensor) for name, tensor in named if name not in deltas]
+        heads = [head for head, *_ in deltas.values()]
+        self.check(
+            [(name, tensor.shape, tensor.dtype) for name, tensor in whole]
+            + [(head.name, head.shape, getattr(torch, head.dtype)) for head in heads]
+        )
+        for head in heads:
+            self._check_base(head)
+        changes: list[Callable[[], object]] = [
+            partial(self.find(name).copy_, tensor) for name, tensor in whole
+        ]
+        for head, *elements in deltas.values():
+            changes.append(partial(apply_delta, self.find(head.name), *elements))
+        return changes
+
+    def _check_base(self, delta: Delta) -> None:
+        own, dtype = self.version(), dtype_name(self.find(delta.name).dtype)
+        if (delta.base, delta.dtype) != (own, dtype):
+            raise Invalid(
+                f"a delta of {delta.dtype} {delta.name!r} from weight version {delta.base} is not "
+                f"for weight version {own} in {dtype}; nothing was updated: push whole tensors"
+            )
 
     def find(self, name: str) -> torch.Tensor:
         """The parameter of this name, which has been checked."""

@@ -164,6 +164,7 @@ class Starter:
             num_payloads=features.num_payloads,
             why_no_groups=features.why_no_groups,
             why_no_handles=features.why_no_handles,
+            why_no_deltas=features.why_no_deltas,
             weight_version=int(version) if version.isdigit() else None,
             base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
@@ -201,7 +202,8 @@ class Starter:
                 weights_cpu_backup=self._weights_cpu_backup,
             )
         )
-        self._refuse(of_pushes(engine_id, features, settings.update, settings.transport))
+        pushes = settings.update, settings.transport, settings.encoding
+        self._refuse(of_pushes(engine_id, features, *pushes))
 
     def _check_caches(self, engine_id: str, info: ServerInfo, kind: Kind) -> None:
         """Refuse what its census refuses; what it does not know is a warning, or refused too."""

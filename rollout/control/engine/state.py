@@ -29,6 +29,7 @@ class EngineState:
         num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        why_no_deltas: why it applies no deltas; empty if it does.
         needs_names: as in ``EngineStatus``.
         update_group: name of its broadcast group; empty for none.
         is_verified: its weights were verified after their last change.
@@ -66,6 +67,7 @@ class EngineState:
     num_payloads: int = 1
     why_no_groups: str = ""
     why_no_handles: str = ""
+    why_no_deltas: str = ""
     needs_names: bool = False
     update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
@@ -222,6 +224,7 @@ class EngineState:
             num_payloads=self.num_payloads,
             why_no_groups=self.why_no_groups,
             why_no_handles=self.why_no_handles,
+            why_no_deltas=self.why_no_deltas,
             needs_names=self.needs_names,
         )
 

@@ -38,6 +38,7 @@ class GateControl:
 
     Attributes:
         state: open, holding or closed, as the lifecycle has set it.
+        paused_s: of the step that has ended last; see ``Step``.
         leaving: engines about to be removed: they only finish their requests.
     """
 
@@ -50,6 +51,7 @@ class GateControl:
         timeline: Timeline,
     ) -> None:
         self.state = "closed"
+        self.paused_s = 0.0
         self.leaving: set[str] = set()
         self._waits_for_recovery = False
         self._router = router
@@ -114,6 +116,7 @@ class GateControl:
         if ended := steps(excerpt.spans):
             self._cursor = excerpt.cursor
             metrics |= step_metrics(ended[-1])
+            self.paused_s = ended[-1].paused_s
         return metrics
 
     async def shut(self, state: str, reason: str, phase: str) -> None:

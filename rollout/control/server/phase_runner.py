@@ -210,6 +210,7 @@ class PhaseRunner:
             freed_bytes=sum(report.freed_bytes for report in reports.values()),
             weight_version=self.weight_version,
             reports=tuple(reports.values()),
+            paused_s=self._gate.paused_s if command is Command.CONTINUE else 0.0,
         )
 
     async def _run_on_groups(

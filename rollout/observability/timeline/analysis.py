@@ -25,6 +25,8 @@ class Step:
     Attributes:
         lost_s: seconds without generation outside ``trainer_s``: from the pause to the end of the
             last release, and from the start of the onload to the end of ``continue``.
+        paused_s: seconds without generation because of a push: from the pause, or after a release
+            from the start of the update, to the end of ``continue``; 0 without a push.
         trainer_s: seconds between the last release and the onload, when the trainer had the memory.
         phase_s: command -> seconds.
         slowest: command -> the engine that took longest in it.
@@ -35,6 +37,7 @@ class Step:
     start_s: float
     end_s: float
     lost_s: float
+    paused_s: float
     trainer_s: float
     weight_version: int | None
     phase_s: Mapping[str, float]
@@ -82,6 +85,7 @@ def step_metrics(step: Step) -> dict[str, float]:
     """Metrics ``server/...`` of a step, for the trackers of a training script; seconds."""
     return {
         "server/lost_s": step.lost_s,
+        "server/paused_s": step.paused_s,
         "server/trainer_s": step.trainer_s,
         **{f"server/phase_s/{name}": elapsed_s for name, elapsed_s in step.phase_s.items()},
     }
@@ -92,6 +96,8 @@ def _step(server: str, phases: Sequence[Span], engines: Sequence[Span]) -> Step:
     released_s = [phase.end_s for phase in phases if phase.name == Command.RELEASE]
     up = [phase.start_s for phase in phases if phase.name not in _DOWN]
     trainer_s = max(0.0, min(up) - max(released_s)) if released_s and up else 0.0
+    pushed_s = [phase.start_s for phase in phases if phase.name == Command.UPDATE_WEIGHTS]
+    paused_from_s = min(pushed_s) if pushed_s and released_s else start_s
     phase_s: dict[str, float] = defaultdict(float)
     for phase in phases:
         phase_s[phase.name] += phase.elapsed_s
@@ -106,6 +112,7 @@ def _step(server: str, phases: Sequence[Span], engines: Sequence[Span]) -> Step:
         start_s=start_s,
         end_s=end_s,
         lost_s=end_s - start_s - trainer_s,
+        paused_s=end_s - paused_from_s if pushed_s else 0.0,
         trainer_s=trainer_s,
         weight_version=max(versions, default=None),
         phase_s=dict(phase_s),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines.protocol.plain_text import size_text
-from rollout.config import Transport, WeightsConfig, WeightUpdate
+from rollout.config import EncodingChoice, Transport, WeightsConfig, WeightUpdate
 from rollout.weights.routes.route import BUCKETS_AHEAD
 from rollout.weights.routes.shared_memory import stream_bytes
 
@@ -40,6 +40,7 @@ class PushMemory:
         engine_bytes: of each rank of an engine, on its device.
         shared_memory_bytes: on each host, of files in ``weights.shared_memory_path``; with a store,
             on that of rank 0, and as much again while the store reads the push before.
+        copies_bytes: of rank 0, in host memory: its copies of what engines hold, for deltas.
         least_shared_bytes: with which it works.  Buckets of other sizes get files of their own,
             which stay for the next push while there is room.
     """
@@ -50,6 +51,7 @@ class PushMemory:
     engine_bytes: int
     shared_memory_bytes: int
     least_shared_bytes: int
+    copies_bytes: int = 0
 
 
 def push_memory(
@@ -58,6 +60,7 @@ def push_memory(
     """The peaks of each route that full pushes with these settings may take."""
     bucket = sizes.bucket_bytes(weights)
     wanted, kept = weights.transport, 0 if weights.store is None else sizes.model_bytes
+    copies = 0 if weights.encoding is EncodingChoice.FULL else sizes.model_bytes
     if wanted in (Transport.AUTO, Transport.CUDA_IPC):
         # The gathered bucket, and flat ones; a copy for the store keeps the bucket before.
         num_gathered = 1 if weights.store is None else 1 + BUCKETS_AHEAD
@@ -66,10 +69,13 @@ def push_memory(
     if wanted in (Transport.AUTO, Transport.SHARED_MEMORY):
         whole = sizes.model_bytes
         streamed = kept or min(whole, stream_bytes(bucket, ranks_per_host))
-        yield PushMemory(Transport.SHARED_MEMORY, True, bucket, 0, whole, streamed)
-        yield PushMemory(Transport.SHARED_MEMORY, False, bucket, 0, whole, whole)
+        own = copies if ranks_per_host == 1 else 0
+        yield PushMemory(Transport.SHARED_MEMORY, True, bucket, 0, whole, streamed, own)
+        yield PushMemory(Transport.SHARED_MEMORY, False, bucket, 0, whole, whole, own)
     if wanted in (Transport.AUTO, Transport.DISTRIBUTED):
         yield PushMemory(Transport.DISTRIBUTED, True, 2 * bucket, bucket, kept, kept)
+    if copies and wanted in (Transport.AUTO, Transport.TENSOR):
+        yield PushMemory(Transport.TENSOR, True, bucket, 0, kept, kept, copies)
 
 
 def push_memory_text(peaks: PushMemory) -> str:
@@ -79,6 +85,7 @@ def push_memory_text(peaks: PushMemory) -> str:
         "on each rank of the trainer": peaks.trainer_bytes,
         "on each GPU of an engine": peaks.engine_bytes,
         "in shared memory": peaks.shared_memory_bytes,
+        "of copies on rank 0": peaks.copies_bytes,
     }
     text = ", ".join(f"{size_text(size)} {where}" for where, size in parts.items() if size)
     least = peaks.least_shared_bytes

@@ -62,6 +62,9 @@ class PushFigures:
     Args:
         most_spans: of all ranks together; more only if there are more ranks.
         clock: of ``time.monotonic``.
+
+    Attributes:
+        density: of a delta so far; None for whole tensors.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class PushFigures:
         self._clock = clock
         self._most_rounds = max(1, most_spans // (2 * num_ranks + 1))
         self.num_offered = 0
+        self.density: float | None = None
         self._rounds: list[_Round] = []
         self._per_round = 1
         self._open: _Round | None = None
@@ -88,11 +92,12 @@ class PushFigures:
         """This rank has the bucket's whole tensors."""
         self._gathered_s = self._clock()
 
-    def measured(self, pairs: Pairs) -> tuple[float, float, int]:
-        """Of this rank's share of the bucket: seconds of its gather and copies, and its bytes."""
+    def measured(self, pairs: Pairs, changes: Pairs) -> tuple[float, float, int, int | None]:
+        """Of this rank's share of the bucket: seconds of its gather and copies, its bytes, and
+        those that were sent in their place."""
         gather_s, copy_s = self._gathered_s - self._start_s, self._clock() - self._gathered_s
-        num_bytes = sum(map(attrgetter("nbytes"), pairs.tensors))
-        return round(gather_s, 6), round(copy_s, 6), num_bytes
+        sent_bytes = None if changes is pairs else _num_bytes(changes)
+        return round(gather_s, 6), round(copy_s, 6), _num_bytes(pairs), sent_bytes
 
     # -- rank 0 -----------------------------------------------------------------------------
 
@@ -117,7 +122,10 @@ class PushFigures:
             0.0,
             [one.gather_s for one in shares],
             [one.copy_s if rank in senders else 0.0 for rank, one in enumerate(shares)],
-            [num_bytes if rank in senders else 0 for rank in range(len(shares))],
+            [
+                (num_bytes if one.sent_bytes is None else one.sent_bytes) if rank in senders else 0
+                for rank, one in enumerate(shares)
+            ],
         )
 
     def wanted(self, at_s: float) -> None:
@@ -146,7 +154,8 @@ class PushFigures:
         found = []
         for rank, sent in enumerate(whole.sent):
             found.append(PushStage(rank, GATHER, "", whole.num_bytes, whole.gather_s[rank]))
-            found.append(PushStage(rank, COPY, route, sent, whole.copy_s[rank]))
+            density = None if rank else self.density
+            found.append(PushStage(rank, COPY, route, sent, whole.copy_s[rank], density))
         found.append(PushStage(0, ENGINE, route, whole.num_bytes, whole.engine_s))
         return tuple(found)
 
@@ -180,6 +189,10 @@ def _in_twos(rounds: Sequence[_Round]) -> Iterator[_Round]:
     for first in range(0, len(rounds), 2):
         pair = rounds[first : first + 2]
         yield pair[0].joined(pair[1]) if len(pair) > 1 else pair[0]
+
+
+def _num_bytes(pairs: Pairs) -> int:
+    return sum(map(attrgetter("nbytes"), pairs.tensors))
 
 
 def _sums(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:

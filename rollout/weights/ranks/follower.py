@@ -31,6 +31,7 @@ from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.bucket_bytes import fingerprints_of
+from rollout.weights.tensors.delta_base import DeltaPush
 from rollout.weights.tensors.finite_check import check_finite
 from rollout.weights.tensors.sources import (
     Pairs,
@@ -71,6 +72,7 @@ class Follower:
         self._builders: dict[str, ShareBuilder] = {}
         self._copies: BufferWriter | DeviceCopies | None = None
         self._plan: PushPlan | None = None
+        self.delta_push: DeltaPush | None = None
 
     @cached_property
     def source(self) -> PlannedSource | StreamedSource:
@@ -127,6 +129,7 @@ class Follower:
         self._buckets = self.source.buckets(plan.bucket_bytes)
         with naming_path(self.rank.config.weights):
             self._open_builders(plan)
+        self._begin_copies(plan)
 
     def digests_of(self, names: Sequence[str]) -> dict[str, str]:
         """Of those tensors that other ranks may have too."""
@@ -155,6 +158,18 @@ class Follower:
             of_host = BufferWriter.of(end, plan.terms.fingerprints)
             self._copies = DeviceCopies(end) if self.gpu else of_host
             self.resources.callback(self._copies.close)
+
+    def _begin_copies(self, plan: PushPlan) -> None:
+        """Keep copies of what engines get from this rank, if the next push may be a delta."""
+        copies, expected = self.rank.delta_base, self._server.expected
+        own = [one for one in plan.routes if one.payload in self._builders]
+        if not any(one.is_copied for one in own):
+            copies.drop()
+            return
+        base = None if all(one.is_full for one in own) else copies.version
+        known = {} if expected is None else expected.tensors
+        self.delta_push = DeltaPush(plan.terms.version, base, known)
+        copies.begin(self.delta_push)
 
     def _end(self, plan: PushPlan, buffers: ShmBufferPool | PushBuffers) -> RankEnd:
         rank = self.rank
@@ -196,7 +211,8 @@ class Follower:
         self.figures.gathered()
         made: dict[str, Mapping[str, Any]] = {}
         with naming_path(self.rank.config.weights):
-            written = _encoded(pairs, plan.routes)
+            changes = self._changes_of(pairs)
+            written = _encoded(pairs, changes, plan.routes)
             for payload, builder in self._builders.items():
                 if (share := builder.make(index, written[payload])) is not None:
                     made[payload] = share
@@ -208,11 +224,21 @@ class Follower:
         if plan.is_hashed_by_rank_0 and self.rank.rank == 0:
             fingerprints = fingerprints_of(pairs, plan.terms.fingerprints)
         content = content_of(pairs) if self.rank.num_ranks > 1 else ""
-        figures = self.figures.measured(pairs)
+        figures = self.figures.measured(pairs, changes)
         digests: dict[str, str] = {}
         if isinstance(self.source, StreamedSource) and self.rank.num_ranks > 1:
             digests = device_fingerprints([pairs[(plan.terms.version + index) % len(pairs)]])
         return Share(content, is_last, made, fingerprints, copy, *figures, digests), pairs
+
+    def _changes_of(self, pairs: Pairs) -> Pairs:
+        """What a bucket changes of the version that the engines hold: all of it, if no copies are
+        kept or it is sent whole."""
+        changes = (
+            pairs if self.delta_push is None else self.rank.delta_base.take(self.delta_push, pairs)
+        )
+        if changes is not pairs:
+            self.figures.density = self.rank.delta_base.density
+        return changes
 
     def _copy(self, index: int, pairs: Pairs, is_last: bool) -> Mapping[str, Any]:
         """This rank's share of the copies for the store; an error does not end the push."""
@@ -242,15 +268,16 @@ class Follower:
             raise RankFailure(f"{describe(error, with_type=True)}; {state}") from error
 
     def keep(self) -> None:
-        """After a push that succeeded: stay in the group."""
+        """After a push that succeeded: stay in the group, and take the copies for its version."""
+        self.rank.delta_base.succeed(self.delta_push)
         if self.sender is not None:
             self.sender.stay()
 
 
-def _encoded(pairs: Pairs, routes: Sequence[Chosen]) -> dict[str, Pairs]:
+def _encoded(pairs: Pairs, changes: Pairs, routes: Sequence[Chosen]) -> dict[str, Pairs]:
     """A bucket as each payload gets it; one encoding is made once."""
     names = {chosen.encoding for chosen in routes}
-    written = {name: ENCODINGS[name].encode(pairs) for name in names}
+    written = {name: ENCODINGS[name].encode(pairs, changes) for name in names}
     return {chosen.payload: written[chosen.encoding] for chosen in routes}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, cycle, islice
@@ -34,10 +34,25 @@ from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.adapter import ADAPTER
-from rollout.weights.routes.choice import ROUTES, by_value_note, choose, is_only_streamed
+from rollout.weights.routes.choice import (
+    ROUTES,
+    by_value_note,
+    choose,
+    encoded_for,
+    is_only_streamed,
+)
 from rollout.weights.routes.cuda_ipc import gpu_of_thread, use_gpu
 from rollout.weights.routes.disk import CheckpointBuilder
-from rollout.weights.routes.route import Chosen, EngineRoute, Payload, PushTerms, RankPlace
+from rollout.weights.routes.route import (
+    FULL,
+    Chosen,
+    EncodingTerms,
+    EnginePlace,
+    EngineRoute,
+    Payload,
+    PushTerms,
+    RankPlace,
+)
 from rollout.weights.routes.shared_memory import joined_folder, stream_bytes, why_no_room_for
 from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.adapters import AdapterSource
@@ -165,7 +180,11 @@ class Leader:
         num_bytes, largest_bytes = self._sizes()
         self._ranks = self._places(num_bytes, largest_bytes)
         places = self._server.places(status)
-        chosen = choose(wanted, self._ranks, places, is_copy=not self._may_stream)
+        base = rank.delta_base
+        is_full = self._contents is WeightUpdate.FULL
+        encoding = rank.config.weights.encoding if is_full else FULL
+        terms = EncodingTerms(encoding, rank.num_ranks, base.version, base.density)
+        chosen = choose(wanted, self._ranks, places, is_copy=not self._may_stream, terms=terms)
         if note := by_value_note(wanted, chosen, num_bytes):
             logger.warning("%s", note)
         self._assigned = {
@@ -175,10 +194,12 @@ class Leader:
         # Engines that come later get what an engine on this host would.
         near = Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted
         by_payload: dict[str, Chosen] = {}
-        for one in list(chosen.values()) or (Chosen(near),):
+        later = encoded_for(EnginePlace("of a later engine", ""), Chosen(near), terms)
+        for one in list(chosen.values()) or [later]:
             first = by_payload.setdefault(one.payload, replace(one, why=""))
             gpus = tuple(dict.fromkeys((*first.gpus, *one.gpus)))
-            by_payload[one.payload] = replace(first, gpus=gpus)
+            is_copied = first.is_copied or one.is_copied
+            by_payload[one.payload] = replace(first, gpus=gpus, is_copied=is_copied)
         return tuple(by_payload.values())
 
     def _places(self, num_bytes: int, largest_bytes: int) -> list[RankPlace]:
@@ -300,7 +321,7 @@ class Leader:
     @property
     def routes_text(self) -> str:
         """The routes of the push, as its figures name them."""
-        return "+".join(sorted({one.transport for one in self.plan.routes}))
+        return "+".join(sorted({one.text for one in self.plan.routes}))
 
     @property
     def _is_to_disk(self) -> bool:
@@ -472,7 +493,8 @@ def push_of_one_rank(
         made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
         # Without the leader, which has the tensors.
         figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
-        succeeded = partial(_succeeded, leader.copies, figures, version, routes, server)
+        take_base = partial(rank.delta_base.succeed, follower.delta_push)
+        succeeded = partial(_succeeded, leader.copies, take_base, figures, version, routes, server)
         return Push(made, follower.resources, succeeded)
     except BaseException:
         follower.resources.close()
@@ -498,9 +520,15 @@ def offer_copies(
 
 
 def _succeeded(
-    copies: CopiedPush | None, figures: PushFigures, version: int, routes: str, server: ServerPort
+    copies: CopiedPush | None,
+    take_base: Callable[[], None],
+    figures: PushFigures,
+    version: int,
+    routes: str,
+    server: ServerPort,
 ) -> Sequence[PushStage]:
     """After the push of one process: leave its copies to the store, and figures to the timeline."""
+    take_base()
     offer_copies(copies, version, server)
     figures.wanted(time.monotonic())
     server.record_push(figures.spans(version))

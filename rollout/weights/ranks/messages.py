@@ -110,6 +110,7 @@ class Share:
         made: transport -> its share for that route; see ``RouteRow``.
         copy: of its copy for the store: ``path``, or ``why_not``.
         gather_s, copy_s, num_bytes: see ``PushFigures``.
+        sent_bytes: of its payloads, if they are not the whole tensors.
         digests: of one of the bucket's tensors, if they come from an iterator.
     """
 
@@ -121,6 +122,7 @@ class Share:
     gather_s: float = 0.0
     copy_s: float = 0.0
     num_bytes: int = 0
+    sent_bytes: int | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -21,6 +21,7 @@ from rollout.weights.routes.choice import loads_at_once, stream_note, why_loads_
 from rollout.weights.routes.cuda_ipc import pinned
 from rollout.weights.routes.route import EnginePlace
 from rollout.weights.routes.trainer_groups import IdleGroup
+from rollout.weights.tensors.delta_base import DeltaBase
 from rollout.weights.tensors.push_plan import PushPlanCache
 from rollout.weights.tensors.sources import TensorList
 
@@ -61,6 +62,7 @@ class TrainerRank:
 
     Attributes:
         tensors: of the last push, as rank 0 has planned them.
+        delta_base: copies of what the engines hold, if deltas are pushed.
         num_compared: tensors that ranks have compared so far; the next push goes on after them.
     """
 
@@ -76,6 +78,7 @@ class TrainerRank:
         self.hosts = list(hosts)
         self.pool = ShmBufferPool(config.weights.shared_memory_path, pinned)
         self.copies = StoreCopies()
+        self.delta_base = DeltaBase()
         self.plans = PushPlanCache()
         self.idle_group = idle_group or IdleGroup()
         self.loads = LoadCosts(config)
@@ -114,6 +117,7 @@ class TrainerRank:
 
     def close(self) -> None:
         """Free this rank's shared memory, and leave the broadcast group."""
+        self.delta_base.drop()
         self.idle_group.leave()
         self.pool.close()
 

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.kinds import kind_of
-from rollout.config import Transport, WeightsConfig
+from rollout.config import EncodingChoice, Transport, WeightsConfig
 from rollout.config.compatibility import of_window, why_no_copy
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
 from rollout.weights.routes import adapter, broadcast, by_value, cuda_ipc, disk, shared_memory
 from rollout.weights.routes.rank_end import RouteRow, why_far
-from rollout.weights.routes.route import Chosen, Encoding, EnginePlace, RankPlace
+from rollout.weights.routes.route import (
+    FULL,
+    Chosen,
+    Encoding,
+    EncodingTerms,
+    EnginePlace,
+    RankPlace,
+)
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors.sources import Pairs
 
 ROUTES: dict[str, RouteRow] = {
     row.transport: row
@@ -24,8 +34,42 @@ ROUTES: dict[str, RouteRow] = {
 }
 """The best first.  ``auto`` takes the first that reaches an engine."""
 
-ENCODINGS: dict[str, Encoding] = {one.name: one for one in (Encoding(),)}
+# Of all elements: where more change, comparing and placing them costs more than whole tensors.
+_MOST_CHANGED = {Transport.TENSOR: 0.3, Transport.SHARED_MEMORY: 0.05}
+
+
+class DeltaEncoding(Encoding):
+    """The elements that have changed since the version that an engine holds.
+
+    See ``engines.tensors.delta``.
+    """
+
+    name = EncodingChoice.DELTA.value
+
+    def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
+        if engine.why_no_deltas:
+            return engine.why_no_deltas
+        if chosen.transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
+            return "its files are written by several ranks, and only rank 0 keeps copies"
+        most = _MOST_CHANGED[Transport(chosen.transport)]
+        if terms.wanted == EncodingChoice.AUTO and (terms.density or 0.0) > most:
+            return f"the last push changed {terms.density:.1%} of the elements"
+        return ""
+
+    def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
+        if terms.base is not None and engine.holds == terms.base:
+            return ""
+        return f"it holds weight version {engine.holds}, the trainer has copies of {terms.base}"
+
+    def encode(self, pairs: Pairs, changes: Pairs) -> Pairs:
+        return changes
+
+
+ENCODINGS: dict[str, Encoding] = {one.name: one for one in (DeltaEncoding(), Encoding())}
 """The best first.  An engine gets the first that it applies; it always applies the last."""
+
+WHOLE = EncodingTerms()
+"""Whole tensors for all engines."""
 
 NEAR_ONLY = (Transport.SHARED_MEMORY, Transport.CUDA_IPC)
 """They reach engines on hosts of the trainer alone."""
@@ -39,6 +83,7 @@ def choose(
     engines: Sequence[EnginePlace],
     *,
     is_copy: bool = False,
+    terms: EncodingTerms = WHOLE,
 ) -> dict[str, Chosen]:
     """Engine id -> its route, and its encoding.
 
@@ -51,22 +96,42 @@ def choose(
         is_copy: the tensors are copied before the engines are called.
 
     Raises:
-        ConfigError: the named route does not reach an engine, or sends no copies.
+        ConfigError: the named route does not reach an engine, or sends no copies; or the named
+            encoding is not for an engine.
     """
     if is_copy and is_only_streamed(wanted):
         raise ConfigError(why_no_copy(wanted), setting="weights.transport", value=wanted.value)
     if wanted is Transport.AUTO:
         rows = [row for row in ROUTES.values() if row.is_automatic and row.is_copy >= is_copy]
-        return {one.engine_id: encoded_for(one, _best(rows, ranks, one)) for one in engines}
-    return {one.engine_id: encoded_for(one, _named(wanted, ranks, one)) for one in engines}
+        found = {one.engine_id: _best(rows, ranks, one) for one in engines}
+    else:
+        found = {one.engine_id: _named(wanted, ranks, one) for one in engines}
+    return {one.engine_id: encoded_for(one, found[one.engine_id], terms) for one in engines}
 
 
-def encoded_for(engine: EnginePlace, chosen: Chosen) -> Chosen:
-    """The route with the best encoding that the engine applies and the route carries."""
-    if not ROUTES[chosen.transport].is_encoded:
-        return chosen
-    fits = (one for one in ENCODINGS.values() if not one.why_not(chosen, engine))
-    return replace(chosen, encoding=next(fits).name)
+def encoded_for(engine: EnginePlace, chosen: Chosen, terms: EncodingTerms) -> Chosen:
+    """The route with the best encoding that the engine applies and the route carries.
+
+    Raises:
+        ConfigError: the named encoding is not for this engine.
+    """
+    for one in ENCODINGS.values():
+        if one.name == FULL or terms.wanted not in (EncodingChoice.AUTO, one.name):
+            continue
+        why = f"{chosen.transport} carries whole tensors only"
+        if ROUTES[chosen.transport].is_encoded:
+            why = one.why_not(chosen, engine, terms)
+        if not why:
+            now = not one.why_not_now(engine, terms)
+            return replace(chosen, encoding=one.name if now else FULL, is_copied=True)
+        if terms.wanted == one.name:
+            raise ConfigError(
+                f"weights.encoding = {one.name}: engine {engine.engine_id}: {why}; use auto or "
+                "full, or weights.transport = tensor",
+                setting="weights.encoding",
+                value=terms.wanted,
+            )
+    return chosen
 
 
 def is_only_streamed(transport: str) -> bool:

@@ -118,12 +118,20 @@ class Encoding:
 
     name = FULL
 
-    def why_not(self, chosen: Chosen, engine: EnginePlace) -> str:
-        """Why this engine does not apply it; empty if it does."""
+    def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
+        """Why this engine never applies it; empty if it does."""
         return ""
 
-    def encode(self, pairs: Pairs) -> Pairs:
-        """What the routes get in place of a bucket."""
+    def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
+        """Why it does not apply that of this push; empty if it does."""
+        return ""
+
+    def encode(self, pairs: Pairs, changes: Pairs) -> Pairs:
+        """What the routes get in place of a bucket.
+
+        Args:
+            changes: what the bucket changes of the version that engines hold.
+        """
         return pairs
 
     async def send(self, route: Route, target: PushTarget, packed: Any, stage: Stage) -> None:
@@ -230,6 +238,8 @@ class EnginePlace:
         is_reached: it can connect to the trainer, as each member of a broadcast group does.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        why_no_deltas: why it applies no deltas; empty if it does.
+        holds: the weight version that it holds, verified; None for none.
     """
 
     engine_id: str
@@ -239,6 +249,25 @@ class EnginePlace:
     is_reached: bool = True
     why_no_groups: str = ""
     why_no_handles: str = ""
+    why_no_deltas: str = ""
+    holds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingTerms:
+    """What decides on the encoding of a push, besides its routes and engines.
+
+    Attributes:
+        wanted: the setting: the name of an encoding, or ``auto``.
+        num_ranks: of the trainer.
+        base: the version of which rank 0 has copies.
+        density: the share of elements that the last push changed; None if unknown.
+    """
+
+    wanted: str = FULL
+    num_ranks: int = 1
+    base: int | None = None
+    density: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +280,7 @@ class Chosen:
         gpus: with CUDA IPC, UUIDs of its GPUs as the ranks name them, in the order of its ranks.
         why: with a choice of the last resort, why no other route reaches it.
         encoding: see ``Encoding.name``.
+        is_copied: the ranks keep copies of what it gets, so that the next push may be a delta.
         adapter, config: with an adapter, its name and configuration.
     """
 
@@ -259,6 +289,7 @@ class Chosen:
     gpus: tuple[str, ...] = ()
     why: str = ""
     encoding: str = FULL
+    is_copied: bool = False
     adapter: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -266,7 +297,12 @@ class Chosen:
     def payload(self) -> str:
         """The name of its payload in a bucket: equal for engines that get the same."""
         suffix = f" {self.host}" if self.transport == Transport.SHARED_MEMORY else ""
-        return f"{self.transport}{suffix}{'' if self.is_full else f' {self.encoding}'}"
+        return f"{self.text}{suffix}"
+
+    @property
+    def text(self) -> str:
+        """The route, and the encoding if it is not whole tensors."""
+        return self.transport if self.is_full else f"{self.transport} {self.encoding}"
 
     @property
     def is_full(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,7 +11,16 @@ import pytest
 
 from engines.protocol import ModelInfo, ServerInfo, WorkerType
 from engines.protocol.features import Features
-from rollout.config import Drain, EngineConfig, EngineKind, GroupConfig, Transport, WeightUpdate
+from rollout.config import (
+    Drain,
+    EncodingChoice,
+    EngineConfig,
+    EngineKind,
+    GroupConfig,
+    Transport,
+    WeightsConfig,
+    WeightUpdate,
+)
 from rollout.config.compatibility import of_checkpoint, of_embeddings, of_engine, of_pushes
 
 GOOD = Features(
@@ -114,6 +124,41 @@ def test_a_named_transport_that_the_engine_does_not_take_is_refused(
     refusal = f"transport = {transport} does not reach engine policy-0: {whys.get(transport)}; use"
     assert (refusal in said) is is_refused
     assert bool(said) is is_refused
+
+
+@pytest.mark.parametrize("encoding", EncodingChoice)
+def test_deltas_by_name_are_refused_for_an_engine_that_applies_none(
+    encoding: EncodingChoice,
+) -> None:
+    features = replace(GOOD, why_no_deltas="engines of kind sglang apply no deltas")
+    pushes = WeightUpdate.FULL, Transport.TENSOR, encoding
+    found = [why for _, why in of_pushes("policy-0", features, *pushes)]
+    if encoding is not EncodingChoice.DELTA:
+        assert found == []
+        return
+    assert found == [
+        "weights.encoding = delta is not for engine policy-0: engines of kind sglang apply no "
+        "deltas; use auto or full"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({"update": "full"}, False),
+        ({"update": "lora"}, True),
+        ({"update": "partial"}, True),
+        ({"fingerprint": False}, True),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["delta", "auto"])
+def test_deltas_need_full_pushes_with_fingerprints(
+    settings: dict[str, Any], encoding: str, is_refused: bool
+) -> None:
+    WeightsConfig.model_validate({"encoding": "full", **settings})
+    refusal = pytest.raises(ValueError, match="a delta is verified by the fingerprints")
+    with refusal if is_refused else nullcontext():
+        WeightsConfig.model_validate({"encoding": encoding, **settings})
 
 
 @pytest.mark.parametrize(

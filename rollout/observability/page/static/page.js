@@ -162,6 +162,7 @@ function stepRow(step, colors) {
     make("th", { scope: "row" }, open, ` ${clock(step.end_s)}`),
     make("td", { class: "num" }, String(step.weight_version ?? "–")),
     make("td", { class: "num" }, seconds(step.lost_s)),
+    make("td", { class: "num" }, seconds(step.paused_s)),
     make("td", { class: "num" }, seconds(step.trainer_s)),
     make("td", {}, share),
     make("td", {}, slowest ? `${slowest.engine_id} in ${longest[0]}` : "", step.failures.length ? make("span", { class: "pill bad" }, `${step.failures.length} failed`) : ""));
@@ -185,7 +186,7 @@ async function openStep(number) {
   const calls = step.spans.filter((span) => span.kind === "call" || span.outcome === "failed").sort((one, other) => other.elapsed_s - one.elapsed_s).slice(0, 40);
   const table = make("table", {}, make("thead", {}, make("tr", {}, ...["Engine", "Call", "Seconds", "Sent", "Outcome"].map((title) => make("th", { scope: "col" }, title)))),
     make("tbody", {}, ...calls.map((call) => make("tr", {}, make("td", {}, call.engine_id || ""), make("td", {}, call.name), make("td", {}, seconds(call.elapsed_s)), make("td", {}, call.num_bytes ? bytes(call.num_bytes) : ""), make("td", { class: call.outcome === "ok" ? "" : "error" }, call.outcome === "ok" ? "ok" : call.said || call.outcome)))));
-  body.replaceChildren(make("p", {}, `Weight version ${step.weight_version}; ${seconds(step.lost_s)} lost at the boundary, ${seconds(step.trainer_s)} for the trainer.`), canvas, make("div", { class: "scroll", tabindex: "0" }, table));
+  body.replaceChildren(make("p", {}, `Weight version ${step.weight_version}; ${seconds(step.lost_s)} lost at the boundary, ${seconds(step.paused_s)} paused for the push, ${seconds(step.trainer_s)} for the trainer.`), canvas, make("div", { class: "scroll", tabindex: "0" }, table));
   const margin = (step.end_s - step.start_s) * 0.02;
   new Lanes(canvas).draw({ lanes: ids, spans: drawn, running: [], from_s: step.start_s - margin, to_s: step.end_s + margin });
 }

@@ -23,7 +23,8 @@ def test_a_mixture_of_experts_is_known_and_written_by_the_names_of_its_checkpoin
     held = {one["name"]: one["shape"] for one in weights.manifest()}
     assert held == {name: list(tensor.shape) for name, tensor in saved.items()}
     before, _ = weights.checksum()
-    weights.apply((name, tensor * 2) for name, tensor in saved.items())
+    for change in weights.changes([(name, tensor * 2) for name, tensor in saved.items()]):
+        change()
     after, _ = weights.checksum()
     assert not set(before.values()) & set(after.values())
     gate_up = model.get_parameter("model.layers.1.mlp.experts.gate_up_proj")[2]

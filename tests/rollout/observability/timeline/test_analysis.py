@@ -11,6 +11,11 @@ def test_the_time_of_the_trainer_is_not_lost() -> None:
     (step,) = steps(offload_step())
     assert step.lost_s == pytest.approx(3.0)
     assert step.trainer_s == pytest.approx(10.0)
+    (update,) = [
+        span for span in offload_step() if span.name == "update_weights" and span.kind is Kind.PHASE
+    ]
+    assert step.paused_s == pytest.approx(step.end_s - update.start_s)
+    assert 0 < step.paused_s < step.lost_s
     assert step.weight_version == 7
 
 
@@ -23,7 +28,12 @@ def test_without_a_release_all_of_it_is_lost() -> None:
         phase("continue", 6.0, 1.0),
     ]
     (step,) = steps(spans)
-    assert (step.lost_s, step.trainer_s) == (7.0, 0.0)
+    assert (step.lost_s, step.paused_s, step.trainer_s) == (7.0, 7.0, 0.0)
+
+
+def test_a_step_without_a_push_is_not_paused_for_one() -> None:
+    (step,) = steps([phase("pause", 0.0, 1.0), phase("continue", 6.0, 1.0)])
+    assert (step.lost_s, step.paused_s) == (7.0, 0.0)
 
 
 def test_a_step_without_its_continue_is_not_counted() -> None:

@@ -19,7 +19,12 @@ from rollout.config import RolloutConfig, Transport, WeightsConfig
 from rollout.core.errors import ConfigError
 from rollout.core.machine import Room
 from rollout.runtime.preflight import check_before_launch, push_sizes, wrong_settings
-from rollout.weights.push.push_memory import PushMemory, PushSizes, push_memory
+from rollout.weights.push.push_memory import (
+    PushMemory,
+    PushSizes,
+    push_memory,
+    push_memory_text,
+)
 from rollout.weights.routes import buffers
 
 QWEN3_8B = {
@@ -254,3 +259,18 @@ def test_64_mb_as_in_docker_are_found_before_anything_is_started(
     else:
         check_before_launch(config)
         assert re.search(said, caplog.text)
+
+
+@pytest.mark.parametrize("encoding", ["delta", "auto"])
+def test_copies_for_deltas_are_the_model_once_more_where_rank_0_sends(encoding: str) -> None:
+    sizes, weights = PushSizes(1000, 100), WeightsConfig(encoding=encoding, bucket_bytes=100)
+    for ranks, copies in ((1, 1000), (8, 0)):
+        found = peaks_of(sizes, weights, ranks_per_host=ranks)
+        assert {name: one.copies_bytes for name, one in found.items()} == {
+            ("cuda_ipc", True): 0,
+            ("shared_memory", True): copies,
+            ("shared_memory", False): copies,
+            ("distributed", True): 0,
+            ("tensor", True): 1000,
+        }
+    assert "1000 B of copies on rank 0" in push_memory_text(found["tensor", True])

@@ -24,6 +24,7 @@ from rollout.weights.push.weight_push import WeightPush
 from tests.support.processes import program, wait_until
 
 pytest.importorskip("torch")
+import torch
 from torch.distributed import distributed_c10d
 
 from rollout.weights.tensors import payload
@@ -100,6 +101,44 @@ def test_a_push_that_is_killed_in_any_function_leaves_nothing_open(
     loop: LoopThread, tmp_path: Path, how: str, route: str
 ) -> None:
     killed_everywhere(lambda: Trainer(loop, tmp_path, how, route))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "copied",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("streamed", "all ranks")),
+    ],
+)
+def test_a_delta_that_is_killed_in_any_function_is_followed_by_whole_tensors_in_every_bit(
+    loop: LoopThread, tmp_path: Path, how: str
+) -> None:
+    routes: list[str] = []
+
+    class Deltas(Trainer):
+        """Begins with a push of whole tensors; of a delta, it looks at what the engine has."""
+
+        def __init__(self) -> None:
+            super().__init__(loop, tmp_path, how, "delta")
+            self.push()
+
+        def push(self) -> None:
+            rank = self.pusher.rank if self.how == "all ranks" else self.pushes._rank
+            before = None if rank is None else rank.delta_base.version
+            server: Any = self.pushes.server
+            super().push()
+            rank = self.pusher.rank if self.how == "all ranks" else self.pushes._rank
+            assert rank is not None
+            (fake,) = server.fakes.values()
+            for name, tensor in self.tensors.items():
+                assert torch.equal(fake.weights.find(name), tensor)
+            routes.append("whole" if before is None or rank.delta_base.density is None else "delta")
+            assert rank.delta_base.version == fake.holds
+
+    killed_everywhere(Deltas)
+    assert routes[:2] == ["whole", "delta"]
+    # After a push that was killed.
+    assert routes.count("whole") > 40
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ class Clock:
 
 def share(figures: PushFigures, *, is_made: bool) -> Share:
     made = {"shared_memory 0": {"path": "/a"}} if is_made else {}
-    return Share("", False, made, {}, {}, *figures.measured(PAIRS))
+    return Share("", False, made, {}, {}, *figures.measured(PAIRS, PAIRS))
 
 
 def pushed(num_ranks: int, num_buckets: int, **more: Any) -> PushFigures:

@@ -12,13 +12,15 @@ import pytest
 from engines.fake import FakeEngine
 from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport
+from rollout.core.errors import ConfigError
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
-from rollout.weights.routes.choice import ENCODINGS, ROUTES, encoded_for
+from rollout.weights.routes.choice import ENCODINGS, ROUTES, WHOLE, encoded_for
 from rollout.weights.routes.route import (
     FULL,
     Chosen,
     Encoding,
+    EncodingTerms,
     EnginePlace,
     PushTarget,
     Route,
@@ -35,7 +37,8 @@ from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 
 pytestmark = pytest.mark.embedded
-ENGINE = EnginePlace("engine", HERE, ("GPU-0",))
+ENGINE = EnginePlace("engine", HERE, ("GPU-0",), why_no_deltas="it applies none")
+ANY = EncodingTerms("auto")
 
 # -- the contract -----------------------------------------------------------------------------
 
@@ -48,17 +51,17 @@ def test_an_encoding_is_found_by_the_name_that_it_has_in_another_process(name: s
 def test_the_last_encoding_is_whole_tensors_which_every_engine_applies() -> None:
     assert list(ENCODINGS)[-1] == FULL
     for transport in ROUTES:
-        assert ENCODINGS[FULL].why_not(Chosen(transport), ENGINE) == ""
+        assert ENCODINGS[FULL].why_not(Chosen(transport), ENGINE, ANY) == ""
 
 
 def test_whole_tensors_cost_no_call_for_each_tensor() -> None:
     pairs: Any = object()  # nothing of a bucket is read
-    assert ENCODINGS[FULL].encode(pairs) is pairs
+    assert ENCODINGS[FULL].encode(pairs, pairs) is pairs
 
 
 @pytest.mark.parametrize("transport", ROUTES)
 def test_an_engine_has_whole_tensors_under_the_name_of_its_route(transport: str) -> None:
-    chosen = encoded_for(ENGINE, Chosen(transport))
+    chosen = encoded_for(ENGINE, Chosen(transport), WHOLE)
     assert chosen.is_full
     assert chosen.payload == Chosen(transport).payload
 
@@ -71,10 +74,10 @@ class Negative(Encoding):
 
     name = "negative"
 
-    def why_not(self, chosen: Chosen, engine: EnginePlace) -> str:
+    def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
         return "" if engine.engine_id.startswith("toy") else "it is no toy"
 
-    def encode(self, pairs: Any) -> Any:
+    def encode(self, pairs: Any, changes: Any) -> Any:
         return Pairs(pairs.specs, [-tensor for tensor in pairs.tensors])
 
     async def send(self, route: Route, target: PushTarget, packed: Any, stage: Stage) -> None:
@@ -116,11 +119,16 @@ def another() -> Iterator[None]:
 async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_whole_tensors(
     names: list[str], may_stream: bool, tmp_path: Path, another: None
 ) -> None:
-    settings = {"stream": may_stream, "bucket_bytes": 256, "transport": "shared_memory"}
+    settings = {
+        "encoding": "auto",
+        "stream": may_stream,
+        "bucket_bytes": 256,
+        "transport": "shared_memory",
+    }
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
     tensors = {f"t{number}": torch.randn(64) for number in range(3)}
     engines = {name: Loading(name) for name in names}
-    server = StillServer(engines=[EnginePlace(name, HERE) for name in names])
+    server = StillServer(engines=[EnginePlace(name, HERE, why_no_deltas="none") for name in names])
     fingerprints: dict[str, str] = {}
     with push_of_one_rank(rank, server, PushRequest(tensors, 7), may_stream=may_stream) as made:
         targets = {name: PushTarget(engine) for name, engine in engines.items()}
@@ -139,15 +147,15 @@ async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_
 def test_a_route_that_reads_the_trainers_own_tensors_carries_whole_ones(
     transport: str, another: None
 ) -> None:
-    assert encoded_for(EnginePlace("toy", HERE), Chosen(transport)).is_full
-    assert not encoded_for(EnginePlace("toy", HERE), Chosen(Transport.TENSOR)).is_full
+    assert encoded_for(EnginePlace("toy", HERE), Chosen(transport), ANY).is_full
+    assert not encoded_for(EnginePlace("toy", HERE), Chosen(Transport.TENSOR), ANY).is_full
 
 
 @pytest.mark.parametrize("store", [None, {"path": "/dev/shm"}], ids=["no store", "store"])
 def test_copies_for_the_store_are_of_whole_tensors(
     store: dict[str, Any] | None, tmp_path: Path, another: None
 ) -> None:
-    settings = {"transport": "shared_memory", "store": store}
+    settings = {"encoding": "auto", "transport": "shared_memory", "store": store}
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
     server = StillServer(engines=[EnginePlace("toy", HERE)], fingerprints=BYTES)
     tensors = {"t": torch.ones(64)}
@@ -156,3 +164,69 @@ def test_copies_for_the_store_are_of_whole_tensors(
         sums = sorted(float(load_file(file)["t"].sum()) for file in files)
     assert sums == ([-64.0, 64.0] if store else [-64.0])
     rank.close()
+
+
+# -- deltas -----------------------------------------------------------------------------------
+
+
+def encoding_of(
+    transport: Transport = Transport.TENSOR,
+    wanted: str = "auto",
+    *,
+    num_ranks: int = 1,
+    base: int | None = 3,
+    density: float | None = None,
+    **engine: Any,
+) -> tuple[str, bool]:
+    """What an engine that holds version 3 gets, and whether copies are kept of it."""
+    place = EnginePlace("engine", HERE, **{"holds": 3, **engine})
+    terms = EncodingTerms(wanted, num_ranks, base, density)
+    chosen = encoded_for(place, Chosen(transport), terms)
+    return chosen.encoding, chosen.is_copied
+
+
+@pytest.mark.parametrize("transport", [Transport.TENSOR, Transport.SHARED_MEMORY])
+@pytest.mark.parametrize("wanted", ["auto", "delta"])
+def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
+    transport: Transport, wanted: str
+) -> None:
+    assert encoding_of(transport, wanted) == ("delta", True)
+    assert encoding_of(transport, wanted, holds=2) == ("full", True)
+    assert encoding_of(transport, wanted, holds=None) == ("full", True)
+    assert encoding_of(transport, wanted, base=None) == ("full", True)
+    assert encoding_of(transport, wanted, base=None, holds=None) == ("full", True)
+    assert encoding_of(transport, "full") == ("full", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"why_no_deltas": "it is too old"}, "it is too old"),
+        ({"transport": Transport.CUDA_IPC}, "cuda_ipc carries whole tensors only"),
+        ({"transport": Transport.DISTRIBUTED}, "distributed carries whole tensors only"),
+        ({"transport": Transport.DISK}, "disk carries whole tensors only"),
+        ({"transport": Transport.SHARED_MEMORY, "num_ranks": 2}, "written by several ranks"),
+    ],
+)
+def test_what_takes_no_delta_is_refused_by_name_and_gets_whole_tensors_from_auto(
+    settings: dict[str, Any], why: str
+) -> None:
+    assert encoding_of(**settings) == ("full", False)
+    with pytest.raises(ConfigError, match=f"weights.encoding = delta: engine engine: .*{why}"):
+        encoding_of(**settings, wanted="delta")
+
+
+@pytest.mark.parametrize(
+    ("transport", "density", "encoding"),
+    [
+        (Transport.TENSOR, 0.29, "delta"),
+        (Transport.TENSOR, 0.31, "full"),
+        (Transport.SHARED_MEMORY, 0.04, "delta"),
+        (Transport.SHARED_MEMORY, 0.06, "full"),
+    ],
+)
+def test_auto_goes_by_the_density_of_the_last_push(
+    transport: Transport, density: float, encoding: str
+) -> None:
+    assert encoding_of(transport, density=density) == (encoding, encoding == "delta")
+    assert encoding_of(transport, "delta", density=density) == ("delta", True)

@@ -1,0 +1,121 @@
+"""Deltas: what differs in a tensor from an earlier version of it, as a tensor of bytes.
+
+A delta has the name of its tensor with ``#delta`` after it, so every route carries it:
+
+    4 bytes   how long the head is
+    head      JSON: the fields of ``Delta``
+    37 bytes  fingerprint of head and body
+    body      positions of changed elements (int32), then their new values
+
+Always true: it has the new values and no differences, so every bit is the trainer's; it is checked
+whole, by its fingerprint, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import orjson
+import torch
+
+from engines.tensors.dtypes import element_bytes
+from engines.tensors.fingerprint import host_fingerprint_of, start_with
+from engines.tensors.torch_fingerprint import as_bytes
+
+SUFFIX = "#delta"
+POSITION_BYTES = 4
+MOST_ELEMENTS = 2**31
+_LENGTH_BYTES = 4
+_FINGERPRINT_BYTES = 37
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The head of one.
+
+    Attributes:
+        name, dtype, shape: of the whole tensor.
+        base: the weight version that it changes.
+        num_changed: elements.
+    """
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    base: str
+    num_changed: int
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as integers, flat: equal if all their bits are, as those of NaN and -0.0.
+
+    Of a contiguous tensor it is a view.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
+def is_delta(name: str) -> bool:
+    """Whether a pushed tensor of this name is a delta."""
+    return name.endswith(SUFFIX)
+
+
+def make_delta(delta: Delta, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The bytes of a delta.
+
+    Args:
+        positions: int32, in the flat tensor.
+        values: the new elements there, as ``bits_of`` has them.
+    """
+    head = orjson.dumps(asdict(delta))
+    body = torch.cat([as_bytes(positions), as_bytes(values)])
+    prefix = len(head).to_bytes(_LENGTH_BYTES, "little") + head + _fingerprint(head, body)
+    return torch.cat([torch.frombuffer(bytearray(prefix), dtype=torch.uint8), body])
+
+
+def read_delta(name: str, content: torch.Tensor) -> tuple[Delta, torch.Tensor, torch.Tensor]:
+    """A delta with its positions and values, from what was pushed under ``name``.
+
+    Raises:
+        ValueError: it is damaged, or of another tensor.
+    """
+    content = as_bytes(content.cpu())
+    size = int.from_bytes(bytes(content[:_LENGTH_BYTES].tolist()), "little")
+    head = bytes(content[_LENGTH_BYTES : _LENGTH_BYTES + size].numpy())
+    begin = _LENGTH_BYTES + size + _FINGERPRINT_BYTES
+    body = content[begin:]
+    expected = bytes(content[_LENGTH_BYTES + size : begin].numpy())
+    if expected != _fingerprint(head, body):
+        raise ValueError(f"{name!r} is damaged: its fingerprint is another")
+    try:
+        delta = Delta(**orjson.loads(head))
+    except TypeError:
+        raise ValueError(f"{name!r} is a delta of another version of rollout") from None
+    width, num = element_bytes(delta.dtype), delta.num_changed
+    if name != delta.name + SUFFIX or body.numel() != num * (POSITION_BYTES + width):
+        raise ValueError(f"{name!r} has a delta of {delta.name!r}, or of another length")
+    # Aligned copies.
+    positions = body[: num * POSITION_BYTES].clone().view(torch.int32).long()
+    values = body[num * POSITION_BYTES :].clone().view(_INTEGERS[width])
+    if num and not 0 <= int(positions.min()) <= int(positions.max()) < prod(delta.shape):
+        raise ValueError(f"{name!r} changes elements that the tensor does not have")
+    return delta, positions, values
+
+
+def apply_delta(tensor: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Change these elements of a tensor, which has the dtype and shape of the delta."""
+    bits = bits_of(tensor)
+    bits.scatter_(0, positions.to(bits.device), values.to(bits.device))
+    if not tensor.is_contiguous():
+        tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
+
+
+def _fingerprint(head: bytes, body: torch.Tensor) -> bytes:
+    hasher = start_with(head)
+    content: Any = body.numpy()  # numpy's types hide that it is a buffer
+    hasher.update(memoryview(content))
+    return host_fingerprint_of(hasher).encode()

@@ -1,0 +1,320 @@
+"""Deltas to real engines: every bit arrives, and whatever is wrong with one is never served."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.http.client import EngineClient
+from engines.protocol import Endpoint
+from rollout import RolloutConfig, launch
+from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.types import StepReport
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.local import launch_local
+from rollout.testing.tiny_model import make_tiny_model
+from rollout.weights.tensors import bytes_fingerprint
+
+pytestmark = pytest.mark.embedded
+VERSIONS = iter(range(1, 1000))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", architecture="qwen3")
+
+
+@pytest.fixture(scope="module")
+def shm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shm")
+
+
+@pytest.fixture(scope="module")
+def deployment(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    group = {"engine": {"kind": "embedded"}, "needs_offload": False}
+    config = {
+        "log_dir": str(tmp_path_factory.mktemp("logs")),
+        "servers": {
+            "policy": {
+                "model_path": str(model_path),
+                "groups": {"one": group, "other": group},
+                "health": {"recover": False},
+            }
+        },
+    }
+    with launch(RolloutConfig.from_dict(config), backend="local") as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def weights(model_path: Path) -> dict[str, torch.Tensor]:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path)
+    return {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+
+
+def with_settings(deployment: DeploymentHandle, shm: Path, **weights: Any) -> ServerHandle:
+    """The same server, pushed to in another way."""
+    policy = deployment["policy"]
+    config = deployment.config.servers["policy"]
+    settings = {"bucket_bytes": 100_000, "shared_memory_path": str(shm), **weights}
+    changed = config.weights.model_validate({**config.weights.model_dump(), **settings})
+    return ServerHandle("policy", config.model_copy(update={"weights": changed}), policy._caller)
+
+
+def engines(deployment: DeploymentHandle) -> list[Any]:
+    groups = deployment["policy"].status().result().groups
+    return [engine for group in groups for engine in group.engines]
+
+
+def asked(url: str, body: Any) -> Any:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def assert_held(deployment: DeploymentHandle, weights: dict[str, torch.Tensor]) -> None:
+    """Every engine has exactly these bits, by its own word."""
+    for engine in engines(deployment):
+        checksums = asked(f"{engine.endpoint.url}/weights_checker", {})["ranks"][0]["checksums"]
+        assert checksums == {name: bytes_fingerprint(name, weights[name]) for name in checksums}
+
+
+def changed(weights: dict[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
+    """As a step of training: a share of the elements of each tensor has other bits."""
+    found = {}
+    for name, tensor in weights.items():
+        chosen = torch.rand(tensor.shape) < share
+        found[name] = torch.where(chosen, torch.randn_like(tensor), tensor)
+    return found
+
+
+def copies(report: StepReport) -> Any:
+    (stage,) = [one for one in report.push_stages if one.stage == "copy"]
+    return stage
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize("transport", ["tensor", "shared_memory"])
+def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
+    deployment: DeploymentHandle,
+    weights: dict[str, torch.Tensor],
+    shm: Path,
+    transport: str,
+    stream: bool,
+) -> None:
+    policy = with_settings(deployment, shm, transport=transport, stream=stream, encoding="delta")
+    whole = copies(policy.serve_weights(weights, version=next(VERSIONS)).result(60))
+    assert whole.route == transport
+    assert whole.density is None
+    for share in (0.01, 0.0, 0.9, 0.02):
+        weights = changed(weights, share)
+        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        assert_held(deployment, weights)
+        sent = copies(report)
+        assert sent.route == f"{transport} delta"
+        assert 0 < report.paused_s <= sum(report.phase_s.values()) + 1
+        assert sent.density == pytest.approx(share, abs=0.01)
+        assert sent.num_bytes < whole.num_bytes * 1.01
+        if share < 0.1:
+            assert sent.num_bytes < whole.num_bytes / 10
+    policy.close()
+    assert list(shm.iterdir()) == []
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+def test_a_route_that_carries_whole_tensors_is_refused_by_name_and_used_by_auto(
+    deployment: DeploymentHandle,
+    weights: dict[str, torch.Tensor],
+    shm: Path,
+    tmp_path: Path,
+    transport: str,
+) -> None:
+    settings = {"transport": transport, "stream": True, "disk_path": str(tmp_path / "{version}")}
+    policy = with_settings(deployment, shm, encoding="delta", **settings)
+    with pytest.raises(ConfigError, match=f"{transport} carries whole tensors only"):
+        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    policy = with_settings(deployment, shm, encoding="auto", **settings)
+    for _ in range(2):
+        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        assert {one.route for one in report.push_stages} == {"", transport}
+    assert_held(deployment, weights)
+
+
+def test_auto_sends_whole_tensors_after_a_push_that_changed_most(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    policy = with_settings(deployment, shm, transport="tensor", encoding="auto")
+    routes = []
+    for share in (0.01, 0.01, 0.9, 0.01):
+        weights = changed(weights, share)
+        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        routes.append(copies(report).route)
+        assert_held(deployment, weights)
+    assert routes == ["tensor", "tensor delta", "tensor delta", "tensor"]
+
+
+def test_engines_that_hold_the_push_of_another_trainer_get_whole_tensors(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
+) -> None:
+    one = with_settings(deployment, shm, transport="tensor", encoding="delta")
+    other = with_settings(deployment, shm, transport="tensor", encoding="delta")
+    routes = []
+    for policy in (one, one, other, one, one):
+        weights = changed(weights, 0.01)
+        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        routes.append(copies(report).route.removeprefix("tensor").strip())
+        assert_held(deployment, weights)
+    assert routes == ["", "delta", "", "", "delta"]
+
+
+@pytest.mark.parametrize("has_backup", [False, True])
+def test_after_an_offload_a_delta_needs_weights_that_survived_it(
+    model_path: Path, weights: dict[str, torch.Tensor], tmp_path: Path, has_backup: bool
+) -> None:
+    engine = {"kind": "embedded", "weights_cpu_backup": has_backup}
+    server = {
+        "model_path": str(model_path),
+        "groups": {"main": {"engine": engine}},
+        "weights": {"transport": "tensor", "encoding": "delta"},
+        "health": {"recover": False},
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
+    with launch(config, backend="local") as deployment:
+        policy = deployment["policy"]
+        routes = []
+        for _ in range(3):
+            with policy.offloaded() as window:
+                weights = changed(weights, 0.01)
+                window.push(weights)
+            routes.append(copies(window.report).route)
+            assert window.report.paused_s > 0
+            assert_held(deployment, weights)
+    assert routes == (["tensor", "tensor delta", "tensor delta"] if has_backup else ["tensor"] * 3)
+
+
+# -- faults -----------------------------------------------------------------------------------
+
+
+class Faults:
+    """Makes clients whose requests with deltas go wrong on their way.
+
+    Attributes:
+        fault: what is done to them; empty for nothing.
+    """
+
+    fault = ""
+    num_done = 0
+
+    def connect(self, endpoint: Endpoint, engine_id: str) -> EngineClient:
+        return _Client(self, endpoint, engine_id)
+
+
+class _Client(EngineClient):
+    def __init__(self, faults: Faults, endpoint: Endpoint, engine_id: str) -> None:
+        super().__init__(endpoint, engine_id=engine_id)
+        self._faults = faults
+        self._waiting: tuple[Any, Any] | None = None
+
+    async def update_weights_from_tensor(self, payloads: Any, **more: Any) -> None:
+        send, fault = super().update_weights_from_tensor, self._faults.fault
+        if not fault:
+            await send(payloads, **more)
+            return
+        is_last = more["weight_version"] is not None
+        self._faults.num_done += 1
+        if fault == "lost" and not is_last:
+            return
+        if fault == "reordered":
+            if not is_last:
+                if self._waiting is not None:
+                    await send(self._waiting[0], **self._waiting[1])
+                self._waiting = payloads, more
+                return
+            await send(payloads, **more)
+            assert self._waiting is not None
+            payloads, more = self._waiting
+        if fault == "another base":
+            await self.update_weight_version("77")
+        if fault == "another content of the base" and self._faults.num_done == 1:
+            await self.weights_checker("reset_tensors")
+        if fault in ("cut", "flipped", "another model"):
+            content = bytearray(base64.b64decode(payloads[0]))
+            if fault == "cut":
+                del content[len(content) // 2 :]
+            elif fault == "flipped":
+                content[len(content) // 2] ^= 4
+            else:
+                content = bytearray(content.replace(b"q_proj", b"k_proj"))
+            payloads = [base64.b64encode(content).decode()]
+        await send(payloads, **more)
+        if fault == "the last repeated" or (fault == "repeated" and not is_last):
+            await send(payloads, **more | {"weight_version": None})
+
+
+REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
+
+
+@pytest.mark.parametrize("fault", [*REFUSED, "lost", "another content of the base"])
+def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
+    model_path: Path, weights: dict[str, torch.Tensor], tmp_path: Path, fault: str
+) -> None:
+    faults = Faults()
+    server = {
+        "model_path": str(model_path),
+        "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
+        "health": {"probe_interval_s": 0.5},
+        "weights": {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000},
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
+    with launch_local(config, connect=faults.connect) as deployment:
+        policy = deployment["policy"]
+        policy.serve_weights(weights, version=1).result(60)
+        weights = changed(weights, 0.01)
+        faults.fault = fault
+        with pytest.raises(RolloutError) as told:
+            policy.serve_weights(weights, version=2).result(60)
+        assert faults.num_done
+        is_refused = "nothing was updated" in str(told.value) or "payload" in str(told.value)
+        assert is_refused is (fault in REFUSED), told.value
+        status = policy.status().result(30)
+        assert status.gate != "open"
+        assert "weight_version=2, is_verified=True" not in str(status)
+        faults.fault = ""
+        weights = changed(weights, 0.01)
+        report = policy.serve_weights(weights, version=3).result(60)
+        assert copies(report).route == "tensor"
+        assert_held(deployment, weights)
+        weights = changed(weights, 0.01)
+        assert copies(policy.serve_weights(weights).result(60)).route == "tensor delta"
+        assert_held(deployment, weights)
+
+
+def test_a_delta_that_comes_twice_changes_nothing_more(
+    model_path: Path, weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    faults = Faults()
+    server = {
+        "model_path": str(model_path),
+        "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
+        "weights": {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000},
+        "health": {"recover": False},
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
+    with launch_local(config, connect=faults.connect) as deployment:
+        policy = deployment["policy"]
+        policy.serve_weights(weights, version=1).result(60)
+        faults.fault = "repeated"
+        weights = changed(weights, 0.01)
+        policy.serve_weights(weights, version=2).result(60)
+        assert faults.num_done > 1
+        assert_held(deployment, weights)
