@@ -30,6 +30,7 @@ _WITHIN_S = 2.0
 _AGAIN_S = 10.0
 _MAX_BYTES = 1 << 30
 _SUFFIX = ".jsonl"
+_IN_USE: set[Path] = set()
 _AS_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 Line = Callable[[Changes, int], State | None]
@@ -42,18 +43,20 @@ class JournalFiles:
         folder: theirs alone, which is created.
 
     Attributes:
-        folder: as given.
+        folder: absolute.
         num_bytes: of the newest file, if this process has begun it.
 
     Raises:
-        ConfigError: another process has it, or it cannot be written.
+        ConfigError: another driver has it, or it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()
         self._file = -1
         self.num_bytes = 0
         try:
+            if self.folder in _IN_USE:  # a lock on a file is no lock within a process
+                raise BlockingIOError
             folder.mkdir(parents=True, exist_ok=True)
             # Not inherited by a fork, so the workers of a killed trainer do not keep it.
             self._lock = (folder / "lock").open("w")
@@ -61,10 +64,11 @@ class JournalFiles:
         except OSError as error:
             is_locked = isinstance(error, BlockingIOError)
             raise ConfigError(
-                f"{'another process has it' if is_locked else error}; choose another folder",
+                f"{'another driver has it' if is_locked else error}; choose another folder",
                 setting="journal",
                 value=str(folder),
             ) from None
+        _IN_USE.add(self.folder)
 
     def numbers(self) -> list[int]:
         """The files that there are, the oldest first."""
@@ -131,6 +135,7 @@ class JournalFiles:
     def close(self) -> None:
         self._close_file()
         self._lock.close()
+        _IN_USE.discard(self.folder)
 
     def _close_file(self) -> None:
         if self._file >= 0:

@@ -71,7 +71,15 @@ def test_another_process_cannot_have_the_same_folder(files: JournalFiles) -> Non
     other = subprocess.run(
         [sys.executable, "-c", program, str(files.folder)], capture_output=True, text=True
     )
-    assert "another process has it; choose another folder" in other.stderr
+    assert "another driver has it; choose another folder" in other.stderr
+
+
+def test_another_driver_of_this_process_cannot_have_it_either(tmp_path: Path) -> None:
+    first = JournalFiles(tmp_path / "0")
+    with pytest.raises(ConfigError, match="another driver has it"):
+        JournalFiles(tmp_path / "0")
+    first.close()
+    JournalFiles(tmp_path / "0").close()
 
 
 class Disk:
