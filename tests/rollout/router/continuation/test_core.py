@@ -66,6 +66,19 @@ def test_text_without_a_count_of_tokens_was_shown(delta: dict[str, str]) -> None
     assert reply.has_shown
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_reply_has_the_head_and_the_ids_of_its_first_engine(path: str) -> None:
+    reply = reply_to(path, stream=True, return_token_ids=path == COMPLETIONS)
+    first = {"id": "a", "created": 1, "model": "m"}
+    reply.absorb(first | {"choices": [{"text": "a", "delta": {"content": "a"}, "token_ids": [5]}]})
+    chunk = reply.new_payloads()[-1]
+    reply.absorb(first | {"id": "b", "choices": []})
+    for payload in (chunk, reply.payload()):
+        assert {name: payload[name] for name in first} == first
+        if path == COMPLETIONS:
+            assert payload["choices"][0]["prompt_token_ids"] == PROMPT
+
+
 def test_nothing_is_refused_where_nothing_came() -> None:
     reply = reply_to(CHAT)
     assert reply.why_not == "chat_without_ids"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +15,7 @@ from rollout.config import Transport
 from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.choice import ROUTES
 from rollout.weights.routes.rank_end import RouteRow
-from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace
+from rollout.weights.routes.route import Chosen, EnginePlace, PushTarget, RankPlace, Stage
 
 ROWS = list(ROUTES.values())
 NEAR = EnginePlace("e", "n0", ("GPU-0",))
@@ -71,3 +73,30 @@ def test_only_routes_that_read_the_trainers_memory_cannot_send_copies() -> None:
 def test_the_last_route_reaches_every_engine() -> None:
     assert ROWS[-1].transport == Transport.TENSOR
     assert Path(sys.modules[ROWS[-1].route.__module__].__file__ or "").name == "by_value.py"
+
+
+class Recorder:
+    """An engine that says what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any, **settings: Any) -> None:
+            self.calls.append((name, settings))
+
+        return call
+
+
+async def test_the_last_bucket_alone_clears_what_old_weights_computed(row: RouteRow) -> None:
+    """The census names it as the treatment of each entry that is cleared."""
+    engine, route = Recorder(), row.route(chosen(row))
+    target = PushTarget(cast("Any", engine))
+    flushes = []
+    for is_last in (False, True):
+        engine.calls.clear()
+        await route.send(target, defaultdict(str), Stage(1, is_last=is_last))
+        flushes.append(
+            any(name == "flush_cache" or given.get("flush_cache") for name, given in engine.calls)
+        )
+    assert flushes == [False, True]
