@@ -90,6 +90,63 @@ def test_an_entry_without_its_treatment_fails_the_check(
         CHECKS[cache.treatment](without, cache)
 
 
+FAILS_WITHOUT = {
+    "/flush_cache": [
+        "tests/rollout/control/engine/test_drain.py::"
+        "test_a_flush_that_is_refused_aborts_and_asks_again",
+        "tests/rollout/weights/routes/test_contract.py::"
+        "test_the_last_bucket_alone_clears_what_old_weights_computed",
+    ],
+    "/pause": [
+        "tests/engines/vllm/test_client.py::test_a_push_without_a_pause_has_one_of_its_own",
+        "tests/rollout/control/group/test_vllm_steps.py::"
+        "test_a_step_pauses_again_before_it_continues",
+    ],
+    "/finish_weight_update": [
+        "tests/engines/vllm/test_client.py::test_a_version_is_published_when_the_update_is_finished"
+    ],
+    "extra_key": [
+        "tests/rollout/router/http/test_request.py::"
+        "test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version",
+        "tests/rollout/control/engine/test_sentinel.py::"
+        "test_two_runs_with_one_storage_tier_never_share_a_page",
+    ],
+    "a salt in the tokens": [
+        "tests/engines/embedded/weights/test_lora_adapters.py::"
+        "test_a_prompt_cached_without_the_adapter_is_not_read_with_it"
+    ],
+    "a request for them takes no prefix": [
+        "tests/engines/embedded/generation/test_routed_experts.py::"
+        "test_each_token_has_the_experts_of_a_forward_pass"
+    ],
+    "the end of each update": [
+        "tests/rollout/control/engine/test_sentinel.py::"
+        "test_without_its_treatment_a_stale_entry_is_fenced_by_name"
+    ],
+}
+"""What carries a treatment out -> tests that fail without it, as mutations by hand have shown."""
+OF_THE_ENGINE = (
+    "lora_id, which is new with each load",
+    "process_weights_after_loading",
+    "the model computes each token",
+    "they read the weights",
+    "a move copies the weights",
+    "each request computes them",
+    "no weight is in them",
+)
+"""What engines do without a call of ours, which nothing here could leave out."""
+
+
+@IN_EACH
+def test_each_other_treatment_has_a_test_that_fails_without_it(kind: Kind, cache: Cache) -> None:
+    if cache.treatment in CHECKS or cache.by.startswith(OF_THE_ENGINE):
+        return
+    (named,) = [tests for by, tests in FAILS_WITHOUT.items() if cache.by.startswith(by)]
+    for test in named:
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text()
+
+
 @IN_EACH
 def test_each_entry_says_what_is_done_and_where_the_source_has_it(kind: Kind, cache: Cache) -> None:
     assert cache.by

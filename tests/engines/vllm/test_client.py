@@ -100,6 +100,7 @@ async def test_a_push_without_a_pause_has_one_of_its_own() -> None:
     running = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=LONG))
     await generating(engine)
     await push(client, "1")
+    assert "pause_generation" in engine.operations()
     assert await client.is_ready()
     old, new = (await running).weight_versions
     assert (old.version, old.start, new.version) == ("0", 0, "1")

@@ -73,6 +73,7 @@ def test_a_reply_has_the_head_and_the_ids_of_its_first_engine(path: str) -> None
     reply.absorb(first | {"choices": [{"text": "a", "delta": {"content": "a"}, "token_ids": [5]}]})
     chunk = reply.new_payloads()[-1]
     reply.absorb(first | {"id": "b", "choices": []})
+    assert reply.new_payloads() == []
     for payload in (chunk, reply.payload()):
         assert {name: payload[name] for name in first} == first
         if path == COMPLETIONS:
@@ -87,6 +88,15 @@ def test_nothing_is_refused_where_nothing_came() -> None:
     said(reply, content="a ")
     assert reply.has_tokens_of_engine
     assert reply.lose_engine() == "chat_without_ids"
+
+
+def test_where_nothing_would_be_kept_it_matters_not_why_it_could_not() -> None:
+    reply = reply_to(COMPLETIONS, prompt="its ids are not known")
+    completed(reply, "", 5)  # a part of a character
+    assert reply.has_tokens_of_engine
+    assert reply.lose_engine() == ""
+    completed(reply, "a", 5)
+    assert reply.lose_engine() == "prompt_unknown"
 
 
 def test_tokens_behind_the_reported_spans_are_of_their_version() -> None:
