@@ -69,7 +69,8 @@ def push_memory(
     if wanted in (Transport.AUTO, Transport.SHARED_MEMORY):
         whole = sizes.model_bytes
         streamed = kept or min(whole, stream_bytes(bucket, ranks_per_host))
-        own = copies if ranks_per_host == 1 else 0
+        is_copied = weights.encoding is EncodingChoice.DELTA and ranks_per_host == 1
+        own = copies if is_copied else 0
         yield PushMemory(Transport.SHARED_MEMORY, True, bucket, 0, whole, streamed, own)
         yield PushMemory(Transport.SHARED_MEMORY, False, bucket, 0, whole, whole, own)
     if wanted in (Transport.AUTO, Transport.DISTRIBUTED):

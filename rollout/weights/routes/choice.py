@@ -34,8 +34,8 @@ ROUTES: dict[str, RouteRow] = {
 }
 """The best first.  ``auto`` takes the first that reaches an engine."""
 
-# Of all elements: where more change, comparing and placing them costs more than whole tensors.
-_MOST_CHANGED = {Transport.TENSOR: 0.3, Transport.SHARED_MEMORY: 0.05}
+# Of all elements, by value: of more, a delta is not much smaller than whole tensors.
+_MOST_CHANGED = 0.3
 
 
 class DeltaEncoding(Encoding):
@@ -51,9 +51,12 @@ class DeltaEncoding(Encoding):
             return engine.why_no_deltas
         if chosen.transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
             return "its files are written by several ranks, and only rank 0 keeps copies"
-        most = _MOST_CHANGED[Transport(chosen.transport)]
-        if terms.wanted == EncodingChoice.AUTO and (terms.density or 0.0) > most:
-            return f"the last push changed {terms.density:.1%} of the elements"
+        if terms.wanted == EncodingChoice.AUTO:
+            if chosen.transport == Transport.SHARED_MEMORY:
+                # Measured in ``benchmarks.weights``, family ``delta``: a third of the speed.
+                return "to compare the tensors takes longer than to copy them on one host"
+            if (terms.density or 0.0) > _MOST_CHANGED:
+                return f"the last push changed {terms.density:.1%} of the elements"
         return ""
 
     def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
