@@ -9,20 +9,27 @@ import pytest
 
 from rollout.router.continuation.core import version_spans
 from rollout.router.continuation.reply import Reply
-from tests.rollout.router.continuation.replies import CHAT, COMPLETIONS, GENERATE, read
+from tests.rollout.router.continuation.replies import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    VLLM_GENERATE,
+    read,
+)
 
 PROMPT = [1, 2, 3]
 BODIES: dict[str, dict[str, Any]] = {
     GENERATE: {"input_ids": PROMPT},
     COMPLETIONS: {"prompt": PROMPT},
     CHAT: {"messages": [{"role": "user", "content": "q"}]},
+    VLLM_GENERATE: {"token_ids": PROMPT, "sampling_params": {}, "output_mode": "tokens"},
 }
 
 
 def reply_to(path: str, **more: Any) -> Reply:
     reply = read(path, json.dumps(BODIES[path] | more).encode())
     assert reply is not None
-    reply.body(1)
+    reply.body(1, "vllm" if path == VLLM_GENERATE else "sglang")
     return reply
 
 
@@ -97,6 +104,36 @@ def test_where_nothing_would_be_kept_it_matters_not_why_it_could_not() -> None:
     assert reply.lose_engine() == ""
     completed(reply, "a", 5)
     assert reply.lose_engine() == "prompt_unknown"
+
+
+def test_tokens_without_text_were_shown() -> None:
+    reply = reply_to(VLLM_GENERATE, stream=True)
+    reply.absorb({"choices": [{"token_ids": [5]}]})
+    assert [one["choices"][0]["token_ids"] for one in reply.new_payloads()] == [[5]]
+    assert reply.has_shown
+    assert reply.new_payloads() == []
+
+
+def test_text_without_ids_is_sent() -> None:
+    reply = reply_to(COMPLETIONS, stream=True)
+    reply.absorb({"choices": [{"text": "a"}]})
+    assert [one["choices"][0]["text"] for one in reply.new_payloads()] == ["a"]
+
+
+def test_without_any_log_prob_that_is_wanted_nothing_is_kept() -> None:
+    reply = reply_to(COMPLETIONS, logprobs=1)
+    completed(reply, "a", 5)
+    assert reply.lose_engine() == "logprobs_missing"
+    assert (reply.num_kept, reply.num_recomputed) == (0, 1)
+
+
+@pytest.mark.parametrize(("text", "num_kept"), [("a", 1), ("a\ufffd", 0), ("", 0)])
+def test_what_the_tokenizer_says_is_whole_is_kept(text: str, num_kept: int) -> None:
+    reply = reply_to(COMPLETIONS)
+    reply.decode = lambda ids: text
+    completed(reply, "a ", 5)  # which alone could end within a character
+    assert reply.lose_engine() == ""
+    assert reply.num_kept == num_kept
 
 
 def test_tokens_behind_the_reported_spans_are_of_their_version() -> None:
