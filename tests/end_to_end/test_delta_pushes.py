@@ -264,7 +264,13 @@ class _Client(EngineClient):
 REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
 
 
-@pytest.mark.parametrize("fault", [*REFUSED, "lost", "another content of the base"])
+QUICK = ["another base", "lost"]
+SLOW = [fault for fault in (*REFUSED, "another content of the base") if fault not in QUICK]
+
+
+@pytest.mark.parametrize(
+    "fault", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
+)
 def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
     model_path: Path, weights: dict[str, torch.Tensor], tmp_path: Path, fault: str
 ) -> None:
