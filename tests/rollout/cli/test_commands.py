@@ -315,6 +315,16 @@ def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path
     assert group["host_bytes"] == 2 * (model / "model.safetensors").stat().st_size
 
 
+def test_a_plan_counts_the_graphs_that_sglang_copies_to_the_host(tmp_path: Path) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    group = {"num_engines": 2, "engine": {"kind": "sglang", "gpus": 4}}
+    values["servers"]["policy"]["groups"] = {"main": group}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    (planned,) = json_of("plan", str(file))["groups"]
+    assert planned["host_bytes"] == 2 * 4 * (800 << 20)
+
+
 def test_a_plan_has_the_peaks_of_pushes(tmp_path: Path) -> None:
     values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
     model = Path(write_checkpoint(tmp_path / "model"))
