@@ -189,6 +189,17 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "weights": {
         "memcpy": RATE,
+        "delta": {
+            "bytes": None,
+            **{
+                f"{transport}_{density:g}_{encoding}": dict.fromkeys(
+                    ("seconds", "sent_bytes", "of_information", "is_delta")
+                )
+                for transport in ("tensor", "shared_memory")
+                for density in (0.001, 0.01, 0.03, 0.1, 0.5)
+                for encoding in ("full", "delta", "auto")
+            },
+        },
         "push": {"dense": PUSHES, "experts": PUSHES},
         "store": {"dense": STORE, "experts": STORE},
         "gate": {"dense": GATE, "moe": GATE},
