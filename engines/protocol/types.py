@@ -190,6 +190,8 @@ class VersionSpan:
 
 TopLogprobs = Mapping[int, float]
 """Token id -> natural-log probability."""
+NO_NUMBER = -9999.0
+"""vLLM's log-prob of a token for NaN, and for minus infinity, which no sampled token has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,11 @@ from engines.protocol import (
     VersionSpan,
     WeightsReport,
 )
+from engines.protocol.types import NO_NUMBER
 from engines.vllm.routes import REQUEST_PREFIX
 
 EMPTY_CHECKSUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of no bytes: what ``/weight_checker`` reports of a weight that is stored elsewhere."""
-NO_NUMBER = -9999.0
-"""vLLM's log-prob of a token for NaN, and for minus infinity, which no sampled token has."""
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 _KV_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.M)
 _OUTPUT_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)

@@ -13,8 +13,8 @@ from typing import Any
 
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import SamplingParams
+from engines.protocol.types import NO_NUMBER
 from engines.vllm import routes
-from engines.vllm.vllm_json import NO_NUMBER
 
 Json = dict[str, Any]
 _TOKEN = re.compile(r" (\d{1,3})(?!\d)|(.)", re.DOTALL)

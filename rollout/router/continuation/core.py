@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.protocol import VersionSpan
-from engines.vllm.vllm_json import NO_NUMBER
+from engines.protocol.types import NO_NUMBER
 from rollout.rules.continuation import Part, check_budget, join_experts
 
 Payload = dict[str, Any]
