@@ -18,10 +18,11 @@ from engines.protocol import Endpoint
 from rollout import RolloutConfig, launch
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.types import StepReport
-from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.push_settings import with_settings
 
 pytestmark = pytest.mark.embedded
 VERSIONS = iter(range(1, 1000))
@@ -58,15 +59,6 @@ def deployment(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def weights(model_path: Path) -> dict[str, torch.Tensor]:
     model: Any = AutoModelForCausalLM.from_pretrained(model_path)
     return {name: torch.randn_like(value) for name, value in model.state_dict().items()}
-
-
-def with_settings(deployment: DeploymentHandle, shm: Path, **weights: Any) -> ServerHandle:
-    """The same server, pushed to in another way."""
-    policy = deployment["policy"]
-    config = deployment.config.servers["policy"]
-    settings = {"bucket_bytes": 100_000, "shared_memory_path": str(shm), **weights}
-    changed = config.weights.model_validate({**config.weights.model_dump(), **settings})
-    return ServerHandle("policy", config.model_copy(update={"weights": changed}), policy._caller)
 
 
 def engines(deployment: DeploymentHandle) -> list[Any]:

@@ -18,7 +18,7 @@ from engines.http.client import EngineClient
 from engines.protocol.errors import EngineRejected
 from rollout import RolloutConfig, launch
 from rollout.core.errors import ConfigError, WeightMismatch, WeightsUnavailable
-from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.handle import DeploymentHandle
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.push.weight_push import WeightPush
@@ -26,6 +26,7 @@ from rollout.weights.routes.broadcast import leave_group
 from rollout.weights.routes.shared_memory import ByPath
 from rollout.weights.routes.trainer_groups import BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.push_settings import with_settings
 
 pytestmark = pytest.mark.embedded
 TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk"]
@@ -64,15 +65,6 @@ def weights(model_path: Path) -> dict[str, torch.Tensor]:
     """New ones, other than any before."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_path)
     return {name: torch.randn_like(value) for name, value in model.state_dict().items()}
-
-
-def with_settings(deployment: DeploymentHandle, shm: Path, **weights: Any) -> ServerHandle:
-    """The same server, pushed to in another way."""
-    policy = deployment["policy"]
-    config = deployment.config.servers["policy"]
-    settings = {"bucket_bytes": 100_000, "shared_memory_path": str(shm), **weights}
-    changed = config.weights.model_validate({**config.weights.model_dump(), **settings})
-    return ServerHandle("policy", config.model_copy(update={"weights": changed}), policy._caller)
 
 
 def held(deployment: DeploymentHandle) -> list[dict[str, str]]:
