@@ -146,7 +146,7 @@ def may_be_ahead(text: str) -> bool:
     """Whether SGLang may have shown it before it is complete: as a text that ends with a Chinese
     character, which it shows though the next one is incomplete."""
     last = text[-1:]
-    return last > _FIRST_CHINESE and _CHINESE.match(last) is not None
+    return last >= _FIRST_CHINESE and _CHINESE.match(last) is not None
 
 
 # -- to and from an engine ------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.router.continuation.dialects.sglang import may_be_ahead
 from rollout.router.continuation.fast_path import FastReply
 from rollout.router.http.fast_json import dumps, loads
 from tests.rollout.router.continuation.replies import generate
@@ -278,3 +279,18 @@ def test_only_the_tokenizer_shows_that_the_last_of_several_tokens_has_no_text_so
         reply.absorb({"output_ids": [1, 2], "text": "a", "meta_info": {}})
         reply.lose_engine()
         assert reply.num_kept == num_kept
+
+
+@pytest.mark.parametrize(
+    ("character", "is_chinese"),
+    [
+        *(("\u33ff", False), ("\u3400", True), ("\u4dbf", True), ("\u4dc0", False)),
+        *(("\u4e00", True), ("\u9fff", True), ("\U00020000", True), ("a", False)),
+    ],
+)
+def test_a_text_may_be_ahead_behind_each_chinese_character(
+    character: str, is_chinese: bool
+) -> None:
+    assert may_be_ahead(f"a{character}") is is_chinese
+    assert not may_be_ahead(f"{character}a")
+    assert not may_be_ahead("")
