@@ -11,6 +11,7 @@ from engines.protocol import Endpoint, MemoryTag
 from engines.protocol.spec import EngineSpec
 from rollout.control.engine.catch_up import released_in
 from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed, WeightMismatch
 from rollout.core.types import EngineSlot
 from rollout.rules.health import ProbeResult
@@ -176,15 +177,19 @@ async def test_a_cancelled_restart_leaves_nothing_running() -> None:
         await group.run(Command.PAUSE)
 
 
-@virtual_time
-async def test_a_stale_engine_neither_blocks_its_group_nor_counts_as_proved() -> None:
-    group, launcher = make_group(2, needs_offload=False)
-    await group.start()
+async def serve_version_1(group: ServerGroup) -> None:
     for command in (Command.PAUSE, Command.FLUSH):
         await group.run(command)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
     await group.run(Command.CONTINUE)
+
+
+@virtual_time
+async def test_a_stale_engine_neither_blocks_its_group_nor_counts_as_proved() -> None:
+    group, launcher = make_group(2, needs_offload=False)
+    await group.start()
+    await serve_version_1(group)
     await group.fence("main-0", "it was slow")
     await restart(group, "main-0")
     assert not await group.readmit("main-0", 1)
@@ -241,11 +246,7 @@ async def test_an_engine_beside_one_that_is_verified_gets_the_version_again(
     monkeypatch.setattr(GroupSettings, "all_sources", lambda self: (source,))
     group, _ = make_group(2, needs_offload=False)
     await group.start()
-    for command in (Command.PAUSE, Command.FLUSH):
-        await group.run(command)
-    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
-    await group.run(Command.VERIFY, version=1)
-    await group.run(Command.CONTINUE)
+    await serve_version_1(group)
     for num in (1, 2):
         await group.fence("main-0", "killed -9")
         await restart(group, "main-0")
