@@ -80,7 +80,7 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
         why_no_handles=info.why_no_handles,
         why_no_deltas=""
         if raw.get("applies_deltas")
-        else f"engines of kind {info.engine} apply no deltas",
+        else f"this engine of kind {info.engine} applies no deltas",
     )
 
 

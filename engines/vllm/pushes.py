@@ -102,6 +102,8 @@ class VllmPushes(VllmPauses):
     async def _update(
         self, operation: str, info: Mapping[str, Any], flushes: bool, version: str | None
     ) -> None:
+        if (await self._known_info()).raw.get("applies_deltas"):
+            info = {**info, "holds": await self.weight_version()}
         await self._post(operation, routes.UPDATE, {"update_info": info}, self.deadlines.update_s)
         self._note_update(flushes, version)
 

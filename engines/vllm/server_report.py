@@ -95,6 +95,10 @@ def info_with_state(info: ServerInfo) -> Callable[[Any], ServerInfo]:
             resident_bytes=resident,
             released=_with_graphs(reported) if reported else None,
             update_groups=groups if joins else None,
+            raw={
+                **info.raw,
+                "applies_deltas": all(one.get("applies_deltas") for one in workers),
+            },
             why_no_groups="" if joins else info.why_no_groups,
             fingerprints=str(workers[0].get("fingerprints") or ""),
             why_no_handles=""

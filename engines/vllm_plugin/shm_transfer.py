@@ -2,6 +2,7 @@
 
 Always true:
 - a bucket is checked whole, names and shapes, before a tensor of it is loaded;
+- a delta is loaded as the whole tensor that it makes of the model's own;
 - when a request returns, nothing refers to the pushed file or memory any more, and the device has
   read it;
 - a session that fails gives the layers it did not complete their old tensors back, so that the
@@ -37,6 +38,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
+from engines.tensors.delta import Delta, apply_delta, is_delta, read_delta
+from engines.tensors.torch_fingerprint import dtype_name
 from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
 from engines.vllm_plugin.kept_tensors import let_go
 from engines.vllm_plugin.pushed_broadcasts import PushedBroadcasts
@@ -61,6 +64,7 @@ class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
         handles: of memory on each GPU, by its UUID; see ``pushed_handles``.
         layout: the tensors in that memory.
         broadcast: the bucket that the trainer sends to a group; see ``pushed_broadcasts``.
+        holds: the weight version of the server, which a delta must begin from.
     """
 
     path: str = ""
@@ -68,6 +72,7 @@ class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     broadcast: dict[str, Any] = field(default_factory=dict)
+    holds: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class _Expected:
 
     shape: tuple[int, ...]
     layer: str
+    own: torch.Tensor
 
 
 class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[misc]
@@ -84,6 +90,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
     Attributes:
         is_lost: the weights were released without a backup, and no whole push has come since.
         broadcasts: the groups that this worker is in.
+        applies_deltas: its tensors are those of the checkpoint.
     """
 
     init_info_cls = ShmInit
@@ -95,20 +102,25 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         self.is_lost = False
         self.broadcasts = PushedBroadcasts(device)
         self._loaded: set[str] = set()
+        self._has_deltas = False
         parts = parts_of(model, vllm_config)
         self._tied = tied_names(model)
         self._expected = {
-            part.name: _Expected(tuple(part.tensor.shape), part.layer) for part in parts
+            part.name: _Expected(tuple(part.tensor.shape), part.layer, part.tensor)
+            for part in parts
         }
         # Where a name is vLLM's own, names of the checkpoint cannot be checked against it.
         self._is_known = all(part.is_known for part in parts)
+        # Nor does a delta fit where vLLM has cast the checkpoint.
+        dtype = getattr(self.model_config.hf_config, "dtype", None)
+        self.applies_deltas = self._is_known and {part.tensor.dtype for part in parts} == {dtype}
         self._is_quantised = vllm_config.quant_config is not None
 
     def init_transfer_engine(self, init_info: ShmInit) -> None:
         """Nothing to do; may be called again."""
 
     def start_weight_update(self) -> None:
-        self._loaded = set()
+        self._loaded, self._has_deltas = set(), False
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
@@ -121,6 +133,8 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
             raise
 
     def finish_weight_update(self) -> None:
+        if self._has_deltas:
+            self._load_unchanged()
         if reason := self._why_incomplete():
             self._abandon()
             raise ValueError(reason)
@@ -135,8 +149,9 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
     def _load(self, update_info: ShmUpdate) -> None:
         tensors = self._tensors_of(update_info)
         try:
-            self.model.load_weights(iter(tensors.items()))
-            self._loaded |= tensors.keys()
+            whole = self._whole(tensors, update_info.holds)
+            self.model.load_weights(iter(whole.items()))
+            self._loaded |= whole.keys()
             let_go(_kept(self.model), tensors.values())
         finally:  # the device must have read the memory before it is closed
             if self.device.type == "cuda":
@@ -156,10 +171,51 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         self._check({name: tensor.shape for name, tensor in tensors.items()})
         return tensors
 
+    def _whole(self, tensors: Mapping[str, torch.Tensor], holds: str) -> dict[str, torch.Tensor]:
+        """A bucket with whole tensors in the place of deltas."""
+        found = {name: tensor for name, tensor in tensors.items() if not is_delta(name)}
+        for name in tensors.keys() - found.keys():
+            delta, *elements = read_delta(name, tensors[name])
+            if not self._is_left_out(delta.name):
+                found[delta.name] = self._base(delta, holds).clone()
+                apply_delta(found[delta.name], *elements)
+        self._has_deltas |= any(map(is_delta, tensors))
+        return found
+
+    def _base(self, delta: Delta, holds: str) -> torch.Tensor:
+        """The model's own tensor of a delta.
+
+        Raises:
+            ValueError: the delta begins from another one.
+        """
+        self._check({delta.name: delta.shape})
+        name = self._tied.get(delta.name, delta.name)
+        own = self._expected[name].own if self.applies_deltas else torch.empty(0)
+        mine = ("" if self.is_lost else holds, dtype_name(own.dtype), list(own.shape))
+        if name in self._loaded or (delta.base, delta.dtype, list(delta.shape)) != mine:
+            raise ValueError(
+                f"a delta of {delta.dtype} {delta.name!r} from weight version {delta.base} came "
+                f"twice, or is not for weight version {holds} in {mine[1]}; push whole tensors"
+            )
+        return own
+
+    def _load_unchanged(self) -> None:
+        """The other tensors of each layer that has begun: vLLM loads a layer whole."""
+        begun = {self._expected[name].layer for name in self._loaded & self._expected.keys()}
+        rest = {
+            name: one.own
+            for name, one in self._expected.items()
+            if one.layer in begun and name not in self._loaded
+        }
+        self.model.load_weights(iter(rest.items()))
+        self._loaded |= rest.keys()
+
     def _check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         if not self._is_known:
             return
         for name, shape in shapes.items():
+            if is_delta(name):
+                continue
             expected = self._expected.get(self._tied.get(name, name))
             if expected is None and not self._is_left_out(name):
                 raise ValueError(f"the model has no tensor {name!r}; {self._known_text()}")

@@ -59,11 +59,13 @@ class WorkerExtension:
     def rollout_state(self) -> dict[str, Any]:
         """What is released, how many bytes each tag holds, where the worker counts them, the method
         of the fingerprints, where they are of tensors of the checkpoint, whether the worker can
-        open CUDA IPC handles, and the broadcast groups that it is in."""
+        open CUDA IPC handles, whether it applies deltas, and the broadcast groups that it is in."""
+        transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         return {
             "released": sorted(getattr(self, "released_tags", ())),
             "resident_bytes": dict(getattr(self, "resident_bytes", dict)()),
             "fingerprints": _method(self) if all(part.is_known for part in _parts(self)) else "",
+            "applies_deltas": getattr(transfer, "applies_deltas", False),
             "opens_handles": _device(self).type == "cuda",
             "groups": _groups(self).names(),
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -14,15 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engines.http.client import EngineClient
-from engines.protocol import Endpoint
 from rollout import RolloutConfig, launch
 from rollout.core.errors import ConfigError, RolloutError
-from rollout.core.types import StepReport
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.delta_faults import REFUSED, Faults
 from tests.support.push_settings import with_settings
+from tests.support.random_deltas import changed, sent
 
 pytestmark = pytest.mark.embedded
 VERSIONS = iter(range(1, 1000))
@@ -81,20 +80,6 @@ def assert_held(deployment: DeploymentHandle, weights: dict[str, torch.Tensor]) 
         assert checksums == {name: bytes_fingerprint(name, weights[name]) for name in checksums}
 
 
-def changed(weights: dict[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
-    """As a step of training: a share of the elements of each tensor has other bits."""
-    found = {}
-    for name, tensor in weights.items():
-        chosen = torch.rand(tensor.shape) < share
-        found[name] = torch.where(chosen, torch.randn_like(tensor), tensor)
-    return found
-
-
-def copies(report: StepReport) -> Any:
-    (stage,) = [one for one in report.push_stages if one.stage == "copy"]
-    return stage
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["copied", "streamed"])
 @pytest.mark.parametrize("transport", ["tensor", "shared_memory"])
 def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
@@ -105,20 +90,20 @@ def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
     stream: bool,
 ) -> None:
     policy = with_settings(deployment, shm, transport=transport, stream=stream, encoding="delta")
-    whole = copies(policy.serve_weights(weights, version=next(VERSIONS)).result(60))
+    whole = sent(policy.serve_weights(weights, version=next(VERSIONS)).result(60))
     assert whole.route == transport
     assert whole.density is None
     for share in (0.01, 0.0, 0.9, 0.02):
         weights = changed(weights, share)
         report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
         assert_held(deployment, weights)
-        sent = copies(report)
-        assert sent.route == f"{transport} delta"
+        stage = sent(report)
+        assert stage.route == f"{transport} delta"
         assert 0 < report.paused_s <= sum(report.phase_s.values()) + 1
-        assert sent.density == pytest.approx(share, abs=0.01)
-        assert sent.num_bytes < whole.num_bytes * 1.01
+        assert stage.density == pytest.approx(share, abs=0.01)
+        assert stage.num_bytes < whole.num_bytes * 1.01
         if share < 0.1:
-            assert sent.num_bytes < whole.num_bytes / 10
+            assert stage.num_bytes < whole.num_bytes / 10
     policy.close()
     assert list(shm.iterdir()) == []
 
@@ -150,7 +135,7 @@ def test_auto_sends_whole_tensors_after_a_push_that_changed_most(
     for share in (0.01, 0.01, 0.9, 0.01):
         weights = changed(weights, share)
         report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
-        routes.append(copies(report).route)
+        routes.append(sent(report).route)
         assert_held(deployment, weights)
     assert routes == ["tensor", "tensor delta", "tensor delta", "tensor"]
 
@@ -164,7 +149,7 @@ def test_engines_that_hold_the_push_of_another_trainer_get_whole_tensors(
     for policy in (one, one, other, one, one):
         weights = changed(weights, 0.01)
         report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
-        routes.append(copies(report).route.removeprefix("tensor").strip())
+        routes.append(sent(report).route.removeprefix("tensor").strip())
         assert_held(deployment, weights)
     assert routes == ["", "delta", "", "", "delta"]
 
@@ -188,7 +173,7 @@ def test_after_an_offload_a_delta_needs_weights_that_survived_it(
             with policy.offloaded() as window:
                 weights = changed(weights, 0.01)
                 window.push(weights)
-            routes.append(copies(window.report).route)
+            routes.append(sent(window.report).route)
             assert window.report.paused_s > 0
             assert_held(deployment, weights)
     assert routes == (["tensor", "tensor delta", "tensor delta"] if has_backup else ["tensor"] * 3)
@@ -197,63 +182,11 @@ def test_after_an_offload_a_delta_needs_weights_that_survived_it(
 # -- faults -----------------------------------------------------------------------------------
 
 
-class Faults:
-    """Makes clients whose requests with deltas go wrong on their way.
-
-    Attributes:
-        fault: what is done to them; empty for nothing.
-    """
-
-    fault = ""
-    num_done = 0
-
-    def connect(self, endpoint: Endpoint, engine_id: str) -> EngineClient:
-        return _Client(self, endpoint, engine_id)
-
-
-class _Client(EngineClient):
-    def __init__(self, faults: Faults, endpoint: Endpoint, engine_id: str) -> None:
-        super().__init__(endpoint, engine_id=engine_id)
-        self._faults = faults
-        self._waiting: tuple[Any, Any] | None = None
-
-    async def update_weights_from_tensor(self, payloads: Any, **more: Any) -> None:
-        send, fault = super().update_weights_from_tensor, self._faults.fault
-        if not fault:
-            await send(payloads, **more)
-            return
-        is_last = more["weight_version"] is not None
-        self._faults.num_done += 1
-        if fault == "lost" and not is_last:
-            return
-        if fault == "reordered":
-            if not is_last:
-                if self._waiting is not None:
-                    await send(self._waiting[0], **self._waiting[1])
-                self._waiting = payloads, more
-                return
-            await send(payloads, **more)
-            assert self._waiting is not None
-            payloads, more = self._waiting
-        if fault == "another base":
-            await self.update_weight_version("77")
-        if fault == "another content of the base" and self._faults.num_done == 1:
-            await self.weights_checker("reset_tensors")
-        if fault in ("cut", "flipped", "another model"):
-            content = bytearray(base64.b64decode(payloads[0]))
-            if fault == "cut":
-                del content[len(content) // 2 :]
-            elif fault == "flipped":
-                content[len(content) // 2] ^= 4
-            else:
-                content = bytearray(content.replace(b"q_proj", b"k_proj"))
-            payloads = [base64.b64encode(content).decode()]
-        await send(payloads, **more)
-        if fault == "the last repeated" or (fault == "repeated" and not is_last):
-            await send(payloads, **more | {"weight_version": None})
-
-
-REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    faults = Faults()
+    around = faults.around(EngineClient.update_weights_from_tensor)
+    monkeypatch.setattr(EngineClient, "update_weights_from_tensor", around)
+    return faults
 
 
 QUICK = ["another base", "lost"]
@@ -264,9 +197,13 @@ SLOW = [fault for fault in (*REFUSED, "another content of the base") if fault no
     "fault", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
 )
 def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
-    model_path: Path, weights: dict[str, torch.Tensor], tmp_path: Path, fault: str
+    model_path: Path,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
 ) -> None:
-    faults = Faults()
+    faults = faulty(monkeypatch)
     server = {
         "model_path": str(model_path),
         "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
@@ -274,7 +211,7 @@ def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
         "weights": {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000},
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
-    with launch_local(config, connect=faults.connect) as deployment:
+    with launch_local(config) as deployment:
         policy = deployment["policy"]
         policy.serve_weights(weights, version=1).result(60)
         weights = changed(weights, 0.01)
@@ -290,17 +227,20 @@ def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
         faults.fault = ""
         weights = changed(weights, 0.01)
         report = policy.serve_weights(weights, version=3).result(60)
-        assert copies(report).route == "tensor"
+        assert sent(report).route == "tensor"
         assert_held(deployment, weights)
         weights = changed(weights, 0.01)
-        assert copies(policy.serve_weights(weights).result(60)).route == "tensor delta"
+        assert sent(policy.serve_weights(weights).result(60)).route == "tensor delta"
         assert_held(deployment, weights)
 
 
 def test_a_delta_that_comes_twice_changes_nothing_more(
-    model_path: Path, weights: dict[str, torch.Tensor], tmp_path: Path
+    model_path: Path,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    faults = Faults()
+    faults = faulty(monkeypatch)
     server = {
         "model_path": str(model_path),
         "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
@@ -308,7 +248,7 @@ def test_a_delta_that_comes_twice_changes_nothing_more(
         "health": {"recover": False},
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
-    with launch_local(config, connect=faults.connect) as deployment:
+    with launch_local(config) as deployment:
         policy = deployment["policy"]
         policy.serve_weights(weights, version=1).result(60)
         faults.fault = "repeated"

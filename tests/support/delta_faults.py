@@ -1,0 +1,70 @@
+"""What can go wrong with a delta on its way to an engine."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
+
+
+class Faults:
+    """Requests of clients with deltas go wrong on their way.
+
+    Attributes:
+        fault: what is done to them; empty for nothing.
+        num_done: requests that went wrong.
+    """
+
+    def __init__(self) -> None:
+        self.fault = ""
+        self.num_done = 0
+        self._waiting: dict[int, tuple[Any, Any]] = {}
+
+    def around(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of a client's ``update_weights_from_tensor``."""
+
+        async def update_weights_from_tensor(client: Any, payloads: Any, **more: Any) -> None:
+            if self.fault:
+                await self._send(client, send, payloads, more)
+            else:
+                await send(client, payloads, **more)
+
+        return update_weights_from_tensor
+
+    async def _send(self, client: Any, send: Any, payloads: Any, more: dict[str, Any]) -> None:
+        fault, is_last = self.fault, more["weight_version"] is not None
+        self.num_done += 1
+        if fault == "lost" and not is_last:
+            return
+        if fault == "reordered":
+            before = self._waiting.pop(id(client), None)
+            if not is_last:
+                if before is not None:
+                    await send(client, before[0], **before[1])
+                self._waiting[id(client)] = payloads, more
+                return
+            await send(client, payloads, **more)
+            assert before is not None
+            payloads, more = before
+        if fault == "another base":
+            await client.update_weight_version("77")
+        if fault == "another content of the base" and self.num_done == 1:
+            await client.weights_checker("reset_tensors")
+        if fault in ("cut", "flipped", "another model"):
+            payloads = [_damaged(fault, base64.b64decode(payloads[0]))]
+        await send(client, payloads, **more)
+        if fault == "the last repeated" or (fault == "repeated" and not is_last):
+            await send(client, payloads, **more | {"weight_version": None})
+
+
+def _damaged(fault: str, payload: bytes) -> str:
+    content = bytearray(payload)
+    if fault == "cut":
+        del content[len(content) // 2 :]
+    elif fault == "flipped":
+        content[len(content) // 2] ^= 4
+    else:
+        content = bytearray(content.replace(b"q_proj", b"k_proj"))
+    return base64.b64encode(content).decode()
