@@ -9,6 +9,9 @@ Always true:
   was written), the request is sent again on a new connection, unless its handler refuses.
 - An error in a handler ends that handler's request, and is not counted as the engine's.
 
+- A long body is written in pieces, and a reply that is decoded is read in pieces; between two of
+  them the other connections have their turn.
+
 httptools reads the framing, except in heads that were read before.  Bodies are passed on with the
 framing they have; only ``is_decoding`` handlers get them without.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -25,6 +28,7 @@ import httptools
 
 from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
+from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import HeadCache, ReplyHead, head_key
 from rollout.router.http.headers import Headers
 from rollout.router.http.read_pacing import ReadPacing
@@ -35,6 +39,10 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _WITHOUT_BODY = frozenset({204, 304})
 _LINE_END = (b"\r", b"\n")
 _CR = 13
+MANY_BYTES = 1 << 17
+"""Of one read: the next one comes after the other connections have had their turn."""
+_MOST_WRITTEN = 1 << 18
+_MOST_READ = 1 << 15
 
 
 class ReplyHandler(Protocol):
@@ -86,7 +94,7 @@ class OutgoingRequest:
     """A request as it is written, and the engine it goes to."""
 
     endpoint: Endpoint
-    parts: list[bytes]
+    parts: list[Data]
     is_head: bool
 
 
@@ -151,6 +159,10 @@ class EngineConnection(asyncio.Protocol):
         self._sent_at_s = 0.0
         self._is_reused = False
         self._is_paused = False
+        self._is_full = False  # what was written has not left this process
+        self._unwritten: Iterator[memoryview] | None = None
+        self._unread = b""
+        self._end_of_data: tuple[Exception | None] | None = None  # behind what is unread
         self._raw = _ReplyReader()
         self._decoding: _DecodingReplyReader | None = None
         self._reader: _ReplyReader = self._raw
@@ -178,7 +190,28 @@ class EngineConnection(asyncio.Protocol):
         self._reader.num_begun = 0
         self._has_head = False
         self._is_head_request = outgoing.is_head
-        self._transport.writelines(outgoing.parts)
+        if max(map(len, outgoing.parts)) > _MOST_WRITTEN:
+            self._unwritten = _pieces(outgoing.parts)
+            self._write_on()
+        else:
+            self._transport.writelines(outgoing.parts)
+
+    def _write_on(self) -> None:
+        if self._unwritten is None or self._is_full or not self.is_usable:
+            return
+        assert self._transport is not None
+        if (piece := next(self._unwritten, None)) is None:
+            self._unwritten = None
+            return
+        self._transport.write(piece)
+        asyncio.get_running_loop().call_soon(self._write_on)
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._write_on()
 
     def drop(self) -> None:
         self._handler = None
@@ -196,7 +229,9 @@ class EngineConnection(asyncio.Protocol):
     def resume(self) -> None:
         if self._is_paused and self._transport is not None:
             self._is_paused = False
-            if not self._transport.is_closing():
+            if self._unread:
+                asyncio.get_running_loop().call_soon(self._read_on)
+            elif not self._transport.is_closing():
                 self._transport.resume_reading()
 
     def close(self) -> None:
@@ -214,17 +249,55 @@ class EngineConnection(asyncio.Protocol):
             self.close()
             return
         try:
-            try:
-                if self._has_head:
-                    self._read_body(data)
-                else:
-                    self._read_head(data)
-            except httptools.HttpParserCallbackError:
-                raise
-            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-                self._fail(f"sent a reply that is not HTTP: {error}")
+            if self._unread:
+                self._unread += data
+            elif len(data) > _MOST_READ and handler.is_decoding:
+                assert self._transport is not None
+                self._transport.pause_reading()
+                self._unread = data
+                self._read_on()
+            else:
+                if len(data) > MANY_BYTES:  # the loop would read on until the socket is empty
+                    assert self._transport is not None
+                    self._transport.pause_reading()
+                    asyncio.get_running_loop().call_soon(self._read_more)
+                self._parse(data)
         except Exception as error:
             self._on_router_error(handler, error)
+
+    def _read_more(self) -> None:
+        if not self._is_paused and not self._unread and self.is_usable:
+            assert self._transport is not None
+            self._transport.resume_reading()
+
+    def _read_on(self) -> None:
+        """Read a piece of what has arrived."""
+        handler = self._handler
+        if self._is_paused or not self._unread or handler is None:
+            return
+        data, self._unread = self._unread[:_MOST_READ], self._unread[_MOST_READ:]
+        self._read_more()
+        try:
+            self._parse(data)
+        except Exception as error:
+            self._on_router_error(handler, error)
+        if self._handler is None:
+            self._unread = b""
+        elif self._unread:
+            asyncio.get_running_loop().call_soon(self._read_on)
+        elif self._end_of_data is not None:
+            self.connection_lost(*self._end_of_data)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            if self._has_head:
+                self._read_body(data)
+            else:
+                self._read_head(data)
+        except httptools.HttpParserCallbackError:
+            raise
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"sent a reply that is not HTTP: {error}")
 
     def _on_router_error(self, handler: ReplyHandler, error: Exception) -> None:
         if self._handler is None or self._handler is handler:  # else another request has it now
@@ -353,7 +426,8 @@ class EngineConnection(asyncio.Protocol):
         assert handler is not None
         assert self._transport is not None
         handler.upstream = None
-        if stays_open and not self._transport.get_write_buffer_size():
+        is_used = self._end_of_data or self._unread or self._unwritten
+        if stays_open and not is_used and not self._transport.get_write_buffer_size():
             self.resume()
             self._is_reused = True
             self._pool.keep(self)
@@ -370,9 +444,14 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         handler = self._handler
+        self._unwritten = None
         try:
             self._pool.forget(self)
-            if handler is not None:
+            if handler is None:
+                self._unread = b""
+            elif self._unread:
+                self._end_of_data = (error,)
+            else:
                 self._end_lost(handler, error)
         except Exception as router_error:
             self._pool.forget(self)
@@ -396,3 +475,10 @@ class EngineConnection(asyncio.Protocol):
         broke_off = "broke off its reply" if self._has_head or self._head else "sent no reply"
         why = describe(error, with_type=True) if error is not None else "connection closed"
         return self._fail(f"{broke_off}: {why}")
+
+
+def _pieces(parts: list[Data]) -> Iterator[memoryview]:
+    for part in parts:
+        whole = memoryview(part)
+        for at in range(0, len(whole), _MOST_WRITTEN):
+            yield whole[at : at + _MOST_WRITTEN]

@@ -19,6 +19,7 @@ from rollout.router.http.engine_connection import (
     OutgoingRequest,
     ReplyHandler,
 )
+from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import HeadCache, ReplyHead
 from rollout.router.http.read_pacing import ReadPacing
 
@@ -84,7 +85,7 @@ class EnginePool:
         self,
         handler: ReplyHandler,
         endpoint: Endpoint,
-        parts: list[bytes],
+        parts: list[Data],
         *,
         is_head: bool = False,
     ) -> None:

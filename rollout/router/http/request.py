@@ -29,6 +29,7 @@ import orjson
 from engines.kinds import kind_of
 from engines.protocol import Endpoint
 from engines.protocol.kind import Kind
+from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.headers import Headers
 from rollout.router.http.routes import (
@@ -46,6 +47,7 @@ MAX_KEY_CHARACTERS = 128
 _OPENS = re.compile(rb"\s*\{")
 _CLOSES = re.compile(rb"\s*\}")
 _LONGEST_PLAIN_VALUE = 256
+_LEAST_UNCOPIED = 1 << 16
 _SPACE = b" \t\r\n"
 _random = random.Random(random.SystemRandom().getrandbits(256))
 _NOTHING: Mapping[str, str | int] = {}
@@ -121,8 +123,10 @@ class Request:
         namespace: str,
         more: Mapping[str, str | int] = _NOTHING,
         kind: Kind = _SGLANG,
-    ) -> bytes:
-        """The body for an engine, in this namespace of cached prefixes, with ``more`` fields."""
+    ) -> list[Data]:
+        """The body for an engine, in this namespace of cached prefixes, with ``more`` fields; in
+        parts, since a long one is not copied.
+        """
         rid, extra_key = kind.body_names
         first, last, (_, own_rid, adds_rid, adds_extra_key, keys) = b"", b"", self.fields
         if adds_rid and not more:
@@ -146,12 +150,11 @@ class Request:
         namespace: str,
         more: Mapping[str, str | int] = _NOTHING,
         kind: Kind = _SGLANG,
-    ) -> list[bytes]:
+    ) -> list[Data]:
         """What is written on the connection to an engine, with ``more`` fields in the body."""
         body = self.body_for(namespace, more, kind)
         target = kind.generate_path.encode() if self._is_translated(kind) else b""
-        head = self.head.for_engine(endpoint, len(body), target)
-        return [head, body] if body else [head]
+        return [self.head.for_engine(endpoint, sum(map(len, body)), target), *body]
 
 
 def read_fields(path: str, body: bytes, *, is_post: bool = True) -> BodyFields:
@@ -259,21 +262,23 @@ def _patterns(key: str) -> tuple[bytes, re.Pattern[bytes], re.Pattern[bytes]]:
     )
 
 
-def inject_members(body: bytes, first: bytes, last: bytes) -> bytes:
+def inject_members(body: bytes, first: bytes, last: bytes) -> list[Data]:
     """``body`` with ``first`` as its first members and ``last`` as its last; either may be empty.
 
     What is not an object is unchanged.
     """
     opening = _OPENS.match(body) if first or last else None
     if opening is None:
-        return body
+        return [body] if body else []
     end = len(body) - 1 if body.endswith(b"}") else body.rstrip(_SPACE).rfind(b"}")
     if body[end + 1 :].strip(_SPACE):
-        return body
+        return [body]
     begin = opening.end()
     if _CLOSES.match(body, begin) is None:  # it has members of its own
         first = first and first + b","
         last = last and b"," + last
     elif first and last:
         last = b"," + last
-    return b"".join((b"{", first, memoryview(body)[begin:end], last, b"}"))
+    if len(body) < _LEAST_UNCOPIED:
+        return [b"".join((b"{", first, memoryview(body)[begin:end], last, b"}"))]
+    return [b"{" + first, memoryview(body)[begin:end], last + b"}"]

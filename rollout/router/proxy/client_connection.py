@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 
 from rollout.router.gate.gate import Refusal
 from rollout.router.http import responses
+from rollout.router.http.engine_connection import MANY_BYTES
 from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import RequestHead, head_key
 from rollout.router.http.headers import (
@@ -109,6 +110,9 @@ class ClientConnection(HttpToolsProtocol):
         if self._ignores_input:
             return
         try:
+            if len(data) > MANY_BYTES:
+                self.transport.pause_reading()
+                self.loop.call_soon(self._read_more)
             if self._unparsed or not self._may_parse_on():
                 self._keep_unparsed(data)
                 return
@@ -131,6 +135,10 @@ class ClientConnection(HttpToolsProtocol):
                 self._parsing.wait_for_more()
         except Exception as error:
             self._on_router_error(error)
+
+    def _read_more(self) -> None:
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     @property
     def _client_host(self) -> str:

@@ -23,6 +23,10 @@ from rollout.router.http.request import (
 from rollout.router.http.routes import KEYED_PATHS, is_generation, route_of
 
 
+def _loads(parts):
+    return json.loads(b"".join(parts))
+
+
 def test_hop_by_hop_headers_and_those_named_by_connection_stay_here():
     kept = to_engine(
         [
@@ -63,16 +67,16 @@ def test_a_reply_keeps_its_encoding_and_length_and_names_the_engine():
 
 @pytest.mark.parametrize("body", [b"{}", b"{ \n}", b' {"text": "x"}', b'{"a": {"rid": 1}}'])
 def test_an_injected_body_is_the_same_object_with_two_more_fields(body):
-    both = json.loads(inject_members(body, b'"rid":"r"', b'"extra_key":"v3"'))
+    both = _loads(inject_members(body, b'"rid":"r"', b'"extra_key":"v3"'))
     assert both == {"rid": "r", "extra_key": "v3", **json.loads(body)}
     assert [*both] == ["rid", *json.loads(body), "extra_key"]
-    assert json.loads(inject_members(body, b"", b'"a":1')) == {**json.loads(body), "a": 1}
-    assert json.loads(inject_members(body, b'"rid":"r"', b"")) == {"rid": "r", **json.loads(body)}
+    assert _loads(inject_members(body, b"", b'"a":1')) == {**json.loads(body), "a": 1}
+    assert _loads(inject_members(body, b'"rid":"r"', b"")) == {"rid": "r", **json.loads(body)}
 
 
 @given(st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3))
 def test_injecting_fields_keeps_what_the_client_wrote(members):
-    stamped = json.loads(inject_members(json.dumps(members).encode(), b'"rid":"r"', b""))
+    stamped = _loads(inject_members(json.dumps(members).encode(), b'"rid":"r"', b""))
     assert stamped == {"rid": "r", **members}
 
 
@@ -97,7 +101,7 @@ def test_a_key_is_found_without_parsing_bodies_that_cannot_have_it(body, found):
 @pytest.mark.parametrize("body", [b"", b"[1]", b'"x"', b"\xff{", b"text"])
 def test_a_body_that_is_not_a_json_object_is_unchanged(body):
     assert not is_json_object(body)
-    assert inject_members(body, b'"rid":"r"', b"") == body
+    assert b"".join(inject_members(body, b'"rid":"r"', b"")) == body
 
 
 def test_no_rid_that_is_handed_out_can_be_the_prefix_of_another():
@@ -109,8 +113,8 @@ def test_no_rid_that_is_handed_out_can_be_the_prefix_of_another():
 def test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version():
     head = RequestHead(b"POST", route_of(b"/generate"), [])
     request = Request(head, b"{}", BodyFields(None, "r", adds_rid=True, adds_extra_key=True))
-    assert json.loads(request.body_for("run:v3")) == {"rid": "r", "extra_key": "run:v3"}
-    assert json.loads(request.body_for("run:v4")) == {"rid": "r", "extra_key": "run:v4"}
+    assert _loads(request.body_for("run:v3")) == {"rid": "r", "extra_key": "run:v3"}
+    assert _loads(request.body_for("run:v4")) == {"rid": "r", "extra_key": "run:v4"}
 
 
 def request_of(body, path="/generate"):
@@ -122,7 +126,7 @@ def request_of(body, path="/generate"):
 def sent(body, *, path="/generate", kind="sglang"):
     """The key of a body for an engine."""
     request = request_of(body, path)
-    whole = json.loads(request.body_for("run:v3", kind=KINDS[kind]))
+    whole = _loads(request.body_for("run:v3", kind=KINDS[kind]))
     return whole[KINDS[kind].body_names[1]]
 
 
@@ -192,7 +196,7 @@ def test_a_long_key_is_shortened_to_what_vllm_takes(own):
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"a": 1', b'"}', b"text}", b"\xff\xfe{"])
 def test_what_no_engine_reads_as_an_object_is_passed_on(body):
-    assert request_of(body).body_for("run:v3") == body
+    assert b"".join(request_of(body).body_for("run:v3")) == body
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def written(read, path, body, dialect, tokens=()):
         if tokens:
             read.reply.base.ids, read.reply.base.num = list(tokens), len(tokens)
             request.body = read.reply.body(7, dialect)
-    whole = json.loads(request.body_for("run:v7", kind=KINDS[dialect]))
+    whole = json.loads(b"".join(request.body_for("run:v7", kind=KINDS[dialect])))
     if read.fields.adds_rid:  # which is random
         assert whole.pop(KINDS[dialect].body_names[0]) == read.fields.rid
     return whole
