@@ -2,7 +2,8 @@
 
 The prompt's token ids and the text of a reply are most of their bytes, and the router needs them
 only if an engine is lost.  So they are found as bytes, and the rest is parsed; the other fields of
-a body are read once for many requests; events with all tokens so far are put off unread.
+a body are read once for many requests; events with all tokens so far are put off unread, or only
+what is new in their lists is parsed.
 
 Always true: what is found is what a JSON parser would find.  In any other case there are no parts,
 and all of it is parsed (``tests/rollout/router/continuation/test_fast_path.py``).
@@ -48,6 +49,7 @@ _MARK_BYTES = b"%d" % _MARK
 _RID_MARK = f"rid-{_MARK}"
 _MARKED_RID = b'"rid":"%s"' % _RID_MARK.encode()
 _BACKSLASH = ord("\\")
+_END_OF_LIST = ord("]")
 _OUTPUT_IDS = b'"output_ids"'
 _READ = frozenset({"text", "output_ids", "meta_info", "error"})
 _TEXT = re.compile(rb'\s*\{\s*"text"\s*:\s*"')
@@ -55,6 +57,12 @@ _IDS_AND_META = re.compile(
     rb'"\s*,\s*"output_ids"\s*:\s*\[([0-9, \t\r\n]*)\]\s*,\s*"meta_info"\s*:\s*\{'
 )
 _UNFINISHED = re.compile(rb'"finish_reason"\s*:\s*null')
+_LOGPROBS = b'"output_token_logprobs":['
+# Lists in the order in which engines write them, and what ends one that is not empty.
+_GROWING = {b'"output_ids":[': b"]", _LOGPROBS: b"]]"}
+_LONG_EVENT = 1 << 13
+_IN_NUMBER = b"0123456789.-+eE"
+_PLAIN_LOGPROB = b"[,,null],"
 
 
 class PromptIds(JsonText):
@@ -162,10 +170,12 @@ class EventParts:
 
     Attributes:
         num_ids: how many token ids it has.
+        num_logprobs: how many log-probs of tokens; None if they are in ``meta``, or there are none.
         meta: its ``meta_info``.
     """
 
     num_ids: int
+    num_logprobs: int | None
     meta: dict[str, Any]
     _data: bytes
     _begin: int
@@ -186,15 +196,31 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
     if found is None:
         return None
     ids, at = found[1], found.end()
+    others, num_logprobs = _without_logprobs(data[at:end])
     try:
-        rest = orjson.loads(b'{"%d":{%s' % (_MARK, data[at:end]))
+        rest = orjson.loads(b'{"%d":{%s' % (_MARK, others))
     except orjson.JSONDecodeError:
         return None
     meta = rest.pop(str(_MARK))
     if not isinstance(meta, dict) or not rest.keys().isdisjoint(_READ):
         return None
+    if num_logprobs is not None and meta.pop(PER_TOKEN[0], None) != _MARK:
+        return None
     num_ids = ids.count(b",") + 1 if ids.strip(_SPACE) else 0
-    return EventParts(num_ids, meta, data, begin, at, end)
+    return EventParts(num_ids, num_logprobs, meta, data, begin, at, end)
+
+
+def _without_logprobs(meta: bytes) -> tuple[bytes, int | None]:
+    """A long ``meta_info`` with a mark for its log-probs, and their number if all are numbers."""
+    begin = meta.find(_LOGPROBS) + len(_LOGPROBS)
+    end = meta.find(b"]]", begin) + 1
+    if len(meta) < _LONG_EVENT or begin < len(_LOGPROBS) or not end:
+        return meta, None
+    form = meta[begin:end].translate(None, _IN_NUMBER) + b","
+    num = len(form) // len(_PLAIN_LOGPROB)
+    if form != _PLAIN_LOGPROB * num:
+        return meta, None
+    return b"%s%s%s" % (meta[: begin - 1], _MARK_BYTES, meta[end + 1 :]), num
 
 
 def has_nan(logprobs: Iterable[Any]) -> bool:
@@ -231,6 +257,60 @@ def _end_of_text(data: bytes, begin: int, end: int) -> int:
     return at if text.count(b'"') == text.count(b'\\"') + 1 else -1
 
 
+class GrowingLists:
+    """Events that have all tokens so far: of their lists only what is new is parsed."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[bytes, list[Any]]] = {}
+
+    def loads(self, event: bytes) -> Any:
+        """What a parser gives.
+
+        Raises:
+            ValueError: it is not JSON.
+        """
+        try:
+            return self._read(event)
+        except UNUSABLE:
+            return loads(event)
+
+    def _read(self, event: bytes) -> Payload:
+        """The same; raises as ``UNUSABLE`` has if a list is not where it belongs."""
+        others: list[bytes] = []
+        begin, found = 0, {}
+        for name, last in _GROWING.items():
+            at = event.find(name, begin) + len(name)
+            if at < len(name):
+                continue
+            found[name] = text, _ = self._grown(event, at, name, last)
+            others += event[begin : at - 1], _MARK_BYTES
+            begin = at + len(text) + 1
+        payload: Payload = orjson.loads(b"".join((*others, event[begin:])))
+        for name, (_, values) in found.items():
+            holder = payload["meta_info"] if name == _LOGPROBS else payload
+            key = name[1:-3].decode()
+            if holder[key] != _MARK:
+                raise ValueError(f"{key} is at another place")
+            holder[key] = values
+        self._known = found
+        return payload
+
+    def _grown(self, event: bytes, at: int, name: bytes, last: bytes) -> tuple[bytes, list[Any]]:
+        """The list that begins there, without its brackets."""
+        known, values = self._known.get(name, (b"", []))
+        begin = at + len(known)
+        if not event.startswith(known, at) or event[begin] not in b",]":
+            known, values, begin = b"", [], at
+        end = at
+        if event[at] != _END_OF_LIST:
+            end = event.index(last, max(at, begin - 1)) + len(last) - 1
+        new = event[begin:end]
+        more = orjson.loads(b"[%s]" % (new[1:] if known else new))
+        if new and not more:
+            raise ValueError("a comma without a value")
+        return event[at:end], [*values, *more]
+
+
 class FastReply(Reply):
     """A reply whose events are parsed only when an engine is lost, if its client wants it whole.
 
@@ -239,11 +319,9 @@ class FastReply(Reply):
 
     Attributes:
         fields: the body for the first engine, without its token ids.
-        passes_on: the last event may be the reply, if one engine does all.
     """
 
     fields: bytes = b"{}"
-    passes_on = False
 
     # The current engine's events have all tokens so far.
     _is_cumulative = False
@@ -252,6 +330,7 @@ class FastReply(Reply):
     _has_gap = False
     # An event of the current engine was not parsed when it came.
     _has_put_off = False
+    _lists: GrowingLists | None = None
 
     def of_request(self, parts: BodyParts) -> FastReply:
         """A new one for another request, which has these parts and the same other fields."""
@@ -267,7 +346,7 @@ class FastReply(Reply):
     # -- from the engine --------------------------------------------------------------------
 
     def take(self, data: bytes, begin: int = 0, end: int = END) -> Payload | None:
-        if self.is_streamed:
+        if not self.passes_on:
             return super().take(data, begin, end)
         is_put_off = self._is_cumulative and is_unfinished(data, begin, end)
         # The engine may be lost after its last event, before its reply has ended.
@@ -281,7 +360,7 @@ class FastReply(Reply):
 
     def _pass_on(self, data: bytes, begin: int, end: int) -> bool:
         """Make the reply of the last event without parsing all of it, if that is possible."""
-        if not self.passes_on or self.num_failovers or self.engine.is_translated:
+        if self.num_failovers or self.engine.is_translated:
             return False
         parts = split_event(data, begin, end)
         if parts is None:
@@ -300,7 +379,7 @@ class FastReply(Reply):
         for name in PER_TOKEN:
             if (values := meta.get(name)) is not None and len(values) != num:
                 return False
-        if has_nan(meta.get(PER_TOKEN[0]) or ()):
+        if parts.num_logprobs not in (None, num) or has_nan(meta.get(PER_TOKEN[0]) or ()):
             return False
         if first and any(first[name] != meta.get(name) for name in FROM_FIRST if name in first):
             return False
@@ -312,11 +391,18 @@ class FastReply(Reply):
         self.finish = reason
         return True
 
+    def parsed(self, event: bytes) -> Payload:
+        if len(event) < _LONG_EVENT:
+            return super().parsed(event)
+        self._lists = self._lists or GrowingLists()
+        payload: Payload = self._lists.loads(event)
+        return payload
+
     def read_all(self) -> None:
         events, self._unread = self._unread, ()
         for data, begin, end in events:
             safe = self.safe_end
-            self.absorb(loads(data[begin:end]))
+            self.absorb(self.parsed(data[begin:end]))
             if self._has_gap:  # its text may have grown in an event that was not kept
                 self.safe_end, self._has_gap = safe, False
 

@@ -22,12 +22,14 @@ class Reply(Continuation):
         route: of the request.
         engine: how the current engine is spoken to.
         wants_whole_reply: the engine must send one complete reply instead of events.
+        passes_on: the engine's last event may be the reply, if one engine does all.
         passed_on: the complete reply in parts, if it is the engine's own.
     """
 
     route: Route
     engine: EngineDialect
     wants_whole_reply = False
+    passes_on = False
     passed_on: list[Data] | None = None
 
     def body(self, version: int | None = None, dialect: str = "sglang") -> bytes:
@@ -45,11 +47,20 @@ class Reply(Continuation):
         Raises:
             ``UNUSABLE``: it cannot be read.
         """
-        payload = loads(data[begin:end])
+        payload = self.parsed(data[begin:end])
         if "error" in payload:
             return dict(payload)
         self.absorb(payload)
         return None
+
+    def parsed(self, event: bytes) -> Payload:
+        """An event.
+
+        Raises:
+            ValueError: it is not JSON.
+        """
+        payload: Payload = loads(event)
+        return payload
 
     def absorb(self, event: Payload) -> None:
         """Take one event that was parsed."""

@@ -294,6 +294,7 @@ class Exchange:
         if read.reply is not None:
             proxy.reads_tokens.set()
             read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
+            read.reply.passes_on &= self._http is not None
             tokens = TokenReader(read.reply)
         if self._named.has_base:
             tokens = read_for_base(tokens, body, self._named)

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.router.continuation import fast_path
+from rollout.router.continuation.core import NotFinite
 from rollout.router.continuation.fast_path import (
+    GrowingLists,
     is_unfinished,
     read_fields,
     split_body,
     split_event,
 )
+from rollout.router.http.fast_json import loads
 from tests.rollout.router.continuation.replies import generate
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=5)
@@ -155,6 +159,93 @@ def test_an_event_with_equal_or_escaped_keys_is_what_a_parser_finds(more, data):
         assert parts.meta == parsed["meta_info"]
         again = json.loads(b"".join(parts.with_meta({"more": 1})))
         assert again["meta_info"] == {**parsed["meta_info"], "more": 1}
+
+
+ENTRIES = st.lists(
+    st.tuples(st.floats(-9, 0) | st.none(), st.integers(0, 99), st.none() | TEXTS), max_size=3
+)
+EVENTS = st.tuples(
+    st.sampled_from(["grow", "grow", "grow", "again", "other"]),
+    st.lists(st.integers(0, 2**40), max_size=3),
+    ENTRIES,
+    TEXTS,
+    st.dictionaries(st.sampled_from(["output_ids", "output_token_logprobs", "x"]), VALUES),
+)
+EDITS = st.none() | st.tuples(st.floats(0, 1), st.sampled_from([b"", b",", b"]", b"[", b"1", b'"']))
+
+
+def parsed_or_error(parse, event):
+    try:
+        return parse(event)
+    except ValueError:
+        return ValueError
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(EVENTS, max_size=6), EDITS)
+def test_of_lists_that_grow_is_read_what_a_parser_reads(steps, edit):
+    lists, ids, entries = GrowingLists(), [], []
+    for number, (step, more_ids, more_entries, text, others) in enumerate(steps):
+        if step == "other":
+            ids, entries = [], []
+        if step != "again":
+            ids, entries = ids + more_ids, entries + more_entries
+        meta = {**others, "output_token_logprobs": entries, "finish_reason": None}
+        event = json_of({"text": text, "output_ids": ids, "meta_info": meta, **others})
+        if edit is not None and number == len(steps) - 1:
+            at = int(edit[0] * len(event))
+            event = event[:at] + edit[1] + event[at + 1 :]
+        assert parsed_or_error(lists.loads, event) == parsed_or_error(loads, event)
+
+
+def long_event(num, *, finish=None, entry=(-0.5, 7, None), **more):
+    event = event_of(list(range(num)), finish=finish, text="x" * num)
+    event["meta_info"] |= {"output_token_logprobs": [list(entry)] * num, **more}
+    return json_of(event)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_of_a_long_event_only_what_is_new_is_parsed(monkeypatch, is_streamed):
+    body = {"input_ids": [1], "stream": is_streamed, "sampling_params": {"max_new_tokens": 4096}}
+    reply, sizes = generate(json.dumps(body).encode(), 32), []
+    real = fast_path.orjson.loads
+    monkeypatch.setattr(
+        fast_path.orjson, "loads", lambda data: sizes.append(len(data)) or real(data)
+    )
+    last = long_event(3232, finish=length(3232))
+    for event in [*(long_event(num) for num in range(32, 3232, 32)), last]:
+        sizes.clear()
+        assert reply.take(event) is None
+        assert sum(sizes) < 1 << 14
+    got = json.loads(b"".join(reply.written()))
+    assert got["meta_info"]["output_token_logprobs"] == [[-0.5, 7, None]] * 3232
+    assert got["output_ids"] == list(range(3232))
+
+
+@pytest.mark.parametrize(
+    "entry", [(-1, 7, None), (-1e-7, 7, "x]],["), (-0.25, 7, None, 1), (-0.5, "[,,null],", None)]
+)
+def test_a_long_reply_is_what_a_parser_finds_whatever_its_logprobs(entry):
+    event = long_event(1000, finish={"type": "stop", "matched": 1}, entry=entry)
+    expected = json.loads(event)
+    parts = split_event(event)
+    assert parts is not None
+    assert parts.num_logprobs == (1000 if entry == (-1, 7, None) else None)
+    again = json.loads(b"".join(parts.with_meta({"more": 1})))
+    assert again["meta_info"] == {**expected["meta_info"], "more": 1}
+    rest = {**expected["meta_info"]}
+    if parts.num_logprobs is not None:
+        del rest["output_token_logprobs"]
+    assert parts.meta == rest
+
+
+def test_a_long_reply_without_a_number_is_not_passed_on():
+    nan = long_event(1000, finish=length(1000), entry=(None, 7, None))
+    with pytest.raises(NotFinite):
+        generate(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 1000}}', 32).take(nan)
+    few = long_event(1000, finish=length(1000), output_token_logprobs=[[-0.5, 7, None]] * 999)
+    with pytest.raises(ValueError, match="999 output_token_logprobs for 1000"):
+        generate(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 1000}}', 32).take(few)
 
 
 def replies(events, *, body=b'{"input_ids": [1]}', num=None):
