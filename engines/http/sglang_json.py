@@ -81,9 +81,7 @@ def read_generate(answer: Any) -> GenerateReply:
         rid=str(meta["id"]),
         text=answer.get("text") or "",
         output_ids=tuple(answer.get("output_ids") or ()),
-        output_logprobs=None
-        if logprobs is None
-        else tuple(read_logprob(entry[0]) for entry in logprobs),
+        output_logprobs=None if logprobs is None else _logprobs(logprobs),
         finish_reason=None if reason is None else _read_finish_reason(reason),
         prompt_tokens=meta.get("prompt_tokens", 0),
         completion_tokens=meta.get("completion_tokens", 0),
@@ -94,14 +92,17 @@ def read_generate(answer: Any) -> GenerateReply:
             for span in meta.get("weight_versions") or ()
         ),
         # The first token has no predecessor: SGLang sends null for it.
-        input_logprobs=tuple(read_logprob(entry[0]) for entry in of_prompt[1:])
-        if of_prompt
-        else None,
+        input_logprobs=_logprobs(of_prompt[1:]) if of_prompt else None,
         output_top_logprobs=_top_logprobs(meta.get("output_top_logprobs"), 0),
         input_top_logprobs=_top_logprobs(meta.get("input_top_logprobs"), 1),
         routed_experts=_from_base64(meta.get("routed_experts")),
         num_failovers=meta.get("num_failovers", 0),
     )
+
+
+def _logprobs(entries: Sequence[Any]) -> tuple[float, ...]:
+    values = [entry[0] for entry in entries]
+    return tuple(map(read_logprob if None in values else float, values))
 
 
 def _top_logprobs(tokens: Any, begin: int) -> tuple[TopLogprobs, ...] | None:

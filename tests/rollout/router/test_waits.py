@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from benchmarks.router.agents import corpus, history, write_model
@@ -36,7 +37,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.slow
 
-CPU_S = 0.05
+CPU_S = 0.02
 WAIT_S = 0.05
 PER_HELD_BYTE = 8.0
 NUM_SESSIONS, NUM_TOKENS = 8, 65_536
@@ -138,7 +139,7 @@ def _event(text: str, is_last: bool) -> bytes:
         "output_token_logprobs": [[-0.5, 100, None]] * len(ids),
     }
     payload = {"text": text, "output_ids": ids, "meta_info": meta}
-    return chunk(b"data: " + json.dumps(payload).encode() + b"\n\n")
+    return chunk(b"data: " + orjson.dumps(payload) + b"\n\n")
 
 
 WHOLE = json.dumps({"text": "ok", "choices": []}).encode()
@@ -297,6 +298,20 @@ async def check_degenerate_answers(it: Waits) -> None:
             it.events = events_of((form.begins[0] + unit * 16_384)[:16_384], 8)
             path = f"/sessions/{form.name}/v1/chat/completions"
             assert await it.step(f"{form.name}: {unit!r:.16}", it.post(path, body)) == 200
+    await check_long_answers(it)
+
+
+async def check_long_answers(it: Waits) -> None:
+    """Answers of as many tokens as a session has, of which each event has all so far."""
+    it.events = events_of("word " * (NUM_TOKENS // 5), 32)
+    chat = "/v1/chat/completions"
+    messages = {"messages": [{"role": "user", "content": "a"}], "max_tokens": NUM_TOKENS}
+    ids = {"input_ids": [1], "sampling_params": {"max_new_tokens": NUM_TOKENS}}
+    for path, body in (("/generate", ids), ("/sessions/long" + chat, messages)):
+        for is_streamed in (False, True):
+            body = {**body, "stream": is_streamed, "return_logprob": True}
+            name = f"{path:.10}, long answer" + ", streamed" * is_streamed
+            assert await it.step(name, it.post(path, body)) == 200
     it.events = events_of("a", 1)
 
 
