@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.control.server.server import RolloutServer
-from rollout.runtime.ray.worker_process import collect_rarely
+from rollout.runtime.worker_process import collect_rarely
 from tests.support.builders import make_server, push
 
 

@@ -22,9 +22,10 @@ from benchmarks.router import load
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router.host import RouterHost
+from rollout.router.state_file import StateFile
 from rollout.rules.routing import Backend
-from rollout.runtime.ray.actors import RouterActor
 from rollout.runtime.ray.handles import remote_router
+from rollout.runtime.ray.router_actor import RouterActor
 
 NUM_CLIENTS = 32
 
@@ -41,7 +42,8 @@ async def measure_calls(engines: list[int], for_s: float) -> dict[str, float]:
 
 
 async def _measure(engines: list[int], for_s: float) -> dict[str, float]:
-    actor = ray.remote(num_cpus=0)(RouterActor).remote(RouterConfig())
+    alone = {"run": "run", "number": 0, "state": StateFile.make(), "server": ("", "")}
+    actor = ray.remote(num_cpus=0)(RouterActor).remote(RouterConfig(), **alone)
     router = remote_router(actor, "router")
     endpoint = await router.start()
     members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(engines)]

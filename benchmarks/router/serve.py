@@ -22,7 +22,7 @@ from fastapi.responses import Response, StreamingResponse
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router import Backend, RouterHost
-from rollout.runtime.ray.worker_process import collect_rarely, keep_freed_memory
+from rollout.runtime.worker_process import collect_rarely, keep_freed_memory
 
 
 async def serve_ours(ports: list[int], *, has_failover: bool) -> None:

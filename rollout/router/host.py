@@ -21,7 +21,7 @@ import uvloop
 from engines.http.uvicorn_server import HttpServer
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
-from rollout.core.errors import PhaseTimeout, RolloutError
+from rollout.core.errors import ActorLost, PhaseTimeout, RolloutError
 from rollout.core.http_thread import HttpThread
 from rollout.router.gate.gate import ConnectionFailure, Gate, GateState
 from rollout.router.http.engine_pool import EnginePool, check_file_descriptors
@@ -45,6 +45,10 @@ def new_run() -> str:
 
 class RouterHost:
     """Starts, steers and stops one router.
+
+    Attributes:
+        why_not_serving: another router serves in its place, and its methods raise ``ActorLost``;
+            empty if it may serve.
 
     Args:
         policy: chooses engines, instead of the policy that ``config`` names.
@@ -72,7 +76,7 @@ class RouterHost:
                 affinity_ttl_s=config.affinity_ttl_s,
                 max_affinities=config.max_affinities,
             ),
-            on_failure=self._pass_failure_on,
+            on_failure=self._note_failure,
             on_idle=self._wake_drained,
         )
         connections = check_file_descriptors(
@@ -89,6 +93,7 @@ class RouterHost:
         self._has_failed = asyncio.Event()
         self._owner: asyncio.AbstractEventLoop | None = None
         self._thread = HttpThread("router", loop_factory=uvloop.new_event_loop)
+        self.why_not_serving = ""
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -160,6 +165,19 @@ class RouterHost:
 
         await self._on_loop(work)
 
+    async def begin_as(
+        self, members: tuple[int, Sequence[Backend]] | None, state: str, why: Mapping[str, Any]
+    ) -> None:
+        """Serve, with the members and the gate of the router in whose place this one is."""
+
+        async def begin() -> None:
+            if members is not None:
+                self._gate.set_members(*members)
+            self._gate.set_state(GateState(state), **why)
+
+        await self._thread.call(begin())
+        self.why_not_serving = ""  # an earlier call could be one that these are older than
+
     async def set_members(self, epoch: int, members: Sequence[Backend]) -> bool:
         """The full set of engines; False if ``epoch`` is not newer than the one there is."""
         return await self._on_loop(lambda: self._gate.set_members(epoch, members))
@@ -177,14 +195,23 @@ class RouterHost:
         async def run() -> T:
             return work()
 
+        self._check_serves()
         return await self._thread.call(run())
+
+    def _check_serves(self) -> None:
+        if self.why_not_serving:
+            why = f"this router does not serve now: {self.why_not_serving}"
+            raise ActorLost(why, may_have_executed=False)
 
     async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
         """Engines that lost a request and left routing since the last call, and why.
 
-        Returns when there is one, or empty after ``timeout_s``.  For the loop that awaited
-        ``start``, and for one caller.
+        Returns when there is one, or empty after ``timeout_s``.  For one caller.
         """
+        self._check_serves()
+        return await self._thread.call(self._wait_failed(timeout_s))
+
+    async def _wait_failed(self, timeout_s: float) -> list[tuple[str, str]]:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_failed.wait(), timeout_s)
         failed, self._failed = self._failed, {}
@@ -197,6 +224,7 @@ class RouterHost:
         Raises:
             PhaseTimeout: ``late`` names the engines that still have some, and how many.
         """
+        self._check_serves()
         await self._thread.call(self._wait_drained(timeout_s, engine_id))
 
     async def _wait_drained(self, timeout_s: float, engine_id: str) -> None:
@@ -231,18 +259,13 @@ class RouterHost:
             if not drained.done() and not self._late(engine_id):
                 drained.set_result(None)
 
-    def _pass_failure_on(self, failure: ConnectionFailure) -> None:
-        if self._owner is None or self._owner.is_closed():
-            return
-        with suppress(RuntimeError):  # it was closed just now
-            self._owner.call_soon_threadsafe(self._note_failure, failure)
-
     def _note_failure(self, failure: ConnectionFailure) -> None:
         if failure.has_left_routing:
             self._failed[failure.engine_id] = failure.message
             self._has_failed.set()
-        if self._on_engine_failure is not None:
-            self._on_engine_failure(failure)
+        if self._on_engine_failure is not None and self._owner is not None:
+            with suppress(RuntimeError):  # it was closed
+                self._owner.call_soon_threadsafe(self._on_engine_failure, failure)
 
     def _make_server(self) -> HttpServer:
         # Here, because FastAPI takes a quarter of the time of ``import rollout``.

@@ -19,6 +19,9 @@ from engines.kinds import kind_of
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.kind import Kind
 
+JUST_STARTED = "the router has just started"
+"""Why a gate is shut that the server has not opened so far; a request may be sent again soon."""
+
 
 class BackendState(StrEnum):
     """Whether an engine gets requests, and if not, why."""

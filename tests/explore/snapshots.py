@@ -197,7 +197,7 @@ def _add_server(
     ports = {name: Delayed(name, group) for name, group in made.items()}
     parts.routers[server] = SteeredRouter()
     parts.servers[server] = RolloutServer(
-        server, config, ports, parts.routers[server], timeline=_NOTHING
+        server, config, ports, [parts.routers[server]], timeline=_NOTHING
     )
     parts.groups |= made
     parts.ports |= ports

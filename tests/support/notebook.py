@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from rollout.runtime.ray.worker_process import is_own_process, switch_threads_often
+from rollout.runtime.worker_process import is_own_process, switch_threads_often
 
 
 class TwoArguments(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -12,11 +13,24 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
 ROOT = Path(__file__).parents[2]
 MARK = "ROLLOUT_TEST_PROGRAM"
+
+
+def kill_listener(url: str) -> int:
+    """Kill the process that listens at ``url`` with SIGKILL; its id."""
+    port = urlsplit(url).port
+    (pid,) = {
+        one.pid
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    }
+    os.kill(pid, signal.SIGKILL)
+    return int(pid)
 
 
 class Program:

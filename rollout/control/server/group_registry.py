@@ -12,14 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
 from rollout.core.types import GroupStatus
-from rollout.router.host import RouterHost
 from rollout.rules.deadlines import group_margin_s
 from rollout.rules.lifecycle import Command, GroupTraits, Phase, groups_that_need
 from rollout.rules.release_policy import group_traits
@@ -30,11 +28,7 @@ _REPLACE_TIMEOUT_S = 90.0
 
 
 class ActorFactory(Protocol):
-    """Creates a new actor for a group or a router whose actor is lost."""
-
-    def make_router(self, endpoint: Endpoint) -> Awaitable[RouterHost]:
-        """A router that will listen on ``endpoint``; the lost one has ended."""
-        ...
+    """Creates a new actor for a group whose actor is lost."""
 
     def make_group(
         self, name: str, known: GroupStatus, version: int | None

@@ -99,7 +99,7 @@ class RolloutServer:
         name: str,
         config: ServerConfig,
         groups: Mapping[str, ServerGroup],
-        router: RouterHost,
+        routers: Sequence[RouterHost],
         *,
         store: WeightStore | None = None,
         timeline: Timeline | None = None,
@@ -110,6 +110,7 @@ class RolloutServer:
         """Nothing is started.
 
         Args:
+            routers: see ``RouterClient``.
             actor_factory: replaces lost actors; None without actors.
         """
         self.name = name
@@ -118,10 +119,7 @@ class RolloutServer:
         self._config = config
         self._store = store
         self._actor_factory = actor_factory
-        make_router = None if actor_factory is None else actor_factory.make_router
-        client = self._router = RouterClient(
-            name, router, config.router.control_timeout_s, make_router
-        )
+        client = self._router = RouterClient(name, routers, config.router.control_timeout_s)
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
         registry = self._registry = GroupRegistry(name, config, groups)
         terms = {group: recovery_terms(config, group) for group in registry.groups}
@@ -488,6 +486,10 @@ class RolloutServer:
         """The methods of the engines' fingerprints, as last known; calls no engine."""
         statuses = self._registry.all_last_known()
         return frozenset(one.fingerprints for status in statuses for one in status.engines)
+
+    async def router_serves(self, number: int) -> tuple[Any, str, dict[str, Any]]:
+        """A router serves now in the place of a lost one; see ``RouterClient.serves``."""
+        return self._router.serves(number)
 
     # -- store ------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from rollout.core.errors import GenerationFailed, RolloutError
 from rollout.core.pending import Pending
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
+from rollout.driver.client.http_client import reconnecting
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120.0)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,256}")
@@ -132,7 +133,8 @@ class AgentSession:
 
     async def _request(self, method: str, url: str) -> Any:
         """The router's reply; None if it has no such session."""
-        try:
+
+        async def request() -> Any:
             async with (
                 aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as client,
                 client.request(method, url) as response,
@@ -143,5 +145,8 @@ class AgentSession:
                     text = (await response.text())[:500]
                     raise GenerationFailed(f"{method} {url}: HTTP {response.status}: {text}")
                 return await response.json()
+
+        try:
+            return await reconnecting(request)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise GenerationFailed(f"{method} {url}: {type(error).__name__}: {error}") from None

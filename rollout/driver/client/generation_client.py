@@ -63,6 +63,11 @@ class GenerationError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Disconnected(GenerationError):
+    """The connection was lost, or the router has just started: the same request may be sent again,
+    and the router goes on from the tokens that it keeps."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """How busy the engines behind a client are.

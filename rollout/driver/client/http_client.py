@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -22,6 +22,7 @@ from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.kinds import kind_of
 from engines.protocol import GenerateReply, Loads
 from rollout.driver.client.generation_client import (
+    Disconnected,
     EngineLoad,
     FailureKind,
     GenerationError,
@@ -30,12 +31,19 @@ from rollout.driver.client.generation_client import (
     SoFar,
 )
 from rollout.driver.client.sample_requests import weights_field
+from rollout.rules.routing import JUST_STARTED
 
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _ABORTS_AT_ONCE = 32
 _JSON = {"content-type": "application/json"}
 _AGAIN = frozenset({429, 503})
 _ABORTED = 499
+# For so long a router that was lost is tried again; Ray has it back in one to three seconds.
+_RECONNECT_S = 10.0
+_RECONNECT_AGAIN_S = 0.05
+_MOST_CONNECTIONS = 64
+
+T = TypeVar("T")
 
 
 class HttpGenerationClient:
@@ -84,9 +92,8 @@ class HttpGenerationClient:
         await self._control.close()
 
     async def generate(self, request: GenerationRequest) -> GenerateReply:
-        async with self._posted(request) as response:
-            content = await response.read()
-        return _read_reply(content, response)
+        async with aclosing(self._replies(request)) as replies:
+            return await anext(replies)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerateReply, None]:
         """The reply as it comes, each time with everything so far; the last has a finish reason.
@@ -96,43 +103,62 @@ class HttpGenerationClient:
         Raises:
             GenerationError: there is no reply, or it broke off.
         """
-        async with self._posted(request, stream=True) as response:
-            reply: GenerateReply | None = None
-            async with aclosing(sse_payloads(response.content.iter_any())) as payloads:
-                async for payload in payloads:
-                    if payload != DONE:
-                        yield (reply := _read_reply(payload, response))
-            if reply is None or reply.finish_reason is None:
-                raise GenerationError("the stream ended before its reply", kind=FailureKind.LOST)
+        shown: GenerateReply | None = None
+        async with aclosing(self._replies(request, stream=True)) as replies:
+            async for reply in replies:
+                known = () if shown is None else shown.output_ids
+                if reply.output_ids[: len(known)] != known:
+                    raise GenerationError("the reply began again", kind=FailureKind.LOST)
+                yield (shown := reply)
+
+    async def _replies(
+        self, request: GenerationRequest, **more: Any
+    ) -> AsyncGenerator[GenerateReply, None]:
+        """The reply as it comes; a lost connection is opened again, with the same request."""
+        clock = asyncio.get_running_loop().time
+        lost = Reconnection(clock())
+        until_s = clock() + (request.timeout_s or self._timeout_s)
+        while True:
+            began_s = clock()
+            try:
+                async with self._posted(request, until_s - began_s, more) as response:
+                    if not more:
+                        yield _read_reply(await response.read(), response)
+                        return
+                    async for reply in _read_stream(response):
+                        yield reply
+                return
+            except Disconnected as error:
+                await lost.wait(error, began_s)
+                if clock() >= until_s:
+                    raise
 
     @asynccontextmanager
     async def _posted(
-        self, request: GenerationRequest, **more: Any
+        self, request: GenerationRequest, left_s: float, more: Mapping[str, Any]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to a request, which is 200.  Whatever breaks is a ``GenerationError``."""
         if self._session.closed:
             raise GenerationError("the driver was closed")
-        timeout_s = request.timeout_s or self._timeout_s
         try:
             async with self._session.post(
                 self._generate_url,
                 # aiohttp warns of bytes over 1 MiB.
-                data=BytesIO(json.dumps(self._body(request) | more).encode()),
+                data=BytesIO(json.dumps({**self._body(request), **more}).encode()),
                 headers=self._headers_of(request),
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                timeout=aiohttp.ClientTimeout(total=left_s),
             ) as response:
                 if response.status != 200:
                     after = response.headers.get("retry-after", "")
                     raise _error_of_status(response.status, await response.read(), after)
                 yield response
         except TimeoutError:
+            timeout_s = request.timeout_s or self._timeout_s
             raise GenerationError(
                 f"no reply within {timeout_s:g} s", kind=FailureKind.LOST
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise GenerationError(
-                f"{type(error).__name__}: {error}", kind=FailureKind.LOST
-            ) from None
+            raise Disconnected(f"{type(error).__name__}: {error}", kind=FailureKind.LOST) from None
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         return {
@@ -168,11 +194,15 @@ class HttpGenerationClient:
         Raises:
             GenerationError: the router or an engine did not take it.
         """
-        try:
+
+        async def order() -> tuple[aiohttp.ClientResponse, bytes]:
             async with self._control.post(
                 self._url + "/abort_request", json={"rid": rid}, headers=self._control_headers
             ) as response:
-                content = await response.read()
+                return response, await response.read()
+
+        try:
+            response, content = await reconnecting(order)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise GenerationError(f"{type(error).__name__}: {error}") from None
         if response.status != 200:
@@ -247,6 +277,47 @@ class HttpGenerationClient:
             return b""
 
 
+@dataclass(slots=True)
+class Reconnection:
+    """The lost connections of one request, which is sent again unchanged.
+
+    Attributes:
+        since_s: when the router was seen last.
+    """
+
+    since_s: float
+    num: int = 0
+
+    async def wait(self, error: Exception, began_s: float) -> None:
+        """Wait until the next try.
+
+        Args:
+            began_s: of the try that has failed with ``error``.
+
+        Raises:
+            ``error``: there is none.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if now_s > began_s + _RECONNECT_AGAIN_S:  # it was connected
+            self.since_s = now_s
+        self.num += 1
+        if now_s >= self.since_s + _RECONNECT_S or self.num > _MOST_CONNECTIONS:
+            raise error
+        await asyncio.sleep(_RECONNECT_AGAIN_S * min(self.num, 8))
+
+
+async def reconnecting(work: Callable[[], Awaitable[T]]) -> T:
+    """What ``work`` returns, which may be done again when a connection was lost."""
+    clock = asyncio.get_running_loop().time
+    lost = Reconnection(clock())
+    while True:
+        began_s = clock()
+        try:
+            return await work()
+        except aiohttp.ClientConnectionError as error:
+            await lost.wait(error, began_s)
+
+
 def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateReply:
     try:
         answer = json.loads(content)
@@ -263,6 +334,16 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
         raise GenerationError(message, kind=FailureKind.LOST)
     # After a failover the header names only the last engine.
     return replace(reply, engine_id=engine_id) if engine_id and not reply.num_failovers else reply
+
+
+async def _read_stream(response: aiohttp.ClientResponse) -> AsyncGenerator[GenerateReply, None]:
+    reply: GenerateReply | None = None
+    async with aclosing(sse_payloads(response.content.iter_any())) as payloads:
+        async for payload in payloads:
+            if payload != DONE:
+                yield (reply := _read_reply(payload, response))
+    if reply is None or reply.finish_reason is None:
+        raise GenerationError("the stream ended before its reply", kind=FailureKind.LOST)
 
 
 def _read_partial(answer: Any) -> PartialReply:
@@ -296,4 +377,6 @@ def _error_of_status(status: int, content: bytes, retry_after: str) -> Generatio
     except ValueError:
         after_s = 0.0
     text = content[:500].decode(errors="replace")
+    if status == 503 and JUST_STARTED in text:
+        return Disconnected(f"HTTP {status}: {text}", kind=kind)
     return GenerationError(f"HTTP {status}: {text}", kind=kind, retry_after_s=after_s)

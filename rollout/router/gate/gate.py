@@ -30,7 +30,15 @@ from engines.protocol.plain_text import describe
 from rollout.router.gate.avoidance import AVOIDED_S
 from rollout.router.gate.membership import Membership
 from rollout.rules.load_balancing import LeastInFlight
-from rollout.rules.routing import NO_HINT, Backend, Candidates, Hint, InFlight, RoutingPolicy
+from rollout.rules.routing import (
+    JUST_STARTED,
+    NO_HINT,
+    Backend,
+    Candidates,
+    Hint,
+    InFlight,
+    RoutingPolicy,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +158,7 @@ class Gate:
         self.prefilling: InFlight[Admission] = InFlight()
         self.members = Membership(self.in_flight, self.prefilling)
         self.state = self.wanted = GateState.CLOSED
-        self.reason = "the router has just started"
+        self.reason = JUST_STARTED
         self.phase = ""
         self.weight_version: int | None = None
         self.base_version: int | None = None

@@ -14,13 +14,13 @@ from typing import Any
 
 import ray
 from engines.launch import AttachedEngine, RunningEngine
-from engines.protocol import Endpoint
 
 from rollout.config import RouterConfig
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus, NodeShare
 from rollout.router.host import RouterHost, new_run
+from rollout.router.state_file import StateFile
 from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProcess
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import remote_group, remote_router
@@ -29,6 +29,8 @@ from rollout.runtime.ray.remote_call import RemoteCall
 logger = logging.getLogger(__name__)
 
 _QUERY_TIMEOUT_S = 5.0
+# One serves, and one is ready to: a process that Ray restarts needs two seconds.
+_NUM_ROUTERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,13 @@ class ServerParts:
 
     Attributes:
         router_class, group_class: Ray actor classes, with the options that place them.
+        routers: their state.
         groups: settings and slots by group.
     """
 
     router_class: Any
     group_class: Any
+    routers: StateFile
     groups: Mapping[str, tuple[GroupSettings, Sequence[EngineSlot]]]
     placement: EnginePlacement
 
@@ -67,9 +71,11 @@ class ServerActors:
     def __init__(self, name: str, router: RouterConfig, parts: ServerParts) -> None:
         self._name = name
         self._parts = parts
-        self._router_config = router
-        self._run = new_run()
-        self._router: Any = parts.router_class.remote(router, run=self._run)
+        make, shared = parts.router_class.remote, {"run": new_run(), "state": parts.routers}
+        owner = parts.placement.owner
+        self._routers: list[Any] = [
+            make(router, number=number, server=owner, **shared) for number in range(_NUM_ROUTERS)
+        ]
         self._groups: dict[str, Any] = {
             group: parts.group_class.remote(settings, slots, parts.placement)
             for group, (settings, slots) in parts.groups.items()
@@ -82,8 +88,9 @@ class ServerActors:
             for group, actor in self._groups.items()
         }
 
-    def first_router(self) -> RouterHost:
-        return remote_router(self._router, f"{self._name}/router")
+    def routers(self) -> list[RouterHost]:
+        """The first one is to serve, and another one in its place when it is lost."""
+        return [remote_router(router, f"{self._name}/router") for router in self._routers]
 
     def host_engine(
         self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
@@ -93,13 +100,6 @@ class ServerActors:
         made = [(share.node_id, placement.make(share, takes)) for share in shares]
         self._hosts[engine_id] = made
         return [actor for _, actor in made]
-
-    async def make_router(self, endpoint: Endpoint) -> RouterHost:
-        """A router on the port of the lost one."""
-        ray.kill(self._router)
-        config = self._router_config.model_copy(update={"port": endpoint.port})
-        self._router = self._parts.router_class.remote(config, run=self._run)
-        return self.first_router()
 
     async def make_group(self, name: str, known: GroupStatus, version: int | None) -> ServerGroup:
         """A group with the engines of the lost one."""
@@ -119,7 +119,7 @@ class ServerActors:
     def end(self) -> None:
         """Kill all actors, after their server has stopped."""
         hosts = [actor for parts in self._hosts.values() for _, actor in parts]
-        for actor in (*hosts, *self._groups.values(), self._router):
+        for actor in (*hosts, *self._groups.values(), *reversed(self._routers)):
             ray.kill(actor)
 
 

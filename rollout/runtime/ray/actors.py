@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engines.protocol import Endpoint
-
 from rollout.config import ServerConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.group.server_group import GroupSettings, ServerGroup
@@ -18,16 +16,10 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineSlot, GroupStatus, NodeShare, ServerStatus
 from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
-from rollout.router.host import RouterHost
 from rollout.rules.deadlines import kill_timeout_s
 from rollout.runtime.ray.actor_factory import LostGroup, ServerActors, ServerParts, running_engines
 from rollout.runtime.ray.engine_launcher import EnginePlacement, RayLauncher
-from rollout.runtime.ray.worker_process import (
-    is_own_process,
-    keep_freed_memory,
-    keep_what_is_loaded,
-    switch_threads_often,
-)
+from rollout.runtime.worker_process import keep_what_is_loaded
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.store import WeightStore
 
@@ -63,17 +55,6 @@ class ServerGroupActor(ServerGroup):
         return await self.take_over(lost.known, running, lost.version)
 
 
-class RouterActor(RouterHost):
-    """A ``RouterHost``: HTTP in its own thread, control through actor calls."""
-
-    async def start(self) -> Endpoint:
-        keep_what_is_loaded()
-        switch_threads_often()
-        if is_own_process():
-            keep_freed_memory()
-        return await super().start()
-
-
 class RolloutServerActor(RolloutServer):
     """A ``RolloutServer`` that creates its group and router actors; they end with it."""
 
@@ -95,7 +76,7 @@ class RolloutServerActor(RolloutServer):
             name,
             config,
             self._parts.groups(),
-            self._parts.first_router(),
+            self._parts.routers(),
             store=weight_store,
             timeline=create_timeline(run.of_server(name), name, otel=config.timeline.otel),
             page=create_page(config, run, name),

@@ -19,6 +19,7 @@ from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError
 from rollout.core.pending import LoopThread
 from rollout.core.types import EngineSlot
+from rollout.router.state_file import StateFile
 from rollout.rules.deadlines import kill_timeout_s
 from rollout.rules.placement import assign_slots, plan_of, trainer_slots
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
@@ -32,11 +33,12 @@ from rollout.runtime.local import (
 )
 from rollout.runtime.preflight import check_before_launch
 from rollout.runtime.ray.actor_factory import ServerParts
-from rollout.runtime.ray.actors import RolloutServerActor, RouterActor, ServerGroupActor
+from rollout.runtime.ray.actors import RolloutServerActor, ServerGroupActor
 from rollout.runtime.ray.engine_handle import EngineActor
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import RayCaller, remote_server
 from rollout.runtime.ray.placement_group import ExistingGroup, remove_unused, reserve, still_used
+from rollout.runtime.ray.router_actor import RouterActor
 from rollout.runtime.ray.store_agents import end_agents, place_agents
 from rollout.runtime.run_lock import RunLock
 from rollout.weights.store.agents import RemoteAgents
@@ -162,8 +164,9 @@ def _make_server(
     run = RunFolder.of(config)
     journal = server_journal(config, name, "ray")
     parts = ServerParts(
-        router_class=ray.remote(**control)(RouterActor),
+        router_class=ray.remote(**control | {"max_restarts": -1})(RouterActor),
         group_class=ray.remote(**control)(ServerGroupActor),
+        routers=undo.keeps(StateFile.make()),
         groups={
             group: (group_settings(config, name, group, sources), slots[name, group])
             for group in started_groups(config, name)
@@ -195,6 +198,12 @@ class _Undo:
         self.started_ray = False
         self.placement_group: Any = None
         self.agents: list[RemoteAgents] = []
+        self._states: list[StateFile] = []
+
+    def keeps(self, state: StateFile) -> StateFile:
+        """Keep a file that is in memory as long as this process has it."""
+        self._states.append(state)
+        return state
 
     def owns(self, actor: Any) -> Any:
         self._actors.append(actor)
@@ -212,6 +221,8 @@ class _Undo:
             if self.started_ray and is_unused:
                 self._shutdown()
         finally:
+            for state in self._states:
+                state.close()
             self._lock.release()
 
     def _shutdown(self) -> None:

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.core import wire
-from rollout.runtime.ray.worker_process import keep_what_is_loaded
+from rollout.runtime.worker_process import keep_what_is_loaded
 from rollout.weights.store.agents import RemoteAgents, StoreTerms
 from rollout.weights.store.coordinator import Agent
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent

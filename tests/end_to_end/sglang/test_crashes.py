@@ -18,7 +18,7 @@ from engines.process.engine_records import clear_crashed
 from engines.process.guard import RECORD_PREFIX, TOKEN_VARIABLE
 from rollout.runtime.handle import ServerHandle
 from tests.support.contract import CPU_OPTIONS
-from tests.support.processes import Program, program, shared_memory_of, wait_until
+from tests.support.processes import Program, kill_listener, program, shared_memory_of, wait_until
 from tests.support.ray_worlds import RayWorld
 from tests.support.real_policy import one_engine, real_config
 
@@ -173,7 +173,10 @@ def test_real_engines_outlive_the_router_and_the_group_that_are_killed_while_the
         with Client(policy.url) as client:
             for version, actor in enumerate(("RouterActor", "ServerGroupActor"), start=1):
                 assert wait_until(client.serves_again, 60)
-                ray_cluster.crash_newest(actor)
+                if actor == "RouterActor":
+                    kill_listener(policy.url)
+                else:
+                    ray_cluster.crash_newest(actor)
                 assert wait_until(
                     lambda actor=actor: actor in ray_cluster.live_actors() and are_well(policy), 60
                 ), policy.status().result(30)

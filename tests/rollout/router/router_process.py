@@ -21,7 +21,7 @@ from rollout.router import Backend, RouterHost
 from rollout.router.sessions.chat_sessions import ChatSessions
 from rollout.router.sessions.tool_calls import reader_of
 from rollout.router.sessions.tool_forms import FORMS
-from rollout.runtime.ray.worker_process import collect_rarely
+from rollout.runtime.worker_process import collect_rarely
 from tests.rollout.router.conftest import router_config
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from rollout.runtime.ray.worker_process import keep_freed_memory
+from rollout.runtime.worker_process import keep_freed_memory
 
 def num_faults(num_bytes):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,4 +1,4 @@
-"""The client of a router: late replies are named, a dead router is replaced and gets the state."""
+"""The client of a router: late replies are named, a lost router is replaced and gets the state."""
 
 import asyncio
 from typing import Any
@@ -52,30 +52,34 @@ class Silent(RecordingRouter):
         return {}
 
 
-def dead() -> ActorLost:
-    return ActorLost("actor policy/router: died", actor="policy/router", is_dead=True)
+def lost() -> ActorLost:
+    return ActorLost("actor policy/router: unavailable", actor="policy/router")
 
 
-async def linked() -> tuple[RouterClient, LostRouter, list[RecordingRouter]]:
-    """A client that has sent its router something, and the routers made in its place."""
-    made: list[RecordingRouter] = []
+class Spare(LostRouter):
+    """It stands by, and then begins as the server says."""
 
-    async def remake(endpoint: Endpoint) -> RecordingRouter:
-        assert endpoint == PORT
-        made.append(RecordingRouter())
-        return made[-1]
+    def serve(self, client: RouterClient) -> None:
+        members, state, why = client.serves(1)
+        if members is not None:
+            self.epochs.append(members[0])
+            self.members = members[1]
+        self.gates.append({"state": state, **why})
 
-    router = LostRouter()
-    link = RouterClient("policy", router, 15.0, remake)
+
+async def linked() -> tuple[RouterClient, LostRouter, Spare]:
+    """A client that has sent its router something, and the router that stands by."""
+    router, spare = LostRouter(), Spare()
+    link = RouterClient("policy", [router, spare], 15.0)
     await link.start()
     await link.set_members(7, MEMBERS)
     await link.set_gate("open", weight_version=3)
-    return link, router, made
+    return link, router, spare
 
 
 @virtual_time
 async def test_every_call_has_a_deadline_and_its_error_names_the_router() -> None:
-    link = RouterClient("policy", Silent(), 15.0)
+    link = RouterClient("policy", [Silent()], 15.0)
     await link.start()
     calls = {
         "set_gate": lambda: link.set_gate("open"),
@@ -94,57 +98,80 @@ async def test_every_call_has_a_deadline_and_its_error_names_the_router() -> Non
 
 
 @virtual_time
-async def test_a_dead_router_is_replaced_and_knows_what_the_last_one_knew() -> None:
-    link, router, made = await linked()
-    router.error = dead()
-    await link.set_gate("holding", reason="paused", phase="pause")
-    (new,) = made
-    assert [one["state"] for one in new.gates] == ["closed", "open", "holding"]
-    assert new.gates[1]["weight_version"] == 3
-    assert (new.epochs, new.members) == ([7], MEMBERS)
+async def test_a_call_that_a_lost_router_got_is_repeated_to_the_one_in_its_place() -> None:
+    link, router, spare = await linked()
+    router.error = lost()
+    shutting = asyncio.create_task(link.set_gate("holding", reason="paused", phase="pause"))
+    await asyncio.sleep(1.0)
+    assert not shutting.done()
+    spare.serve(link)
+    await shutting
+    # The gate was open, and a command was under way that shuts it.
+    assert [one["state"] for one in spare.gates] == ["closed", "holding", "holding"]
+    assert spare.gates[1]["weight_version"] == 3
+    assert (spare.epochs, spare.members) == ([7], MEMBERS)
 
 
 @virtual_time
-async def test_a_router_in_the_place_of_a_dead_one_knows_the_adapter_too() -> None:
-    link, router, made = await linked()
+async def test_a_call_whose_reply_never_comes_is_repeated_at_once() -> None:
+    link, router, spare = await linked()
+    router.set_members = Silent().set_members  # type: ignore[method-assign]
+    sending = asyncio.create_task(link.set_members(8, []))
+    await asyncio.sleep(1.0)
+    spare.serve(link)
+    await sending
+    assert (spare.epochs, spare.members) == ([7, 8], [])
+
+
+@virtual_time
+async def test_a_gate_that_was_to_open_opens_in_the_place_of_a_lost_router_only_then() -> None:
+    link, router, spare = await linked()
+    await link.set_gate("closed", reason="paused")
+    router.error = lost()
+    opening = asyncio.create_task(link.set_gate("open", weight_version=4))
+    await asyncio.sleep(1.0)
+    spare.serve(link)
+    assert spare.gate == "closed"
+    await opening
+    assert spare.gates[-1] == {"state": "open", "weight_version": 4}
+
+
+@virtual_time
+async def test_a_router_in_the_place_of_a_lost_one_knows_the_adapter_too() -> None:
+    link, _, spare = await linked()
     weights = {"weight_version": 4, "base_version": 1, "adapter": "policy"}
-    await link.set_gate("open", **weights)
+    await link.set_gate("open", metrics={"seconds": 1.0}, **weights)
     await link.set_gate("holding", reason="paused")
-    router.error = dead()
-    await link.set_gate("closed")
-    assert made[0].gates[1] == {"state": "holding", "reason": "paused", **weights}
+    spare.serve(link)
+    assert spare.gates[1] == {"state": "holding", "reason": "paused", **weights}
 
 
 @virtual_time
-async def test_the_loss_is_seen_without_any_command_and_only_once() -> None:
-    link, router, made = await linked()
-    router.error = dead()
-    told = await asyncio.gather(link.failures(5.0), link.failures(5.0))
-    assert told == [[], []]
-    assert len(made) == 1
-    assert made[0].gate == "open"
+async def test_engines_that_failed_are_reported_by_the_router_in_the_place_of_a_lost_one() -> None:
+    link, router, spare = await linked()
+    router.error = lost()
+    listening = asyncio.create_task(link.failures(5.0))
+    await asyncio.sleep(1.0)
+    spare.serve(link)
+    spare.fail("main-0")
+    assert await listening == [("main-0", "connection reset")]
 
 
 @virtual_time
-async def test_a_router_out_of_reach_is_not_replaced_for_two_would_serve() -> None:
-    link, router, made = await linked()
-    router.error = ActorLost("actor policy/router: unavailable", actor="policy/router")
-    with pytest.raises(ActorLost, match="unavailable"):
+async def test_a_router_out_of_reach_is_called_again_until_the_deadline() -> None:
+    link, router, spare = await linked()
+    router.error = lost()
+    with pytest.raises(PhaseTimeout, match=r"router of server policy at .* did not answer set_ga"):
         await link.set_gate("closed")
-    assert made == []
+    assert len(spare.gates) == 1
     router.error = None
     await link.set_gate("holding")
     assert router.gate == "holding"
 
 
 @virtual_time
-async def test_a_router_that_cannot_be_replaced_is_told_with_what_to_do() -> None:
-    async def remake(endpoint: Endpoint) -> RecordingRouter:
-        return RecordingRouter(start_error=OSError("port 30000 is taken"))
-
-    router = LostRouter()
-    link = RouterClient("policy", router, 15.0, remake)
-    await link.start()
-    router.error = dead()
-    with pytest.raises(ActorLost, match=r"port 30000 is taken; the engines run.* launch it again"):
+async def test_a_router_that_was_ended_is_an_error_at_once() -> None:
+    link, router, _ = await linked()
+    router.error = ActorLost("actor policy/router: died", actor="policy/router", is_dead=True)
+    with pytest.raises(ActorLost, match="died"):
         await link.set_gate("open")

@@ -23,6 +23,7 @@ from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.sample_requests import make_requests, rid_prefix
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import Driver, RolloutDriver
+from rollout.rules.routing import JUST_STARTED
 
 REQUEST = GenerationRequest("0" * 32, [1, 2], SamplingParams(max_new_tokens=3))
 
@@ -301,3 +302,53 @@ async def test_a_request_names_its_weights_only_if_its_caller_does(given, sent) 
     async with serving(handler, **given) as client:
         await client.generate(*make_requests([1], None, ""))
     assert asked == [sent, sent]
+
+
+def whole_reply(rid: str) -> web.Response:
+    meta = {
+        "id": rid,
+        "finish_reason": {"type": "length"},
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-1.0, 7, None]],
+    }
+    return web.json_response({"text": "x", "output_ids": [7], "meta_info": meta})
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_request_whose_router_was_lost_is_sent_again_with_the_same_id(
+    is_refused: bool,
+) -> None:
+    got: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        got.append(await request.json())
+        if len(got) == 3:
+            return whole_reply(got[-1]["rid"])
+        if is_refused:
+            gate = {"type": "unavailable", "gate": "closed", "reason": JUST_STARTED}
+            return web.json_response({"error": gate}, status=503)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with serving(handler) as client:
+        reply = await client.generate(REQUEST)
+    assert reply.output_ids == (7,)
+    assert [one["rid"] for one in got] == [REQUEST.rid] * 3
+    assert got[0] == got[1] == got[2]
+
+
+async def test_an_abort_waits_for_a_router_that_was_lost() -> None:
+    num = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal num
+        num += 1
+        if num < 3:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({})
+
+    async with serving(handler, "/abort_request") as client:
+        await client.order_abort("0")
+    assert num == 3

@@ -1,5 +1,6 @@
 """A group's actor or the router's is lost: another takes its place, over the stub and over Ray."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rollout.core.errors import ActorLost
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from tests.support.builders import push
-from tests.support.processes import wait_until
+from tests.support.processes import kill_listener, wait_until
 from tests.support.ray_worlds import World
 from tests.support.served_fakes import TIMEOUT_S, config, engines_of
 
@@ -136,8 +137,10 @@ def test_a_lost_router_is_replaced_on_its_port_and_told_what_the_last_one_knew(
 ) -> None:
     url = policy.url
     version = window(policy)
-    world.crash_newest("RouterActor")
+    kill_listener(url)
+    killed_s = time.monotonic()
     assert wait_until(lambda: generate(url) == 200, TIMEOUT_S)
+    print(f"a router serves {time.monotonic() - killed_s:.3f} s after the last one was killed")
     told = httpx.get(url + "/engines", trust_env=False).json()
     assert (told["gate"]["state"], told["gate"]["weight_version"]) == ("open", version), told
     assert policy.status().result(TIMEOUT_S).router_url == url
@@ -152,7 +155,7 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
     url = policy.url
     version = policy.status().result(TIMEOUT_S).weight_version + 1
     policy.give_memory().result(TIMEOUT_S)
-    world.crash_newest("RouterActor")
+    kill_listener(url)
 
     def gate() -> str:
         try:
@@ -165,3 +168,18 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
     assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
     assert gate() == "open"
     assert generate(url) == 200
+
+
+@over_ray
+def test_a_server_whose_routers_are_both_lost_gets_them_back_from_ray(
+    world: World, policy: ServerHandle
+) -> None:
+    url = policy.url
+    version = window(policy)
+    before = {name: one.pid for name, one in engines(policy).items()}
+    for _ in range(2):
+        kill_listener(url)
+        assert wait_until(lambda: generate(url) == 200, TIMEOUT_S)
+    assert world.live_actors().count("RouterActor") == 2
+    assert {name: one.pid for name, one in engines(policy).items()} == before
+    assert window(policy) == version + 1

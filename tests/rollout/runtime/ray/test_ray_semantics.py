@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout.runtime.ray.worker_process import is_own_process
+from rollout.runtime.worker_process import is_own_process
 from tests.support.notebook import Notebook
 from tests.support.ray_worlds import World
 
