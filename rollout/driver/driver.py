@@ -30,6 +30,7 @@ from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
 from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs
+from rollout.driver.step_figures import OnMetrics, StepFigures
 from rollout.driver.stream.delivery import why_none_left
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.journal import JournalFiles
@@ -41,7 +42,6 @@ from rollout.rules.diagnosis import JOURNAL_LOST
 
 logger = logging.getLogger(__name__)
 
-OnMetrics = Callable[[int, Mapping[str, float]], None]
 OnProgress = Callable[[Progress], None]
 
 
@@ -106,7 +106,6 @@ class RolloutDriver:
         self._hooks = hooks if reward is None else replace(hooks, reward=reward)
         self._options = RolloutOptions(max_failed_share=max_failed_share)
         self._max_prompt_tokens = max_prompt_tokens
-        self._on_metrics = on_metrics
         self._num_shown_samples = num_shown_samples
         self._journal = None if journal is None else Path(journal)
         self._step = 0
@@ -124,7 +123,7 @@ class RolloutDriver:
         # By the id of the source, which is not reused because the stream keeps the source.
         self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
-        self._reports: set[asyncio.Task[None]] = set()
+        self._figures = StepFigures(client, on_metrics)
         self._is_closed = False
 
     async def close(self) -> None:
@@ -133,8 +132,7 @@ class RolloutDriver:
         await self._load.close()
         streams = [*self._streams.values(), *self._lists]
         await asyncio.gather(*(stream.close() for stream in streams))
-        if self._reports:  # each has its own deadline
-            await asyncio.wait(self._reports)
+        await self._figures.close()
         await self._engines.client.close()
 
     async def __aenter__(self) -> RolloutDriver:
@@ -204,7 +202,7 @@ class RolloutDriver:
         metrics |= await self._engines.client.server_metrics()
         lengths = length_histogram(list(all_samples(groups)))
         shown = shown_samples(groups, self._num_shown_samples)
-        self._publish(rollout_id, metrics, lengths=lengths, samples=shown)
+        self._figures.publish(rollout_id, metrics, lengths=lengths, samples=shown)
         return groups
 
     @checked
@@ -225,7 +223,7 @@ class RolloutDriver:
         result = await evaluate_datasets(
             rollout_id, datasets, self._engines, self._hooks, self._engines.weight_version
         )
-        self._publish(rollout_id, result.metrics)
+        self._figures.publish(rollout_id, result.metrics)
         return result
 
     @checked
@@ -261,7 +259,9 @@ class RolloutDriver:
             limit=limit,
         )
         steps = (sample.metadata.get("rollout_id", 0) for sample in all_samples(groups))
-        self._publish(max(steps, default=0), report.metrics(), logprob_gaps=report.histograms)
+        self._figures.publish(
+            max(steps, default=0), report.metrics(), logprob_gaps=report.histograms
+        )
         if report.mismatch is not None and on_mismatch == "warn":
             logger.warning("%s", report.mismatch.why)
         if on_mismatch == "raise":
@@ -397,16 +397,7 @@ class RolloutDriver:
             self._engines.note_version(load.weight_version)
 
     def _report_loss(self, lost_s: float) -> None:
-        self._publish(self._step, {JOURNAL_LOST: lost_s})
-
-    def _publish(self, rollout_id: int, metrics: Mapping[str, float], **more: Any) -> None:
-        """Call ``on_metrics`` and send the metrics to the server's page, without waiting for it."""
-        figures = {"step": rollout_id, "metrics": dict(metrics), **more}
-        task = asyncio.create_task(self._engines.client.report(figures), name="driver-report")
-        self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
-        if self._on_metrics is not None:
-            self._on_metrics(rollout_id, metrics)
+        self._figures.publish(self._step, {JOURNAL_LOST: lost_s})
 
 
 def _check_prompts(prompts: Any, most_tokens: int | None) -> None:
