@@ -175,7 +175,8 @@ class Pusher:
         link, round_ = self.link, self._round("offload", rank_timeout_s)
         work = RankOffload(self.server.give_memory)
         try:
-            steps = round_.lead_offload() if link.rank == 0 else round_.follow(EnginesNotNeeded())
+            own = EnginesNotNeeded()
+            steps = round_.follow(own) if link.rank else round_.lead(own)
             report = link.run(steps, work.do)
         finally:
             self._forget(round_)

@@ -193,27 +193,14 @@ class PushRound:
 
     # -- rank 0 -----------------------------------------------------------------------------
 
-    def lead(self, ready: Ready) -> Steps[StepReport]:
-        """Rank 0's part; the result is the report.
+    def lead(self, own: Ready | EnginesNotNeeded) -> Steps[StepReport]:
+        """Rank 0's part, for which the other ranks ``follow``; the result is the report.
 
         Raises:
-            RolloutError: the push has failed, on all ranks.
+            RolloutError: the push or the offload has failed, on all ranks.
         """
-        return (yield from self._led(self._push(ready)))
-
-    def lead_offload(self) -> Steps[StepReport]:
-        """Rank 0's part of an offload, for which the other ranks ``follow``; the result is the
-        report.
-
-        Raises:
-            RolloutError: the offload has failed, on all ranks.
-        """
-        return (yield from self._led(self._offload()))
-
-    def _led(self, steps: Steps[StepReport]) -> Steps[StepReport]:
-        """The result of rank 0's own steps, of which all ranks hear."""
         try:
-            report = yield from steps
+            report = yield from self._push(own) if isinstance(own, Ready) else self._offload(own)
         except (Exception, KeyboardInterrupt) as error:
             # If the others have stopped already, their error is raised.
             yield from self._send(Stop(ErrorText.of(error)))
@@ -221,8 +208,8 @@ class PushRound:
         yield from self._send(Done(report))
         return report
 
-    def _offload(self) -> Steps[StepReport]:
-        yield from self._collect(EnginesNotNeeded())
+    def _offload(self, own: EnginesNotNeeded) -> Steps[StepReport]:
+        yield from self._collect(own)
         yield Offload()
         report: StepReport = yield from self._await_engines(None)
         return report

@@ -147,15 +147,12 @@ class World:
             for rank in range(self.num_ranks)
         ]
         self.ranks = [
-            Rank(rank, one.follow(self._first(rank)) if rank else self._led(one))
+            Rank(rank, (one.follow if rank else one.lead)(self._first(rank)))
             for rank, one in enumerate(self.rounds)
         ]
 
     def _first(self, rank: int) -> Ready | EnginesNotNeeded:
         return ready(rank) if self.call == "push" else EnginesNotNeeded()
-
-    def _led(self, one: PushRound) -> Steps[StepReport]:
-        return one.lead(ready(0)) if self.call == "push" else one.lead_offload()
 
     def run(self) -> None:
         for rank in self.ranks:
@@ -655,9 +652,7 @@ def test_a_rank_that_has_left_ends_the_next_call_of_the_others_at_once(
     links[rank].run(gone.leave(ValueError("a bad batch")), lambda step: None)
     other = 1 - rank
     round_ = PushRound(f"{call}-1", other, 2, 600.0, call)
-    if other:
-        steps = round_.follow(ready(1) if call == "push" else EnginesNotNeeded())
-    else:
-        steps = round_.lead(ready(0)) if call == "push" else round_.lead_offload()
+    own = ready(other) if call == "push" else EnginesNotNeeded()
+    steps = round_.follow(own) if other else round_.lead(own)
     with pytest.raises(RankFailure, match=f"^rank {rank} has left: ValueError: a bad batch"):
         links[other].run(steps, lambda step: pytest.fail(f"{step} was carried out"))
