@@ -16,7 +16,7 @@ from engines.protocol.kind import Kind
 from engines.protocol.spec import CPU_PYTHONS, spelled
 from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.lifecycle import Drain, LifecycleConfig
-from rollout.config.weights import EncodingChoice, Transport, WeightsConfig, WeightUpdate
+from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
 
 Conflicts = Iterator[tuple[str, str]]
 _WITH_TENSORS = (WeightUpdate.FULL, WeightUpdate.PARTIAL)
@@ -152,7 +152,6 @@ def of_pushes(
     features: Features,
     update: WeightUpdate,
     transport: Transport,
-    encoding: EncodingChoice = EncodingChoice.FULL,
 ) -> Conflicts:
     """At the same moment: pushes that would not reach the engine."""
     if update is WeightUpdate.FROZEN:
@@ -177,12 +176,6 @@ def of_pushes(
             "engine",
             f"weights.transport = {transport} does not reach engine {engine_id}: {why}; "
             "use shared_memory, tensor or disk, or leave weights.transport out",
-        )
-    if encoding is EncodingChoice.DELTA and features.why_no_deltas:
-        yield (
-            "engine",
-            f"weights.encoding = delta is not for engine {engine_id}: {features.why_no_deltas}; "
-            "use auto or full",
         )
 
 

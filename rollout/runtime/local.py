@@ -99,7 +99,6 @@ def group_settings(
         otel=of_server.timeline.otel,
         sources=tuple(sources),
         transport=of_server.weights.transport,
-        encoding=of_server.weights.encoding,
         not_pushed=of_server.weights.not_pushed,
         strict_caches=of_server.weights.strict_caches,
     )

@@ -6,6 +6,8 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
+from rollout.weights.push.host_copies import KnownHost
+
 REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
 
 
@@ -33,6 +35,10 @@ class Faults:
 
         return update_weights_from_tensor
 
+    def host(self) -> KnownHost:
+        """One on this host, whose buckets go wrong on their way to it."""
+        return _FaultyHost(self)
+
     async def _send(self, client: Any, send: Any, payloads: Any, more: dict[str, Any]) -> None:
         fault, is_last = self.fault, more["weight_version"] is not None
         self.num_done += 1
@@ -57,6 +63,35 @@ class Faults:
         await send(client, payloads, **more)
         if fault == "the last repeated" or (fault == "repeated" and not is_last):
             await send(client, payloads, **more | {"weight_version": None})
+
+
+class _FaultyHost(KnownHost):
+    """The client of a process on the engine's host."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(object())
+        self._send = faults.around(_rebuild)
+        self._fingerprints: Any = None
+
+    async def rebuild(self, payload: bytes, version: int, fingerprints: Any) -> str:
+        text = None if fingerprints is None else str(version)
+        self._fingerprints = fingerprints or self._fingerprints
+        self.path = ""
+        packed = [base64.b64encode(payload).decode()]
+        await self._send(self, packed, version=version, weight_version=text)
+        return self.path
+
+    async def update_weight_version(self, version: str) -> None:
+        assert self._copies is not None
+        self._copies._version = int(version)
+
+
+async def _rebuild(
+    host: _FaultyHost, payloads: Any, *, version: int, weight_version: str | None
+) -> None:
+    fingerprints = None if weight_version is None else host._fingerprints
+    path = await KnownHost.rebuild(host, base64.b64decode(payloads[0]), version, fingerprints)
+    host.path = path or host.path
 
 
 def _damaged(fault: str, payload: bytes) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.config import (
-    EncodingChoice,
     GroupConfig,
     HealthConfig,
     LifecycleConfig,
@@ -32,7 +31,6 @@ class GroupSettings:
         otel: whether its timeline is also exported through OpenTelemetry.
         sources: weight sources for a restarted engine, tried before the disk.
         transport: how pushes reach its engines.
-        encoding: how the tensors of pushes are written.
         not_pushed: patterns of tensors that a full push does not contain.
         strict_caches: an engine that the census does not know is refused.
     """
@@ -48,7 +46,6 @@ class GroupSettings:
     otel: bool = False
     sources: tuple[WeightSource, ...] = ()
     transport: Transport = Transport.AUTO
-    encoding: EncodingChoice = EncodingChoice.FULL
     not_pushed: tuple[str, ...] = ()
     strict_caches: bool = False
 

@@ -42,6 +42,7 @@ from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
 from rollout.weights.format.encoder_tensors import pushed_encoder
+from rollout.weights.push.host_copies import KnownHost
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Starter:
             return member
         except BaseException:
             await process.kill()
-            await member.engine.aclose()
+            await member.aclose()
             raise
 
     async def admit(self, slot: EngineSlot, process: RunningEngine) -> EngineState:
@@ -165,6 +166,7 @@ class Starter:
             why_no_groups=features.why_no_groups,
             why_no_handles=features.why_no_handles,
             why_no_deltas=features.why_no_deltas,
+            host=KnownHost(process) if len(process.processes) == 1 else None,
             weight_version=int(version) if version.isdigit() else None,
             base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
@@ -202,8 +204,7 @@ class Starter:
                 weights_cpu_backup=self._weights_cpu_backup,
             )
         )
-        pushes = settings.update, settings.transport, settings.encoding
-        self._refuse(of_pushes(engine_id, features, *pushes))
+        self._refuse(of_pushes(engine_id, features, settings.update, settings.transport))
 
     def _check_caches(self, engine_id: str, info: ServerInfo, kind: Kind) -> None:
         """Refuse what its census refuses; what it does not know is a warning, or refused too."""

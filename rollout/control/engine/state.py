@@ -17,6 +17,7 @@ from rollout.core.types import EngineSlot, EngineStatus
 from rollout.rules.canary import CanaryLogprobs
 from rollout.rules.fingerprint_check import ADAPTER_PREFIX, is_checker_refusal, without_experts
 from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.routes.route import EngineHost
 
 _NO_CHECKER = "it does not report fingerprints"
 
@@ -57,6 +58,8 @@ class EngineState:
         is_stale: it restarted and lacks the pushed weights.  It goes through every phase with the
             others, but gets no request.
         is_gone: it is fenced, and known to have ended.
+        host: the copies of its weights on its host, for deltas; None if it was attached, or is on
+            several.
     """
 
     slot: EngineSlot
@@ -96,6 +99,13 @@ class EngineState:
     needs_logprob_check: bool = False
     is_stale: bool = False
     is_gone: bool = False
+    host: EngineHost | None = None
+
+    async def aclose(self) -> None:
+        """After its process has ended, or was let go of."""
+        if self.host is not None:
+            self.host.close()
+        await self.engine.aclose()
 
     @property
     def engine_id(self) -> str:
@@ -225,6 +235,7 @@ class EngineState:
             why_no_groups=self.why_no_groups,
             why_no_handles=self.why_no_handles,
             why_no_deltas=self.why_no_deltas,
+            host_version=None if self.host is None else self.host.version,
             needs_names=self.needs_names,
         )
 

@@ -192,6 +192,6 @@ async def _reuse(
         elif member.weight_version != version:
             raise RolloutError(f"it holds weight version {member.weight_version}, not {version}")
     except BaseException:
-        await member.engine.aclose()
+        await member.aclose()
         raise
     return member

@@ -144,7 +144,7 @@ class EngineSet:
         try:
             await member.process.kill()
         finally:
-            await member.engine.aclose()
+            await member.aclose()
 
     # -- vacant slots -----------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class EngineSet:
                 if await member.process.stop(grace_s):
                     logger.warning("engine %s had to be killed", member.engine_id)
             finally:
-                await member.engine.aclose()
+                await member.aclose()
 
         answers = await fan_out(
             {member.engine_id: partial(end, member) for member in members},
@@ -242,7 +242,7 @@ class EngineSet:
                 await member.process.kill()
                 member.is_gone = True
             finally:
-                await member.engine.aclose()
+                await member.aclose()
 
         answers = await fan_out(
             {

@@ -138,7 +138,7 @@ class EngineScaling:
             async with asyncio.timeout(grace_s + self._engines.kill_timeout_s):
                 await member.process.stop(grace_s)
         finally:
-            await member.engine.aclose()
+            await member.aclose()
         await confirm_gone(member, self._engines.kill_timeout_s)
 
     # -- add --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
@@ -19,6 +19,9 @@ from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
 from rollout.runtime.ray.nodes import confirm_ended
 from rollout.runtime.ray.remote_call import RemoteCall
+
+if TYPE_CHECKING:
+    from rollout.weights.push.host_copies import HostCopies
 
 _MEASURE_TIMEOUT_S = 5.0
 # Of the deadline for a kill, together less than all: the actor's part, and without it the node's.
@@ -44,6 +47,7 @@ class EngineActor:
     def __init__(self, launcher: EngineLauncher) -> None:
         self._launcher = launcher
         self._engine: RunningEngine | None = None
+        self._copies: HostCopies | None = None
 
     async def hold_address(self, host: str) -> str:
         if not isinstance(self._launcher, NodeLauncher):
@@ -76,10 +80,22 @@ class EngineActor:
     async def log_tail(self, lines: int) -> str:
         return await self._engine.log_tail(lines) if self._engine else ""
 
+    async def rebuild(self, *bucket: Any) -> str:
+        from rollout.weights.push.host_copies import HostCopies
+
+        self._copies = self._copies or HostCopies()
+        return await asyncio.to_thread(self._copies.rebuild, *bucket)
+
     async def stop(self, grace_s: float) -> bool:
+        self._close_copies()
         return await self._engine.stop(grace_s) if self._engine else False
 
+    def _close_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
+
     async def kill(self) -> None:
+        self._close_copies()
         if self._engine:
             await self._engine.kill()
 
@@ -132,6 +148,11 @@ class RayEngine:
         except Exception:  # without this figure a phase must not fail
             return None
         return None if None in measured else measured
+
+    async def rebuild(self, *bucket: Any) -> str:
+        """See ``HostCopies.rebuild``; for an engine on one node."""
+        path: str = await self._call(self.parts[0].actor.rebuild.remote(*bucket))
+        return path
 
     async def is_alive(self) -> bool:
         try:

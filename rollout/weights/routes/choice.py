@@ -47,7 +47,8 @@ class DeltaEncoding(Encoding):
     name = EncodingChoice.DELTA.value
 
     def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
-        if engine.why_no_deltas:
+        by_value = chosen.transport == Transport.TENSOR
+        if self.is_on_host(engine) and (engine.host_version is None or not by_value):
             return engine.why_no_deltas
         if chosen.transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
             return "its files are written by several ranks, and only rank 0 keeps copies"
@@ -60,9 +61,13 @@ class DeltaEncoding(Encoding):
         return ""
 
     def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
-        if terms.base is not None and engine.holds == terms.base:
+        is_held = not self.is_on_host(engine) or engine.holds == engine.host_version
+        if terms.base is not None and engine.holds == terms.base and is_held:
             return ""
         return f"it holds weight version {engine.holds}, the trainer has copies of {terms.base}"
+
+    def is_on_host(self, engine: EnginePlace) -> bool:
+        return bool(engine.why_no_deltas)
 
     def encode(self, pairs: Pairs, changes: Pairs) -> Pairs:
         return changes
@@ -125,8 +130,9 @@ def encoded_for(engine: EnginePlace, chosen: Chosen, terms: EncodingTerms) -> Ch
         if ROUTES[chosen.transport].is_encoded:
             why = one.why_not(chosen, engine, terms)
         if not why:
-            now = not one.why_not_now(engine, terms)
-            return replace(chosen, encoding=one.name if now else FULL, is_copied=True)
+            name = FULL if one.why_not_now(engine, terms) else one.name
+            is_on_host = one.is_on_host(engine)
+            return replace(chosen, encoding=name, is_copied=True, is_on_host=is_on_host)
         if terms.wanted == one.name:
             raise ConfigError(
                 f"weights.encoding = {one.name}: engine {engine.engine_id}: {why}; use auto or "

@@ -21,6 +21,7 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
+from tests.support import random_deltas
 from tests.support.contract import PROMPT
 from tests.support.models import FOR_VLLM, plain_models
 from tests.support.real_policy import TWO_WORKERS, one_engine
@@ -229,3 +230,24 @@ def test_a_part_of_a_joined_layer_is_refused_though_its_names_are_vllms(
     assert f"{JOINED}.weight" not in changed
     version = push(deployment, "renamed", tensors_of(new))
     check_serves(handle, new, version)
+
+
+@pytest.mark.parametrize("name", ["parallel", "renamed", "quantised"])
+def test_deltas_become_whole_tensors_on_the_host_of_an_engine_with_names_of_its_own(
+    deployment: DeploymentHandle, models: Models, name: str
+) -> None:
+    """Its fingerprints are those after a push of the same whole tensors."""
+    handle = deployment[name]
+    by_delta = random_deltas.pushed_by_deltas(handle)
+    more: Any = {"name_map": quantised} if name == "quantised" else {}
+    tensors = tensors_of(models[name][1])
+    assert random_deltas.sent(by_delta.serve_weights(tensors, **more).result(120)).route == "tensor"
+    for _ in range(2):
+        first, tensors = tensors, random_deltas.changed(tensors, 0.02)
+        report = by_delta.serve_weights(tensors, **more).result(120)
+        assert random_deltas.sent(report).route == "tensor delta"
+    found = fingerprints(handle)
+    handle.serve_weights(first, **more).result(120)
+    assert fingerprints(handle) != found
+    handle.serve_weights(tensors, **more).result(120)
+    assert fingerprints(handle) == found

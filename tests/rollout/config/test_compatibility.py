@@ -13,7 +13,6 @@ from engines.protocol import ModelInfo, ServerInfo, WorkerType
 from engines.protocol.features import Features
 from rollout.config import (
     Drain,
-    EncodingChoice,
     EngineConfig,
     EngineKind,
     GroupConfig,
@@ -124,22 +123,6 @@ def test_a_named_transport_that_the_engine_does_not_take_is_refused(
     refusal = f"transport = {transport} does not reach engine policy-0: {whys.get(transport)}; use"
     assert (refusal in said) is is_refused
     assert bool(said) is is_refused
-
-
-@pytest.mark.parametrize("encoding", EncodingChoice)
-def test_deltas_by_name_are_refused_for_an_engine_that_applies_none(
-    encoding: EncodingChoice,
-) -> None:
-    features = replace(GOOD, why_no_deltas="engines of kind sglang apply no deltas")
-    pushes = WeightUpdate.FULL, Transport.TENSOR, encoding
-    found = [why for _, why in of_pushes("policy-0", features, *pushes)]
-    if encoding is not EncodingChoice.DELTA:
-        assert found == []
-        return
-    assert found == [
-        "weights.encoding = delta is not for engine policy-0: engines of kind sglang apply no "
-        "deltas; use auto or full"
-    ]
 
 
 @pytest.mark.parametrize(

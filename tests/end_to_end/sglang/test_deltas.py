@@ -1,0 +1,48 @@
+"""Deltas for real SGLang: a process on its host makes whole tensors of them, and it loads those."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from rollout.weights.push import host_copies
+from rollout.weights.push.host_copies import HostCopies
+from tests.support import random_deltas
+from tests.support.random_deltas import Tensors
+from tests.support.real_policy import RealPolicy
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+
+def checksums(policy: RealPolicy) -> list[Any]:
+    return [random_deltas.checksums_of(engine, "sglang") for engine in policy.engines()]
+
+
+def test_random_deltas_arrive_with_no_wrong_bit(
+    policy: RealPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang has names of its own, so its fingerprints are those after a push of whole tensors."""
+    handle = random_deltas.pushed_by_deltas(policy.handle)
+    pushed: list[Tensors] = []
+    folders: list[str] = []
+    rebuild = HostCopies.rebuild
+
+    def noted(copies: HostCopies, *bucket: Any) -> str:
+        folders.append(rebuild(copies, *bucket))
+        return folders[-1]
+
+    monkeypatch.setattr(host_copies.HostCopies, "rebuild", noted)
+    found = []
+
+    def held(tensors: Tensors) -> None:
+        pushed.append(tensors)
+        found.append(checksums(policy))
+
+    num = random_deltas.check(handle, dict(policy.next_tensors()), held)
+    assert num >= random_deltas.NUM
+    assert any(os.path.isdir(folder) for folder in folders if folder)
+    for tensors, by_delta in zip(pushed[-3:], found[-3:], strict=True):
+        policy.handle.serve_weights(tensors).result(120)
+        assert checksums(policy) == by_delta
