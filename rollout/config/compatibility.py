@@ -15,7 +15,7 @@ from engines.protocol.features import Features
 from engines.protocol.kind import Kind
 from engines.protocol.spec import CPU_PYTHONS, spelled
 from rollout.config.groups import EngineConfig, GroupConfig
-from rollout.config.lifecycle import Drain, LifecycleConfig
+from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
 from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
 
 Conflicts = Iterator[tuple[str, str]]
@@ -23,13 +23,22 @@ _WITH_TENSORS = (WeightUpdate.FULL, WeightUpdate.PARTIAL)
 
 
 def of_server(
-    weights: WeightsConfig, lifecycle: LifecycleConfig, groups: Mapping[str, GroupConfig]
+    weights: WeightsConfig,
+    lifecycle: LifecycleConfig,
+    health: HealthConfig,
+    groups: Mapping[str, GroupConfig],
 ) -> Conflicts:
     """When a configuration is read: what a push could not do after the training of a step."""
     is_broadcast = weights.transport is Transport.DISTRIBUTED
     is_broadcast &= weights.update is not WeightUpdate.FROZEN
     for name, group in groups.items():
         kind = group.engine.of_kind
+        if group.standby and not health.recover:
+            yield (
+                f"groups.{name}.standby",
+                "health.recover is false, so nothing lets it take the place of an engine; leave "
+                "standby out, or set health.recover to true",
+            )
         if weights.update is WeightUpdate.LORA and kind.why_no_adapters:
             yield (
                 f"groups.{name}.engine.kind",

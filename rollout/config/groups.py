@@ -134,6 +134,9 @@ class GroupConfig(ConfigSection):
     min_engines: Annotated[int, Field(ge=0)] | None = None
     """Fewest engines with which the group continues after a failure. Default: 1, or all engines
     with ``lifecycle.on_failure: raise``."""
+    standby: Annotated[int, Field(ge=0, le=1)] = 0
+    """Engines that sleep beside each engine, booted, with their memory released. When the engine
+    dies, the one that sleeps takes its place, and the next one boots behind it."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -168,6 +171,19 @@ class GroupConfig(ConfigSection):
                 "min_engines",
                 f"min_engines {self.min_engines} is over num_engines {self.num_engines}",
             )
+        if self.standby and (why := self._why_no_standby):
+            yield "standby", f"standby {self.standby}: {why}; leave standby out"
+
+    @property
+    def _why_no_standby(self) -> str:
+        if self.worker_type is WorkerType.PLACEHOLDER or self.engine.is_attached:
+            return "this run launches no engine of the group"
+        if self.engine.gpus and not self.needs_offload:
+            return (
+                "with needs_offload false an engine on GPUs keeps its memory, so two of them do "
+                "not fit on the same GPUs"
+            )
+        return ""
 
 
 def _is_address(url: str) -> bool:

@@ -44,7 +44,7 @@ class ServerConfig(ConfigSection):
     page: PageConfig = PageConfig()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from compatibility.of_server(self.weights, self.lifecycle, self.groups)
+        yield from compatibility.of_server(self.weights, self.lifecycle, self.health, self.groups)
 
     @property
     def nccl_cumem(self) -> Mapping[str, str | None]:

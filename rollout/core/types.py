@@ -45,6 +45,11 @@ class EngineSlot:
     more: tuple[NodeShare, ...] = ()
 
     @property
+    def standby_name(self) -> str:
+        """The name of the process that sleeps beside that of the engine."""
+        return f"standby-{self.engine_id}"
+
+    @property
     def shares(self) -> tuple[NodeShare, ...]:
         """Its parts on all of its nodes, in order of rank."""
         return (NodeShare(self.node_id, self.bundle_indices, self.gpu_ids), *self.more)
@@ -225,6 +230,9 @@ class EngineStatus:
             yet, None without such a process.
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
+        process_name: as in ``EngineState``.
+        standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
+            or why there is none; empty without ``standby``.
     """
 
     engine_id: str
@@ -248,6 +256,8 @@ class EngineStatus:
     why_no_deltas: str = ""
     host_version: int | None = None
     needs_names: bool = False
+    process_name: str = ""
+    standby: str = ""
 
 
 @dataclass(frozen=True, slots=True)

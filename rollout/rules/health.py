@@ -13,7 +13,7 @@ Always true:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -198,6 +198,11 @@ def next_state(state: RecoveryState, event: RecoveryEvent) -> RecoveryState:
         ) from None
 
 
+def backoff_s(num: int, config: HealthConfig) -> float:
+    """Seconds to wait after so many boots in a row."""
+    return min(config.backoff_s * 2 ** (num - 1), config.max_backoff_s) if num else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     """The health of one engine, and its progress in a recovery.
@@ -230,12 +235,11 @@ class EngineHealth:
         """The health after a death; the wait for the restart doubles with each restart."""
         served_long = now_s - self.since_s >= config.forget_after_s
         num = 0 if self.state is RecoveryState.SERVING and served_long else self.num_restarts
-        wait_s = min(config.backoff_s * 2 ** (num - 1), config.max_backoff_s) if num else 0.0
         return EngineHealth(
             state=next_state(self.state, RecoveryEvent.DIED),
             reason=reason,
             num_restarts=num,
-            retry_at_s=now_s + wait_s,
+            retry_at_s=now_s + backoff_s(num, config),
             since_s=now_s,
         )
 
@@ -290,6 +294,7 @@ class GroupHealth:
         needs_offload: it shares its memory with the trainer.
         min_engines: fewest engines with which it continues.
         max_restarts: restarts that each of its engines gets.
+        standbys: its slots on which an engine sleeps that can take the place of the other.
     """
 
     name: str
@@ -298,6 +303,7 @@ class GroupHealth:
     min_engines: int
     max_restarts: float
     engines: Mapping[str, EngineHealth] = field(default_factory=dict)
+    standbys: Set[str] = frozenset()
 
     @property
     def num_up(self) -> int:
@@ -347,16 +353,21 @@ def plan_recovery(
 
     A group in the middle of a transition gets none, unless it has too few engines to continue.  (A
     group that keeps its GPUs stays flushed while the others are offloaded, so it may get some.)
+    While the trainer has the memory, engines that sleep take the place of those that died.
     """
     plan = [
         Restart(group.name, engine_id)
         for group in groups
-        if may_use_memory(group)
-        and (group.phase is Phase.SERVING or not group.needs_offload or group.is_short)
         for engine_id in due_restarts(group, now_s)
+        if _may_boot(group) or (not may_use_memory(group) and engine_id in group.standbys)
     ]
     num_booting = len(engines_in(RecoveryState.BOOTING, groups))
     return plan[: max(config.max_parallel_restarts - num_booting, 0)]
+
+
+def _may_boot(group: GroupHealth) -> bool:
+    is_still = group.phase is Phase.SERVING or not group.needs_offload
+    return may_use_memory(group) and (is_still or group.is_short)
 
 
 def plan_for_short(

@@ -19,7 +19,15 @@ from rollout.core.errors import RolloutError, WeightMismatch
 from rollout.router.gate.gate import Gate, GateState
 from rollout.rules.routing import Backend
 from tests.explore.settings import BUDGET_S, LOCK_S, Settings
-from tests.explore.steered import CONTROL, UPDATES, Parts, Pending, SteeredEngine, SteeredProcess
+from tests.explore.steered import (
+    CONTROL,
+    UPDATES,
+    Parts,
+    Pending,
+    SteeredEngine,
+    SteeredProcess,
+    slot_of,
+)
 
 PUSHED = DEFAULT_TENSORS[-1]
 # From the deadline of a phase to its error: kill, log tail, look at the groups, router.
@@ -92,7 +100,7 @@ class Invariants:
         return member is None or member.engine is not engine or member.is_stale
 
     def _server_of(self, engine_id: str) -> str:
-        group = engine_id.rpartition("-")[0]
+        group = slot_of(engine_id).rpartition("-")[0]
         return next(
             name for name, one in self.parts.servers.items() if group in one._registry.groups
         )
@@ -207,11 +215,11 @@ class Invariants:
 
     def _check_released(self, when: str) -> None:
         """I7: from here until the next command the memory is the trainer's."""
-        for engine_id in self.parts.offloading:
-            if self.parts.member(engine_id) is None:
+        for engine_id, process in self.parts.launcher.processes.items():
+            is_ours = slot_of(engine_id) in self.parts.offloading
+            if not is_ours or self.parts.member(engine_id) is None:
                 continue  # removed: it was measured when it left
-            held = self.parts.launcher.processes[engine_id].engine.resident_bytes
-            if held:
+            if held := process.engine.resident_bytes:
                 self.violate(f"I7: {when} {engine_id} holds {held} bytes")
 
     def _check_boots(self) -> None:
@@ -244,7 +252,12 @@ class Invariants:
             return  # a command that still runs may yet do it
         if not (self._is_cancelled or self._is_stopping):
             for engine_id, operation in self.struck.items():
-                if not any(engine_id in text for text in self.reported + self._shown_fenced()):
+                slot, member = slot_of(engine_id), self.parts.member(engine_id)
+                if member is not None and member.process is not self.parts.launcher.processes.get(
+                    engine_id
+                ):
+                    continue  # it was ended while it booted
+                if not any(slot in text for text in self.reported + self._shown_fenced()):
                     self.violate(f"I4: {engine_id} failed {operation}; nobody was told")
         if gate.state is GateState.OPEN:
             for member in gate.members.choosable.members:
@@ -259,6 +272,8 @@ class Invariants:
             for group in self.parts.groups.values()
             for member in group._engines.members()
         ]
+        for group in self.parts.groups.values():
+            shown += [f"{name}: {why}" for name, why in group._boots._why_none.items()]
         for server in self.parts.servers.values():
             for engines in server._recovery.tracker.snapshot().values():
                 shown += [one.reason for one in engines.values()]

@@ -18,7 +18,7 @@ from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.memory import CallOutcome, EngineMemory
 from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.state import EngineState
-from rollout.control.group import push_path_check, server_group
+from rollout.control.group import engine_boots, push_path_check, server_group
 from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_set import EngineSet
@@ -36,7 +36,7 @@ from rollout.rules.lifecycle import GIVE_MEMORY, Command, Phase
 from rollout.rules.routing import BackendState
 from rollout.weights.push.push_version import LastPush
 from rollout.weights.push.weight_push import WeightPush
-from tests.explore.plans import BY_CANARY, PHASES, REMEMBERED, SENTINEL
+from tests.explore.plans import BY_CANARY, PHASES, REMEMBERED, SENTINEL, STANDBYS
 from tests.explore.search import Explorer, State
 from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
@@ -72,10 +72,12 @@ class Mutation:
     update: str = "full"
     reports_released: bool = False
     expect_version: int = 0
+    groups: dict[str, dict[str, Any]] | None = None
 
     def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
         """Seed it and look for it."""
         start = serving(
+            self.groups,
             lifecycle=self.lifecycle,
             recover=self.recover,
             frozen=self.frozen,
@@ -299,10 +301,17 @@ def _forget_a_boot_that_was_ended(patch: pytest.MonkeyPatch) -> None:
 
 
 def _let_boots_take_the_memory(patch: pytest.MonkeyPatch) -> None:
-    async def end(self: EngineBoots, engine_ids: Any = None) -> None:
+    async def end(self: EngineBoots, engine_ids: Any = None, **which: Any) -> None:
         """They go on while the trainer has the memory."""
 
     patch.setattr(EngineBoots, "end", end)
+
+
+def _let_standbys_keep_their_memory(patch: pytest.MonkeyPatch) -> None:
+    async def put_to_sleep(member: EngineState, memory: Any) -> None:
+        member.is_asleep = True
+
+    patch.setattr(engine_boots, "put_to_sleep", put_to_sleep)
 
 
 def _wait_for_boots(patch: pytest.MonkeyPatch) -> None:
@@ -496,6 +505,14 @@ MUTATIONS = (
         ("boot", "offload"),
         ("kill shared-0",),
         **_LATE_BOOT,
+    ),
+    Mutation(
+        "let standbys keep the memory of the trainer",
+        _let_standbys_keep_their_memory,
+        "I7: .* standby-shared-0 holds",
+        ("boot", "recover", "offload"),
+        recover=True,
+        groups=STANDBYS["groups"],
     ),
     Mutation(
         "hold the command lock while an engine boots",

@@ -152,6 +152,14 @@ BY_CANARY = {"verify_by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
 SENTINEL = {"canary_prompts": (tuple(range(1, 10)),)}
 REMEMBERED = ("remember shared-0", "offload", "onload", "offload", *PHASES[3:7])
 _FEW = {"outcomes": FEW_OUTCOMES}
+# Each round of recovery boots one standby; then version 1 is served.
+WITH_STANDBYS = ("recover", "recover", "update")
+STANDBYS: dict[str, Any] = {
+    "recover": True,
+    "groups": {"shared": {"num_engines": 2, "standby": 1}},
+    "launch_outcomes": 3,
+    "injections": ("cancel", "stop", "kill shared-0", "kill standby-shared-0"),
+}
 _STOPPABLE = Settings((), ("cancel", "stop"), FEW_OUTCOMES)
 _KILLABLE = Settings((), ("cancel", "stop", *_DEATHS), FEW_OUTCOMES)
 
@@ -352,6 +360,52 @@ DEFAULT: tuple[Plan, ...] = (
             groups={"shared": {"num_engines": 2}},
             launch_outcomes=3,
             injections=("cancel", "kill shared-0"),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "a step with a standby",
+        "everything, any 1, and a death of an engine, of its standby or of all at any time of a "
+        "step after an engine has died",
+        _command(
+            "boot",
+            "offload",
+            "recover",
+            "onload",
+            "recover",
+            begin=(*WITH_STANDBYS, "kill shared-0"),
+            **(STANDBYS | {"injections": (*STANDBYS["injections"], "kill all")}),
+        ),
+    ),
+    Plan(
+        "a standby takes a place while the trainer has the memory",
+        "four outcomes of every call, a start that fails or is slow, cancel, stop, an onload, two "
+        "deaths: any 2",
+        _command(
+            "recover",
+            "onload",
+            begin=(*WITH_STANDBYS, "offload", "kill shared-0"),
+            deviations=2,
+            **(
+                STANDBYS
+                | {"injections": (*STANDBYS["injections"], "onload")}
+                | {"groups": {"shared": {"standby": 1}}}
+            ),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "a standby boots",
+        "four outcomes of every call, a start that fails or is slow, cancel, stop, an onload, two "
+        "deaths: any 1 in a step that begins while one boots",
+        _command(
+            "boot",
+            "update",
+            "boot",
+            "offload",
+            "recover",
+            "onload",
+            **(STANDBYS | {"injections": (*STANDBYS["injections"], "onload")}),
             **_FEW,
         ),
     ),

@@ -203,4 +203,5 @@ def _did_go_on(world: World) -> str:
 
 
 def _is_dead(world: World, engine_id: str) -> bool:
-    return world.parts.launcher.processes[engine_id].engine.is_dead
+    member = world.parts.member(engine_id)
+    return member is None or member.process.engine.is_dead

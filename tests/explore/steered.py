@@ -362,12 +362,13 @@ class Parts:
 
     def is_booting(self, engine_id: str) -> bool:
         """It starts beside the commands of its group, and is none of its engines."""
-        return any(engine_id in group._boots._booting for group in self.groups.values())
+        slot = slot_of(engine_id)
+        return any(slot in group._boots._booting for group in self.groups.values())
 
     def member(self, engine_id: str) -> EngineState | None:
-        """The state of an engine in its group; None if it was removed."""
-        engines = self.groups[engine_id.rpartition("-")[0]]._engines
-        return engines._members.get(engine_id)
+        """The state of the engine on its slot in its group; None if it was removed."""
+        slot = slot_of(engine_id)
+        return self.groups[slot.rpartition("-")[0]]._engines._members.get(slot)
 
 
 class Pending:
@@ -389,6 +390,11 @@ class Pending:
         self.num_outcomes = num_outcomes
         self.future = future
         self.is_slow = is_slow
+
+
+def slot_of(name: str) -> str:
+    """The slot of an engine, by the name of its process."""
+    return name.removeprefix("standby-")
 
 
 def operation_name(operation: str, arguments: Any) -> str:

@@ -25,7 +25,7 @@ from rollout.weights.push.weight_push import WeightPush
 from tests.explore.explorer import ExploredLoop, Violation
 from tests.explore.invariants import Invariants
 from tests.explore.settings import Settings
-from tests.explore.steered import CONTROL, Parts, Pending, SteeredProcess, operation_name
+from tests.explore.steered import CONTROL, Parts, Pending, SteeredProcess, operation_name, slot_of
 
 _CLIENT_S = 3000.0
 _HOLD_S = 600.0
@@ -288,7 +288,7 @@ class World(Invariants):
     def _end_engines(self, which: str) -> None:
         """``kill -9`` of one engine, of those of a group, or of ``all``."""
         for engine_id, process in self.parts.launcher.processes.items():
-            if which in ("all", engine_id, engine_id.rpartition("-")[0]):
+            if which in ("all", engine_id, slot_of(engine_id).rpartition("-")[0]):
                 process.engine.die("killed -9")
 
     async def _kill(self, which: str) -> None:
@@ -380,6 +380,7 @@ class World(Invariants):
                             bool(one.changed),
                             one.is_stale,
                             one.needs_logprob_check,
+                            one.process_name,
                         )
                         for one in group._engines.members()
                     ),

@@ -79,7 +79,7 @@ def _engines(engines: list[dict[str, Any]]) -> RenderableType:
         doing = engine["doing"]
         table.add_row(
             engine["engine_id"],
-            Text(engine["state"], style=_STATES.get(engine["state"], "cyan")),
+            _state(engine),
             str(engine["weight_version"] if engine["weight_version"] is not None else "-"),
             str(engine["num_in_flight"]),
             _memory(engine),
@@ -88,6 +88,11 @@ def _engines(engines: list[dict[str, Any]]) -> RenderableType:
     if len(order) > _MAX_ROWS:
         table.add_row(f"... and {len(order) - _MAX_ROWS} more, all serving")
     return Group(table, *_errors(order[:_MAX_ROWS]))
+
+
+def _state(engine: dict[str, Any]) -> Text:
+    text = Text(engine["state"], style=_STATES.get(engine["state"], "cyan"))
+    return text.append(f", standby: {engine['standby']}") if engine["standby"] else text
 
 
 def _errors(engines: list[dict[str, Any]]) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""Brings a restarted engine to the phase and weights of its group.
+"""Brings an engine that has booted, or that sleeps, to the phase and weights of its group.
 
 Always true: the engine gets the calls that brought the others to their phase, in the same order.
 It serves only after its weights are verified to be those of the others.
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from engines.protocol import MemoryTag, PauseMode, WeightsReport
+from rollout.control.engine.memory import KV_TAGS, WEIGHTS_TAGS, EngineMemory, why_no_room
 from rollout.control.engine.state import EngineState
-from rollout.core.errors import WeightMismatch
+from rollout.core.errors import LifecycleError, WeightMismatch
 from rollout.rules.fingerprint_check import (
     ALL_TENSORS,
     EngineFingerprints,
@@ -22,27 +23,41 @@ from rollout.rules.lifecycle import Phase
 from rollout.weights.store.weight_source import Restored, WeightSource
 
 
-async def replay_to_phase(
-    member: EngineState, phase: Phase, tags: Sequence[MemoryTag], *, weights_survive: bool
-) -> None:
-    """Bring a newly started engine, which serves, to the phase of its group.
+async def bring_to_phase(member: EngineState, phase: Phase, memory: EngineMemory) -> None:
+    """Bring an engine that serves, because it has just booted, or that sleeps to a phase.
 
     Args:
-        tags: the memory tags that its group releases on offload; empty if it keeps its GPUs.
-        weights_survive: released weights are restored (CPU backup).
+        memory: of its group.
+
+    Raises:
+        LifecycleError: its GPUs have no room for the memory that it has to take back.
     """
-    if phase is Phase.SERVING:
-        return
-    await member.engine.pause_generation(PauseMode.ABORT)
-    if phase is Phase.PAUSED:
-        return
-    await member.engine.flush_cache(timeout_s=None)
-    released = released_in(phase, tags)
-    if released:
-        await member.engine.release_memory_occupation(released)
-        member.released.update(released)
-        if MemoryTag.WEIGHTS in released and not weights_survive:
-            member.weight_version = None
+    stays = released_in(phase, memory.policy.tags)
+    if member.is_asleep:
+        await _wake(member, memory, stays)
+        if phase is Phase.SERVING:
+            await member.engine.continue_generation()
+    elif phase is not Phase.SERVING:
+        await member.engine.pause_generation(PauseMode.ABORT)
+        if phase is not Phase.PAUSED:
+            await member.engine.flush_cache(timeout_s=None)
+            await memory.release(member, stays)
+
+
+async def _wake(member: EngineState, memory: EngineMemory, stays: Sequence[MemoryTag]) -> None:
+    wanted = [tag for tag in (*WEIGHTS_TAGS, *KV_TAGS) if tag not in stays]
+    if why := await why_no_room(wanted, [member]):
+        raise LifecycleError(why)
+    for tags in (WEIGHTS_TAGS, KV_TAGS):
+        await memory.resume(member, [tag for tag in tags if tag in wanted])
+    member.is_asleep = False
+
+
+async def put_to_sleep(member: EngineState, memory: EngineMemory) -> None:
+    """Release all memory of an engine that has just booted, as far as its group releases any."""
+    await bring_to_phase(member, Phase.FLUSHED, memory)
+    await memory.release(member)
+    member.is_asleep = True
 
 
 def released_in(phase: Phase, tags: Sequence[MemoryTag]) -> list[MemoryTag]:

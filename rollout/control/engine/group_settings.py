@@ -63,4 +63,6 @@ class GroupSettings:
         """Weight sources for a restarted engine, in the order in which they are tried."""
         path = self.health.weights_path
         disk = () if path is None else (DiskSource(path),)
-        return (*self.sources, *disk)
+        # A standby has discarded what it loaded at its start, which is version 0.
+        first = (DiskSource(self.model_path, only=0),) if self.group.standby else ()
+        return (*self.sources, *disk, *first)

@@ -46,8 +46,11 @@ class EngineMemory:
         self.policy = policy
         self._checkpoint_bytes = size_of_weights(model_path)
 
-    async def release(self, member: EngineState) -> int:
-        """Release the tags of the policy that are not released yet.
+    async def release(self, member: EngineState, tags: Sequence[MemoryTag] | None = None) -> int:
+        """Release the tags that are not released yet.
+
+        Args:
+            tags: None: those of the policy.
 
         Returns:
             The freed bytes; 0 if not measured.
@@ -56,7 +59,8 @@ class EngineMemory:
             LifecycleError: too little memory was freed.
             EngineError: the call failed, and its outcome is unknown.
         """
-        tags = [tag for tag in self.policy.tags if tag not in member.released]
+        wanted = self.policy.tags if tags is None else tags
+        tags = [tag for tag in wanted if tag not in member.released]
         if not tags:
             return 0
         by_tag = await member.memory_by_tag()
@@ -142,6 +146,18 @@ async def _why_no_room_for(member: EngineState, tags: Sequence[MemoryTag]) -> st
         f"{' and '.join(wanted)} need {size_text(needed)}{_resident_in(gpu)}"
         for gpu in gpus
         if gpu.free_bytes < needed
+    )
+
+
+async def why_no_room_beside(member: EngineState) -> str:
+    """Why one more engine does not fit on the GPUs of one that serves; empty if it does."""
+    gpus = await member.process.gpu_memory()
+    if gpus is None:
+        return "the memory of its GPUs is not measured (pip install nvidia-ml-py)"
+    return "; ".join(
+        f"GPU {gpu.uuid} has {size_text(gpu.free_bytes)} free, a boot needs {size_text(needed)}"
+        for gpu in gpus
+        if gpu.free_bytes < (needed := gpu.used_bytes if gpu.own_bytes is None else gpu.own_bytes)
     )
 
 

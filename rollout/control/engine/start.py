@@ -103,11 +103,16 @@ class Starter:
         self._memory_saver = memory_saver
         self._weights_cpu_backup = weights_cpu_backup
 
-    async def start(self, slot: EngineSlot) -> EngineState:
-        """Launch the engine of a slot, and check that it fits its group."""
-        process = await self._launcher.launch(self._spec(slot))
+    async def start(self, slot: EngineSlot, process_name: str = "") -> EngineState:
+        """Launch the engine of a slot, and check that it fits its group.
+
+        Args:
+            process_name: as in ``EngineState``.
+        """
+        process = await self._launcher.launch(self._spec(slot, process_name or slot.engine_id))
         try:
             member = await self.admit(slot, process)
+            member.process_name = process_name
         except BaseException:
             await process.kill()
             raise
@@ -233,15 +238,15 @@ class Starter:
         for setting, why in conflicts:
             raise ConfigError(f"{self._settings.path}.{setting}: {why}")
 
-    def _spec(self, slot: EngineSlot) -> EngineSpec:
+    def _spec(self, slot: EngineSlot, process_name: str) -> EngineSpec:
         settings = self._settings
         urls = settings.group.engine.urls
         return replace(
             configured_spec(
                 settings.model_path, settings.group, settings.update, settings.not_pushed
             ),
-            engine_id=slot.engine_id,
-            log_path=str(Path(settings.log_dir) / f"{slot.engine_id}.log"),
+            engine_id=process_name,
+            log_path=str(Path(settings.log_dir) / f"{process_name}.log"),
             gpu_ids=slot.gpu_ids,
             num_cpus=slot.num_cpus,
             memory_saver=self._memory_saver,

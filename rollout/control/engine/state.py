@@ -60,6 +60,9 @@ class EngineState:
         is_gone: it is fenced, and known to have ended.
         host: the copies of its weights on its host, for deltas; None if it was attached, or is on
             several.
+        is_asleep: paused and flushed, without the memory that its group releases; it is none of
+            the engines of its group.
+        process_name: of its process and its log; empty if that is its id.
     """
 
     slot: EngineSlot
@@ -99,6 +102,8 @@ class EngineState:
     needs_logprob_check: bool = False
     is_stale: bool = False
     is_gone: bool = False
+    is_asleep: bool = False
+    process_name: str = ""
     host: EngineHost | None = None
 
     async def aclose(self) -> None:
@@ -237,6 +242,7 @@ class EngineState:
             why_no_deltas=self.why_no_deltas,
             host_version=None if self.host is None else self.host.version,
             needs_names=self.needs_names,
+            process_name=self.process_name,
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

@@ -1,98 +1,251 @@
 """New engines for the fenced ones of a group and for its vacant slots, beside its commands.
 
-Always true: an engine that boots is no engine of its group: no command waits for it or calls it.
-It waits until it is admitted, or until its memory is needed: then its process is ended.
+Always true:
+- an engine that boots or sleeps is no engine of its group: no command waits for it or calls it;
+- it has a slot for itself, or with the engine whose place it will take (a standby);
+- one that boots, or has booted and is awake, is ended when its memory is needed.  One that sleeps
+  has released its memory, and stays until it is taken.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from functools import partial
+from typing import Any
 
+from engines.protocol.plain_text import describe
+from rollout.config import HealthConfig
+from rollout.control.engine.catch_up import put_to_sleep
+from rollout.control.engine.memory import EngineMemory, why_no_room_beside
 from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import confirm_ended_by_others, confirm_gone
 from rollout.control.group.engine_set import EngineSet, as_failure
+from rollout.control.group.probe import has_exited
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.types import EngineSlot
+from rollout.rules.health import backoff_s
+
+logger = logging.getLogger(__name__)
+
+_Boot = asyncio.Task[EngineState | None]
 
 
 class EngineBoots:
-    """The boots of one group, under way or done, by engine id.
+    """The engines of one group that boot, have booted or sleep, by engine id.
 
     Args:
         is_attached: its engines are started by their owner.
+        is_on_gpus: a boot needs room on GPUs.
     """
 
-    def __init__(self, engines: EngineSet, starter: Starter, *, is_attached: bool) -> None:
+    def __init__(
+        self,
+        engines: EngineSet,
+        starter: Starter,
+        memory: EngineMemory,
+        health: HealthConfig,
+        *,
+        is_attached: bool,
+        is_on_gpus: bool,
+    ) -> None:
         self._engines = engines
         self._starter = starter
+        self._memory = memory
+        self._health = health
         self._is_attached = is_attached
-        self._booting: dict[str, asyncio.Task[EngineState]] = {}
+        self._is_on_gpus = is_on_gpus
+        self._booting: dict[str, _Boot] = {}
         self._booted: dict[str, EngineState] = {}
+        self._restarting: set[str] = set()
+        self._why_none: dict[str, str] = {}
+        self._num_failures = 0
+        self._retry_at_s = 0.0
         self._is_closed = False
 
     def __contains__(self, engine_id: str) -> bool:
         return engine_id in self._booting or engine_id in self._booted
 
-    async def boot(self, engine_id: str) -> bool:
+    # -- in the place of an engine ------------------------------------------------------------
+
+    async def boot(self, engine_id: str, *, is_lent: bool = False) -> bool:
         """Start an engine on a vacant slot, or on that of a fenced one; it waits for ``take``.
 
+        Where one sleeps on the slot, or boots to sleep there, it is that one.
+
+        Args:
+            is_lent: the trainer has the memory: only one that sleeps will do.
+
         Returns:
-            Whether it has booted; otherwise ``end`` was called meanwhile.
+            Whether there is one; otherwise ``end`` was called meanwhile, or the trainer has the
+            memory.
 
         Raises:
             EngineFailure: the old engine may still run, or the new one did not start.
         """
-        if engine_id in self._booted:
-            return True
         old = self._engines.get(engine_id)
         is_in_use = old is not None and not old.fence_reason
-        if self._is_closed or is_in_use or engine_id in self._booting:
+        if self._is_closed or is_in_use or engine_id in self._restarting:
             raise LifecycleError(
                 f"engine {engine_id} is not fenced, boots already, or its group was stopped"
             )
         started = asyncio.get_running_loop().time()
-        boot = asyncio.create_task(
-            self._boot(self._engines.slot(engine_id), old), name=f"boot:{engine_id}"
-        )
-        self._booting[engine_id] = boot
+        self._restarting.add(engine_id)
         try:
+            boot = self._booting.get(engine_id)  # of its standby
+            if boot is None:
+                boot = self._begin(engine_id, self._restart(engine_id, old, is_lent=is_lent))
             await asyncio.wait([boot])
+            self._has_ended(engine_id, boot)
+            if boot.cancelled():
+                return False
+            boot.result()
+            await self._confirm_gone(old)
         except asyncio.CancelledError:
             await self.end([engine_id])
             raise
-        if self._booting.get(engine_id) is not boot:
-            return False
-        del self._booting[engine_id]
-        if boot.cancelled():
-            return False
-        if error := boot.exception():
-            if not isinstance(error, Exception):
-                raise error
+        except Exception as error:
             operation = "add" if old is None else "restart"
             raise as_failure(error, engine_id, operation, started) from error
-        self._booted[engine_id] = boot.result()
-        return True
+        finally:
+            self._restarting.discard(engine_id)
+        return engine_id in self._booted
 
-    async def _boot(self, slot: EngineSlot, old: EngineState | None) -> EngineState:
-        kill_timeout_s = self._engines.kill_timeout_s
-        async with asyncio.timeout(kill_timeout_s + self._engines.start_budget_s):
-            if old is not None and self._is_attached:
-                await confirm_ended_by_others(old)
-            if old is not None:
-                await confirm_gone(old, kill_timeout_s)
-            return await self._starter.start(slot)
+    def _begin(self, engine_id: str, work: Coroutine[Any, Any, EngineState | None]) -> _Boot:
+        boot = asyncio.create_task(work, name=f"boot:{engine_id}")
+        self._booting[engine_id] = boot
+        boot.add_done_callback(partial(self._has_ended, engine_id))
+        return boot
+
+    def _has_ended(self, engine_id: str, boot: _Boot) -> None:
+        if self._booting.get(engine_id) is boot:
+            del self._booting[engine_id]
+            if not boot.cancelled() and not boot.exception() and (member := boot.result()):
+                self._booted[engine_id] = member
+
+    async def _restart(
+        self, engine_id: str, old: EngineState | None, *, is_lent: bool
+    ) -> EngineState | None:
+        async with asyncio.timeout(self._engines.kill_timeout_s + self._engines.start_budget_s):
+            await self._confirm_gone(old)
+            ready = self._booted.get(engine_id)
+            if ready is not None and await has_exited(ready.process):
+                await self._discard_standby(ready)
+                ready = None
+            if ready is not None or is_lent:
+                return ready
+            return await self._starter.start(self._engines.slot(engine_id))
+
+    async def _confirm_gone(self, old: EngineState | None) -> None:
+        if old is not None and self._is_attached:
+            await confirm_ended_by_others(old)
+        if old is not None and not old.is_gone:
+            await confirm_gone(old, self._engines.kill_timeout_s)
 
     def take(self, engine_id: str) -> EngineState | None:
-        """The engine that has booted; None if there is none, because its boot was ended."""
+        """The engine that has booted or sleeps there; None if there is none, or it was ended."""
         return self._booted.pop(engine_id, None)
 
-    async def end(self, engine_ids: Collection[str] | None = None) -> None:
-        """End engines that boot or have booted.
+    # -- asleep -------------------------------------------------------------------------------
+
+    def add_sleeping(self, member: EngineState) -> None:
+        """Keep an engine that was removed: paused, flushed and without its memory."""
+        member.is_asleep = True
+        self._booted[member.engine_id] = member
+
+    def standbys(self) -> frozenset[str]:
+        """The slots on which an engine sleeps."""
+        return frozenset(name for name, member in self._booted.items() if member.is_asleep)
+
+    def standby_state(self, engine_id: str) -> str:
+        """As in ``EngineStatus``."""
+        if engine_id in self._booting:
+            return "booting"
+        if engine_id in self._booted:
+            return "ready"
+        return self._why_none.get(engine_id, "waits to boot")
+
+    async def tend_standbys(self, may_boot: Callable[[], bool]) -> None:
+        """Drop standbys that have died, and begin to boot the next one that is missing.
+
+        One boots at a time: the engines of the group serve on the same cores.
+
+        Args:
+            may_boot: whether a boot may use memory now.
+        """
+        for ready in [one for one in self._booted.values() if one.is_asleep]:
+            if await has_exited(ready.process):
+                await self._discard_standby(ready)
+        for member in self._engines.unfenced():
+            name = member.engine_id
+            if name in self:
+                continue
+            why = await why_no_room_beside(member) if self._is_on_gpus else ""
+            if why:
+                self._why_none[name] = why
+            is_due = asyncio.get_running_loop().time() >= self._retry_at_s
+            if not why and is_due and may_boot() and not (self._booting or self._is_closed):
+                self._stand_by(member.slot, member.process_name)
+
+    async def stand_by_first(self) -> None:
+        """Boot a standby on each slot, before the engine that will take its memory boots there.
+
+        Raises:
+            PhaseFailed: ``close`` was called meanwhile.
+        """
+        await asyncio.wait([self._stand_by(slot) for slot in self._engines.slots])
+        if self._is_closed:
+            raise PhaseFailed("its group was stopped while it started", phase="start")
+
+    def _stand_by(self, slot: EngineSlot, name_in_use: str = "") -> _Boot:
+        boot = self._begin(slot.engine_id, self._boot_asleep(slot, name_in_use))
+        boot.add_done_callback(partial(self._note_standby, slot.engine_id))
+        return boot
+
+    async def _boot_asleep(self, slot: EngineSlot, name_in_use: str) -> EngineState:
+        name = "" if name_in_use else slot.standby_name
+        async with asyncio.timeout(self._engines.start_budget_s):
+            member = await self._starter.start(slot, name)
+            try:
+                await put_to_sleep(member, self._memory)
+            except BaseException:
+                await self._engines.discard(member)
+                raise
+        return member
+
+    def _note_standby(self, engine_id: str, boot: _Boot) -> None:
+        if boot.cancelled():
+            return
+        if (error := boot.exception()) is None:
+            self._num_failures = 0
+            self._why_none.pop(engine_id, None)
+            logger.info("engine %s has a standby", engine_id)
+            return
+        self._num_failures += 1
+        wait_s = backoff_s(self._num_failures, self._health)
+        self._retry_at_s = asyncio.get_running_loop().time() + wait_s
+        why = f"its standby did not boot: {describe(error)}"
+        self._why_none[engine_id] = why
+        logger.error("engine %s: %s; the next try is in %g s", engine_id, why, wait_s)
+
+    async def _discard_standby(self, member: EngineState) -> None:
+        if self._booted.get(member.engine_id) is member:
+            del self._booted[member.engine_id]
+        logger.warning("engine %s: the process asleep on its slot has ended", member.engine_id)
+        await self._engines.discard(member)
+
+    # -- end ----------------------------------------------------------------------------------
+
+    async def end(
+        self, engine_ids: Collection[str] | None = None, *, keeps_asleep: bool = False
+    ) -> None:
+        """End engines that boot, have booted or sleep.
 
         Args:
             engine_ids: None ends all.
+            keeps_asleep: but those that sleep.
 
         Raises:
             PhaseFailed: one may still hold memory.
@@ -110,12 +263,11 @@ class EngineBoots:
                     f"{self._engines.kill_timeout_s:g} s, and may hold memory",
                     phase="release",
                 )
-        for name in names:
-            ended, member = self._booting.pop(name, None), self._booted.pop(name, None)
-            if ended is not None and not ended.cancelled() and ended.exception() is None:
-                member = ended.result()
-            if member is not None:
-                await self._engines.discard(member)
+        for name, boot in booting.items():
+            self._has_ended(name, boot)
+        for name in names & self._booted.keys():
+            if not (keeps_asleep and self._booted[name].is_asleep):
+                await self._engines.discard(self._booted.pop(name))
 
     async def close(self) -> None:
         """End all of them, and start no other."""

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from engines.launch import RunningEngine
-from engines.protocol import MemoryTag, WeightsReport
+from engines.protocol import WeightsReport
 from engines.protocol.plain_text import describe
 from rollout.control.engine.catch_up import readmit
 from rollout.control.engine.logprob_check import LogprobCheck
@@ -39,7 +39,6 @@ class EngineRecovery:
     """The part of a group that readmits engines, and runs beside no command.
 
     Args:
-        tags: the memory tags that the group releases on offload; empty if it keeps its GPUs.
         sources: weight sources for a restarted engine, in the order in which they are tried.
     """
 
@@ -47,14 +46,12 @@ class EngineRecovery:
         self,
         engines: EngineSet,
         commands: CommandRunner,
-        tags: Sequence[MemoryTag],
         sources: Sequence[WeightSource],
         logprob_check: LogprobCheck,
         sentinel: Sentinel,
     ) -> None:
         self._engines = engines
         self._commands = commands
-        self.tags = tags
         self._sources = sources
         self._logprob_check = logprob_check
         self._sentinel = sentinel
@@ -187,6 +184,7 @@ async def _reuse(
     try:
         if not await member.engine.is_ready():
             raise RolloutError("it takes no requests")
+        member.process_name = known.process_name
         if known.is_stale:
             member.is_stale, member.is_verified = True, False
         elif member.weight_version != version:

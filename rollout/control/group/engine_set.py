@@ -36,6 +36,7 @@ class EngineSet:
     """All engines of a group, by engine id, in the order of their slots.
 
     Attributes:
+        slots: all of them, also those that are vacant.
         kill_timeout_s: deadline for one engine to end and its memory to be free.
     """
 
@@ -44,11 +45,10 @@ class EngineSet:
     ) -> None:
         self._settings = settings
         self.kill_timeout_s = kill_timeout_s(settings.group.engine)
-        self._slots = tuple(slots)
+        self.slots = tuple(slots)
         self._starter = starter
         self._members: dict[str, EngineState] = {}
         self._vacant: dict[str, EngineSlot] = {}
-        self._sleeping: dict[str, EngineState] = {}
         self._launching: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
@@ -71,7 +71,7 @@ class EngineSet:
         return self._members.get(engine_id)
 
     def slot(self, engine_id: str) -> EngineSlot:
-        return next(slot for slot in self._slots if slot.engine_id == engine_id)
+        return next(slot for slot in self.slots if slot.engine_id == engine_id)
 
     def members(self) -> list[EngineState]:
         return list(self._members.values())
@@ -85,7 +85,7 @@ class EngineSet:
         budget_s = self.start_budget_s + _MARGIN_S
         try:
             answers = await fan_out(
-                {slot.engine_id: self._start_with_others(slot) for slot in self._slots},
+                {slot.engine_id: self._start_with_others(slot) for slot in self.slots},
                 operation="start",
                 budget_s=budget_s,
             )
@@ -113,11 +113,11 @@ class EngineSet:
         """Begin with engines that already run; slots without an engine are vacant."""
         self._members = {member.engine_id: member for member in members}
         self._vacant = {
-            slot.engine_id: slot for slot in self._slots if slot.engine_id not in self._members
+            slot.engine_id: slot for slot in self.slots if slot.engine_id not in self._members
         }
 
-    async def join(self, member: EngineState, catch_up: CatchUp) -> None:
-        """Make a new engine one of the others, on the slot that it booted for; it is stale.
+    async def join(self, member: EngineState, catch_up: CatchUp, operation: str) -> None:
+        """Make an engine one of the others, on the slot that it booted for; it is stale.
 
         Raises:
             EngineFailure: it cannot catch up with them, and is ended.
@@ -126,7 +126,7 @@ class EngineSet:
         try:
             await self._in_task(self._join(member, catch_up), member.engine_id)
         except Exception as error:
-            raise as_failure(error, member.engine_id, "admit", started) from error
+            raise as_failure(error, member.engine_id, operation, started) from error
 
     async def _join(self, member: EngineState, catch_up: CatchUp) -> None:
         member.is_stale, member.is_verified = True, False
@@ -152,29 +152,14 @@ class EngineSet:
         """Ids of the slots whose engines were removed."""
         return tuple(self._vacant)
 
-    def sleeping(self, engine_id: str) -> EngineState | None:
-        """The engine that sleeps on a vacant slot; None if none runs there."""
-        return self._sleeping.get(engine_id)
-
-    def vacate(self, engine_id: str, *, keeps_process: bool) -> None:
+    def vacate(self, engine_id: str) -> EngineState:
         """Remove a drained engine whose memory is free; its slot is vacant then."""
         member = self._members.pop(engine_id)
         self._vacant[engine_id] = member.slot
-        if keeps_process:
-            self._sleeping[engine_id] = member
-
-    def rejoin(self, member: EngineState) -> None:
-        """Add an engine that was sleeping to the set again."""
-        del self._sleeping[member.engine_id], self._vacant[member.engine_id]
-        self._members[member.engine_id] = member
-        self._in_order()
-
-    async def end_sleeping(self, engine_id: str) -> None:
-        """End an engine that cannot be woken; its slot stays vacant."""
-        await self.discard(self._sleeping.pop(engine_id))
+        return member
 
     def _in_order(self) -> None:
-        slots = (slot.engine_id for slot in self._slots)
+        slots = (slot.engine_id for slot in self.slots)
         self._members = {name: self._members[name] for name in slots if name in self._members}
 
     async def _in_task(self, work: Coroutine[Any, Any, None], engine_id: str) -> None:
@@ -213,8 +198,8 @@ class EngineSet:
         for task in launching:
             task.cancel()
         await wait_all(launching)
-        members = [*self._members.values(), *self._sleeping.values()]
-        self._members, self._vacant, self._sleeping = {}, {}, {}
+        members = [*self._members.values()]
+        self._members, self._vacant = {}, {}
 
         async def end(member: EngineState) -> None:
             try:

@@ -36,10 +36,12 @@ class GroupProbe:
 
     Attributes:
         is_steady: no command ran meanwhile, so that the results can be compared with the phase.
+        standbys: slots on which an engine sleeps that can take the place of the other.
     """
 
     is_steady: bool
     engines: tuple[EngineProbe, ...]
+    standbys: frozenset[str] = frozenset()
 
 
 async def probe_all(
@@ -75,7 +77,7 @@ async def _probe(
 async def _probe_running(
     member: EngineState, kind: ProbeKind, is_distrusted: bool
 ) -> tuple[ProbeResult, str]:
-    if await _has_exited(member.process):
+    if await has_exited(member.process):
         return ProbeResult.EXITED, "its process has ended"
     if kind is ProbeKind.PROCESS:
         return ProbeResult.ASLEEP, ""
@@ -91,7 +93,8 @@ async def _probe_running(
     return ProbeResult.ANSWERED, ""
 
 
-async def _has_exited(process: RunningEngine) -> bool:
+async def has_exited(process: RunningEngine) -> bool:
+    """Whether it is known that a process has ended."""
     try:
         return not await process.is_alive()
     except Exception:  # the owner of the process does not reply: unknown

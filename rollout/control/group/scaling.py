@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from functools import partial
 
-from engines.protocol import MemoryTag
 from rollout.config import Drain
-from rollout.control.engine.catch_up import released_in, replay_to_phase
+from rollout.control.engine.catch_up import bring_to_phase
 from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.memory import EngineMemory
@@ -85,6 +83,7 @@ class EngineScaling:
             raise LifecycleError(f"group {self._settings.name} has no engine {engine_id}")
         member, started = self._engines[engine_id], now()
         keeps = keep_process or self._settings.group.engine.is_attached
+        await self._boots.end([engine_id])
         if member.fence_reason:
             await confirm_gone(member, self._engines.kill_timeout_s)
             freed, keeps = 0, False
@@ -93,7 +92,9 @@ class EngineScaling:
             freed = await run_to_completion(self._empty(member, keeps))
         if engine_id not in self._engines:
             raise LifecycleError(f"engine {engine_id}: its group was stopped meanwhile")
-        self._engines.vacate(engine_id, keeps_process=keeps)
+        self._engines.vacate(engine_id)
+        if keeps:
+            self._boots.add_sleeping(member)
         report = EngineReport(engine_id, now() - started, freed_bytes=freed)
         logger.info("engine %s left its group after %.1f s", engine_id, report.elapsed_s)
         return report
@@ -143,17 +144,11 @@ class EngineScaling:
 
     # -- add --------------------------------------------------------------------------------
 
-    async def add(self, engine_id: str, tags: Sequence[MemoryTag]) -> EngineState:
-        """Fill a vacant slot with the engine that sleeps there or has booted; it is stale then.
-
-        Args:
-            tags: the memory tags that the group releases on offload; empty if it keeps its GPUs.
-        """
+    async def add(self, engine_id: str) -> EngineState:
+        """Fill a vacant slot with the engine that sleeps there or has booted; it is stale then."""
         self._check_is_free(engine_id)
-        phase, started = self._commands.phase, now()
-        sleeping = self._engines.sleeping(engine_id)
-        booted = None if sleeping is not None else self._boots.take(engine_id)
-        if sleeping is None and booted is None:
+        phase, member = self._commands.phase, self._boots.take(engine_id)
+        if member is None:
             why = "its boot was ended by an offload; add it again"
             if phase is Phase.OFFLOADED:
                 why = (
@@ -165,16 +160,10 @@ class EngineScaling:
                 command="add_engine",
                 phase=phase,
             )
-        try:
-            if booted is not None:
-                survive = self._memory.policy.weights_cpu_backup
-                replay = partial(replay_to_phase, phase=phase, tags=tags, weights_survive=survive)
-                await self._engines.join(booted, replay)
-            elif sleeping is not None:
-                await run_to_completion(self._wake(sleeping, phase, tags))
-        except Exception as error:
-            raise as_failure(error, engine_id, "add", started) from error
-        return self._engines[engine_id]
+        await self._engines.join(
+            member, partial(bring_to_phase, phase=phase, memory=self._memory), "add"
+        )
+        return member
 
     def _check_is_free(self, engine_id: str) -> None:
         if engine_id not in self._engines.vacant_slots():
@@ -184,23 +173,3 @@ class EngineScaling:
                 f"{self._settings.name}; vacant: {vacant}",
                 command="add_engine",
             )
-
-    async def _wake(self, member: EngineState, phase: Phase, tags: Sequence[MemoryTag]) -> None:
-        """Bring a sleeping engine (paused, flushed, released) to the phase of the others."""
-        budgets = self._settings.lifecycle
-        try:
-            if member.released and not self._memory.policy.weights_cpu_backup:
-                member.weight_version = None
-            member.is_stale, member.is_verified = True, False
-            stays = released_in(phase, tags)
-            for tags_now in ((MemoryTag.WEIGHTS,), (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)):
-                async with asyncio.timeout(budgets.resume_timeout_s):
-                    await self._memory.resume(member, [tag for tag in tags_now if tag not in stays])
-            if phase is Phase.SERVING:
-                async with asyncio.timeout(budgets.continue_timeout_s):
-                    await member.engine.continue_generation()
-        except BaseException:
-            # Its state is unknown now.
-            await self._engines.end_sleeping(member.engine_id)
-            raise
-        self._engines.rejoin(member)

@@ -23,7 +23,7 @@ from typing import Any
 
 from engines.launch import EngineLauncher, RunningEngine
 from rollout.config import Drain
-from rollout.control.engine.catch_up import replay_to_phase
+from rollout.control.engine.catch_up import bring_to_phase
 from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, check_expected
@@ -47,6 +47,7 @@ from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStat
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Excerpt, Kind
 from rollout.rules import lifecycle
+from rollout.rules.deadlines import is_on_gpus
 from rollout.rules.fingerprint_check import Verification
 from rollout.rules.health import PROBE_KINDS
 from rollout.rules.lifecycle import Command, Phase
@@ -107,13 +108,17 @@ class ServerGroup:
         self._recovery = EngineRecovery(
             self._engines,
             self._commands,
-            self._policy.tags if self._traits.needs_offload else (),
             self._sources(),
             self._logprob_check,
             self._sentinel,
         )
         self._boots = EngineBoots(
-            self._engines, starter, is_attached=settings.group.engine.is_attached
+            self._engines,
+            starter,
+            self._memory,
+            settings.health,
+            is_attached=settings.group.engine.is_attached,
+            is_on_gpus=is_on_gpus(settings.group.engine),
         )
         self._scaling = EngineScaling(
             settings, self._engines, self._commands, self._memory, self._boots
@@ -132,7 +137,13 @@ class ServerGroup:
             PhaseFailed: an engine did not start; those that did are stopped again.
         """
         with self.timeline.span(Kind.GROUP, "start"):
-            await self._engines.start()
+            try:
+                if self._settings.group.standby and is_on_gpus(self._settings.group.engine):
+                    await self._boots.stand_by_first()
+                await self._engines.start()
+            except BaseException:
+                await self._boots.end()
+                raise
             self._commands.phase = Phase.SERVING
         return await self.status()
 
@@ -206,7 +217,7 @@ class ServerGroup:
                 # Not cancellable: the group would not know the phase of its engines.
                 report = await run_to_completion(work)
             if command is Command.RELEASE:
-                await self._boots.end()
+                await self._boots.end(keeps_asleep=True)
         if command is Command.RELEASE:
             await self._engines.confirm_gone()
         return report
@@ -295,20 +306,25 @@ class ServerGroup:
         """The recorded state of the group and its engines; calls no engine."""
         phase = self._commands.phase.value
         engines = await asyncio.gather(
-            *(member.status(phase) for member in self._engines.members())
+            *(self._status_of(member, phase) for member in self._engines.members())
         )
         return GroupStatus(
             name=self.name,
             worker_type=self._settings.group.worker_type,
             phase=phase,
             needs_offload=self._traits.needs_offload,
-            engines=tuple(
-                replace(engine, state="booting") if engine.engine_id in self._boots else engine
-                for engine in engines
-            ),
+            engines=tuple(engines),
             vacant_slots=self._engines.vacant_slots(),
             kind=self._settings.group.engine.kind.value,
         )
+
+    async def _status_of(self, member: EngineState, phase: str) -> EngineStatus:
+        status = await member.status(phase)
+        if member.fence_reason and member.engine_id in self._boots:
+            return replace(status, state="booting")
+        if self._settings.group.standby and not member.fence_reason:
+            return replace(status, standby=self._boots.standby_state(member.engine_id))
+        return status
 
     async def pushed_fingerprints(self) -> dict[str, str]:
         """Of the tensors of the last push, also if they came with its stream."""
@@ -332,7 +348,6 @@ class ServerGroup:
         budgets = self._settings.lifecycle
         budget_s = budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
         async with self._commands.in_order(None, "remove", budget_s):
-            await self._boots.end([engine_id])
             return await self._scaling.remove(engine_id, keep_process=keep_process)
 
     async def add(self, engine_id: str, version: int) -> EngineStatus:
@@ -342,7 +357,7 @@ class ServerGroup:
         """
         async with self._recovery.exclusive():
             started = now()
-            member = await self._scaling.add(engine_id, self._recovery.tags)
+            member = await self._scaling.add(engine_id)
             try:
                 await self._recovery.readmit(engine_id, version)
             except Exception as error:  # it is in the group, and its weights are unknown
@@ -354,15 +369,22 @@ class ServerGroup:
     # -- recovery ---------------------------------------------------------------------------
 
     async def probe(self, budget_s: float, distrusted: Sequence[str] = ()) -> GroupProbe:
-        """Probe all engines, with the kind of probe for this phase.
+        """Probe all engines, with the kind of probe for this phase.  Standbys that are missing
+        begin to boot.
 
         Args:
             distrusted: engines whose weight version is checked too.
         """
+        if self._settings.group.standby:
+            await self._boots.tend_standbys(self._may_boot_standbys)
         commands, kind = self._commands, PROBE_KINDS[self._commands.phase]
         num_commands, had_command = commands.num_commands, self._recovery.is_command_running()
         probes = await probe_all(self._engines.members(), kind, budget_s, distrusted)
-        return GroupProbe(num_commands == commands.num_commands and not had_command, probes)
+        is_steady = num_commands == commands.num_commands and not had_command
+        return GroupProbe(is_steady, probes, self._boots.standbys())
+
+    def _may_boot_standbys(self) -> bool:
+        return self._commands.phase is Phase.SERVING and not self._commands.turn.locked()
 
     async def fence(self, engine_id: str, reason: str) -> None:
         """Fence an engine and end its process, also while a command hangs on it.
@@ -378,7 +400,7 @@ class ServerGroup:
             await self._engines.fence([failure])
 
     async def boot(self, engine_id: str, *, memory_is_free: bool = False) -> bool:
-        """Start an engine on the slot of a fenced one, or on a vacant slot where none sleeps.
+        """Start an engine on the slot of a fenced one or on a vacant one, unless one sleeps there.
 
         It starts beside the commands; ``admit`` or ``add`` lets it join the others.
 
@@ -391,13 +413,12 @@ class ServerGroup:
         Raises:
             EngineFailure: the old engine may still run, or the new one did not start.
         """
-        if self._engines.sleeping(engine_id) is not None:
-            return True
         is_lent = self._commands.phase is Phase.OFFLOADED and self._traits.needs_offload
-        if is_lent and not memory_is_free:
+        is_lent &= not memory_is_free
+        if is_lent and engine_id not in self._boots.standbys():
             return False
         with self.timeline.span(Kind.ENGINE, "boot", engine_id=engine_id):
-            return await self._boots.boot(engine_id)
+            return await self._boots.boot(engine_id, is_lent=is_lent)
 
     async def admit(self, engine_id: str) -> bool:
         """Bring an engine that has booted to this phase; it joins the others, and is stale.
@@ -410,13 +431,8 @@ class ServerGroup:
             if member is None:
                 return False
             with self.timeline.span(Kind.ENGINE, "admit", engine_id=engine_id):
-                replay = partial(
-                    replay_to_phase,
-                    phase=self._commands.phase,
-                    tags=self._recovery.tags,
-                    weights_survive=self._policy.weights_cpu_backup,
-                )
-                await self._engines.join(member, replay)
+                catch_up = partial(bring_to_phase, phase=self._commands.phase, memory=self._memory)
+                await self._engines.join(member, catch_up, "admit")
             self.timeline.event("restarted", engine_id=engine_id)
             return True
 

@@ -63,9 +63,10 @@ def recovery_terms(config: ServerConfig, name: str) -> GroupTerms:
         min_engines=fewest if group.min_engines is None else group.min_engines,
         has_processes=not group.engine.is_attached,
         start_timeout_s=start_deadline_s(config.model_path, group.engine),
-        admit_timeout_s=budgets.pause_timeout_s
-        + budgets.flush_timeout_s
-        + budgets.release_timeout_s,
+        admit_timeout_s=max(
+            budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s,
+            2 * budgets.resume_timeout_s + budgets.continue_timeout_s,  # of one that sleeps
+        ),
         margin_s=group_margin_s(group.engine),
         readmit_timeout_s=budgets.update_timeout_s,
     )
@@ -94,6 +95,7 @@ class HealthTracker:
         self._phases = phases
         self._clock = clock
         self._engines: dict[str, dict[str, EngineHealth]] = {group: {} for group in terms}
+        self._standbys: dict[str, frozenset[str]] = {}
 
     # -- reports ----------------------------------------------------------------------------
 
@@ -126,6 +128,7 @@ class HealthTracker:
             before: health of the engines when the probe began.
         """
         engines = self._engines[group]
+        self._standbys[group] = probe.standbys
         now_s = self._clock()
         for found in probe.engines:
             if found.engine_id in before and found.engine_id not in engines:
@@ -238,6 +241,7 @@ class HealthTracker:
                 min_engines=self._min_engines(name),
                 max_restarts=self._max_restarts(name),
                 engines=engines,
+                standbys=self._standbys.get(name, frozenset()),
             )
             for name, engines in self._engines.items()
         ]

@@ -208,6 +208,7 @@ class StateCache:
             "released": list(engine.released),
             "is_stale": engine.is_stale,
             "fence_reason": engine.fence_reason,
+            "standby": engine.standby,
             "routing": in_router.get("state", ""),
             "reason": in_router.get("reason", ""),
             "num_in_flight": in_router.get("num_in_flight", 0),

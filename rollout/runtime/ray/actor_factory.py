@@ -105,12 +105,16 @@ class ServerActors:
         """A group with the engines of the lost one."""
         ray.kill(self._groups[name])
         settings, slots = self._parts.groups[name]
-        ids = [engine.engine_id for engine in known.engines]
+        processes = {one.process_name or one.engine_id: one.engine_id for one in known.engines}
         for slot in slots:
-            if slot.engine_id not in ids:  # it was removed, and may be sleeping
-                for _, actor in self._hosts.pop(slot.engine_id, []):
+            for process in {slot.engine_id, slot.standby_name} - processes.keys():
+                for _, actor in self._hosts.pop(process, []):  # it may be sleeping
                     ray.kill(actor)
-        hosts = {name: self._hosts[name] for name in ids if name in self._hosts}
+        hosts = {
+            engine_id: self._hosts[process]
+            for process, engine_id in processes.items()
+            if process in self._hosts
+        }
         self._groups[name] = self._parts.group_class.remote(
             settings, slots, self._parts.placement, LostGroup(known, hosts, version)
         )

@@ -58,7 +58,7 @@ class RayLauncher:
 
     def __init__(self, placement: EnginePlacement, slots: Sequence[EngineSlot]) -> None:
         self._placement = placement
-        self._slots = {slot.engine_id: slot for slot in slots}
+        self._slots = {name: slot for slot in slots for name in (slot.engine_id, slot.standby_name)}
 
     async def launch(self, spec: EngineSpec) -> RunningEngine:
         """Create the actors, and start the engine in them.
@@ -76,7 +76,7 @@ class RayLauncher:
             for share in slot.shares
         ]
         hosts = await _hosts(shares)
-        actors = await self._make_actors(slot, shares)
+        actors = await self._make_actors(slot, shares, spec.engine_id)
         name = f"engine {spec.engine_id}"
         try:
             specs = _per_node(spec, shares, hosts)
@@ -98,14 +98,18 @@ class RayLauncher:
         ]
         return RayEngine(spec.engine_id, parts, spec.kill_timeout_s)
 
-    async def _make_actors(self, slot: EngineSlot, shares: Sequence[NodeShare]) -> list[Any]:
+    async def _make_actors(
+        self, slot: EngineSlot, shares: Sequence[NodeShare], process_name: str
+    ) -> list[Any]:
         owner, takes = self._placement.owner, _takes_of_bundle(slot)
+        if process_name != slot.engine_id:  # the engine itself has taken it
+            takes = dict.fromkeys(takes, 0.0)
         if owner is None:
             return [self._placement.make(share, takes) for share in shares]
         namespace, name = owner
         server: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
         made: list[Any] = await RemoteCall(
-            server.host_engine.remote(slot.engine_id, tuple(shares), takes), name
+            server.host_engine.remote(process_name, tuple(shares), takes), name
         )
         return made
 

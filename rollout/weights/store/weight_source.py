@@ -49,13 +49,16 @@ class DiskSource:
 
     Attributes:
         path: a folder's path with ``{version}`` in it, as the engine's node sees it.
+        only: the version that is there; None for all.
     """
 
     path: str
+    only: int | None = None
 
     async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
         folder = self.path.replace("{version}", str(version))
-        if not (Path(folder) / "config.json").is_file():
+        is_other = self.only is not None and self.only != version
+        if is_other or not (Path(folder) / "config.json").is_file():
             return None
         await engine.update_weights_from_disk(folder, weight_version=str(version))
         return Restored()

@@ -16,6 +16,7 @@ from rollout.config import (
     EngineConfig,
     EngineKind,
     GroupConfig,
+    ServerConfig,
     Transport,
     WeightsConfig,
     WeightUpdate,
@@ -193,3 +194,10 @@ def test_an_engine_that_keeps_embeddings_of_an_encoder_that_is_pushed_is_refused
     assert kinds in said
     assert encoder in said or not said
     assert "Start it with SGLANG_VLM_CACHE_SIZE_MB=0" in said or not said
+
+
+def test_a_standby_without_recovery_is_refused() -> None:
+    settings = {"model_path": "/m", "groups": {"main": {"standby": 1}}}
+    assert ServerConfig.model_validate(settings).groups["main"].standby == 1
+    with pytest.raises(ValueError, match=r"health\.recover is false"):
+        ServerConfig.model_validate(settings | {"health": {"recover": False}})

@@ -33,7 +33,8 @@ SAFE_FOR = {
     """,
     "it takes nothing, and needs no phase and no connection": """
         DeploymentHandle.placement_group DeploymentHandle.ready DeploymentHandle.trainer_slots
-        EngineSlot.num_gpus EngineSlot.shares EvalResult.line LogprobReport.metrics Pending.done
+        EngineSlot.num_gpus EngineSlot.shares EngineSlot.standby_name
+        EvalResult.line LogprobReport.metrics Pending.done
         PhaseReport.failures PhaseReport.freed_bytes PromptData.epoch PromptData.state_dict
         Push.is_closed Push.version PushStage.gib_per_s Replay.rollout_ids RolloutConfig.conflicts
         RolloutDriver.weight_version RolloutDriver.why_waiting

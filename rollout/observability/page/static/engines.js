@@ -30,7 +30,7 @@ function row(engine, error, { canFence, onFence, onLog }) {
   const number = (value, more = "") => make("td", { class: `num ${more}` }, value);
   return make("tr", {},
     name,
-    make("td", {}, pill(engine.state)),
+    make("td", {}, pill(engine.state), engine.standby ? ` standby: ${engine.standby}` : ""),
     number(String(engine.weight_version ?? "–")),
     number(String(engine.num_in_flight)),
     number(String(engine.num_waiting ?? "–")),
@@ -52,7 +52,7 @@ export function renderEngines(engines, options) {
     const isHidden = (onlyOthers && engine.state === "serving") || (wanted && !`${engine.engine_id} ${engine.state} ${error} ${engine.group}`.toLowerCase().includes(wanted));
     if (isHidden) continue;
     seen.add(engine.engine_id);
-    const known = JSON.stringify([engine.state, engine.weight_version, engine.num_in_flight, engine.num_waiting, engine.tokens_per_s, engine.resident_bytes, engine.gpus, engine.doing, error]);
+    const known = JSON.stringify([engine.state, engine.standby, engine.weight_version, engine.num_in_flight, engine.num_waiting, engine.tokens_per_s, engine.resident_bytes, engine.gpus, engine.doing, error]);
     const old = rows.get(engine.engine_id);
     if (old && old.known === known) continue;
     const made = row(engine, error, options);
