@@ -153,13 +153,16 @@ class EngineClient(BaseClient):
 
     async def load_lora_adapter_from_tensors(
         self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
-    ) -> None:
+    ) -> Mapping[str, str]:
         body = {
             "lora_name": name,
             "config_dict": dict(config),
             "serialized_named_tensors": list(serialized_named_tensors),
         }
-        await self._change("load_lora_adapter_from_tensors", body, self.deadlines.update_s)
+        operation = "load_lora_adapter_from_tensors"
+        call, answer = await self._change(operation, body, self.deadlines.update_s)
+        # SGLang reports none.
+        return call.read(answer, lambda reply: dict(reply.get("fingerprints") or {}))
 
     async def unload_lora_adapter(self, name: str) -> None:
         await self._change("unload_lora_adapter", {"lora_name": name}, self.deadlines.update_s)

@@ -34,7 +34,7 @@ class VllmClient(VllmPushes):
 
     async def load_lora_adapter_from_tensors(
         self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
-    ) -> None:
+    ) -> Mapping[str, str]:
         why = "vLLM loads adapters from a folder only; push full weights, or use SGLang"
         call = self._call("load_lora_adapter_from_tensors", 0.0)
         raise call.rejected("is not supported", status=HTTPStatus.NOT_IMPLEMENTED, body=why)

@@ -50,12 +50,6 @@ def of_server(
                 f"{stages} pipeline stages with weights.transport = distributed: their ranks "
                 "cannot all be in a broadcast; use shared_memory, tensor or disk, or one stage",
             )
-    if weights.update is WeightUpdate.LORA and lifecycle.drain is Drain.RETRACT:
-        yield (
-            "lifecycle.drain",
-            "an engine cannot replace an adapter that retracted requests use; use abort, with "
-            "which token failover continues them with the new adapter, or finish",
-        )
     if is_broadcast and weights.backend == "nccl" and (why := why_no_nccl(groups)):
         yield (
             "weights.backend",

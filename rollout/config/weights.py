@@ -47,6 +47,10 @@ class Casts(StrEnum):
     ANY = "any"
 
 
+AdapterName = Annotated[str, Field(pattern=r"^[^@:\s]+$")]
+"""Engines know a version of it with ``@`` and a number behind it."""
+
+
 class StoreConfig(ConfigSection):
     """A copy of the published weights in spare host memory, from which engines are restored.
 
@@ -134,9 +138,12 @@ class WeightsConfig(ConfigSection):
     """Refuse engines that may have state of old weights: of a version whose source was not read, or
     with an option that is not in the census (``rollout plan`` prints it). If false, a warning names
     them."""
-    adapter: Annotated[str, Field(min_length=1)] = "policy"
-    """Name of pushed adapters with ``update: lora``. Requests without ``lora_path`` get the adapter
-    that was pushed last; with ``lora_path: null`` they get the base."""
+    adapters: Annotated[tuple[AdapterName, ...], Field(min_length=1)] = ("policy",)
+    """Names of pushed adapters with ``update: lora``. Requests without ``lora_path`` get the first;
+    with ``lora_path: null`` they get the base."""
+    adapter_versions: Annotated[int, Field(ge=2)] = 3
+    """Most versions of one adapter on the engines: the published one, those that requests and
+    sessions still use, and the next. A push over it waits for ``lifecycle.drain_timeout_s``."""
     store: StoreConfig | None = None
     """Keep the published weights in the nodes' memory: ``true``, or the settings of the store."""
 
@@ -158,6 +165,8 @@ class WeightsConfig(ConfigSection):
                 f"encoding {self.encoding} needs weights.update = full and weights.fingerprint = "
                 "true, because a delta is verified by the fingerprints of all whole tensors",
             )
+        if len(set(self.adapters)) < len(self.adapters):
+            yield "adapters", f"each name once, not {', '.join(self.adapters)}"
         if self.store is not None:
             yield from self._conflicts_of_store()
         if self.check_first_push and self.not_pushed:

@@ -77,7 +77,7 @@ class RouterHost:
                 max_affinities=config.max_affinities,
             ),
             on_failure=self._note_failure,
-            on_idle=self._wake_drained,
+            on_idle=self._wake_idle,
         )
         connections = check_file_descriptors(
             config.max_connections,
@@ -88,7 +88,7 @@ class RouterHost:
             max_connections=connections.engines,
         )
         self._proxy = Proxy(self._gate, pool, config, run or new_run(), connections.clients)
-        self._drained: dict[asyncio.Future[None], str] = {}
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()
         self._owner: asyncio.AbstractEventLoop | None = None
@@ -142,7 +142,7 @@ class RouterHost:
         phase: str = "",
         weight_version: int | None = None,
         base_version: int | None = None,
-        adapter: str | None = None,
+        adapters: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Open, hold or close; see ``Gate.set_state``.
@@ -158,7 +158,7 @@ class RouterHost:
                 phase=phase,
                 weight_version=weight_version,
                 base_version=base_version,
-                adapter=adapter,
+                adapters=adapters,
             )
             if metrics is not None:
                 self._proxy.step_metrics.of_server = metrics
@@ -218,6 +218,20 @@ class RouterHost:
         self._has_failed.clear()
         return list(failed.items())
 
+    async def pinned(self) -> dict[str, int]:
+        """The adapters' versions that requests and sessions stay with, and how many do."""
+        return await self._on_loop(lambda: dict(self._gate.pinned))
+
+    async def unpinned(self, name: str, timeout_s: float) -> bool:
+        """Wait until no request and no session stays with this version of an adapter; whether so.
+
+        Args:
+            name: as engines know it.
+        """
+        return await self._thread.call(
+            self._wait_idle(lambda: name in self._gate.pinned, timeout_s)
+        )
+
     async def drained(self, timeout_s: float, engine_id: str = "") -> None:
         """Wait until no engine, or not this one, has a request; held requests do not count.
 
@@ -228,24 +242,31 @@ class RouterHost:
         await self._thread.call(self._wait_drained(timeout_s, engine_id))
 
     async def _wait_drained(self, timeout_s: float, engine_id: str) -> None:
-        if not self._late(engine_id):
+        if await self._wait_idle(lambda: bool(self._late(engine_id)), timeout_s):
             return
-        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._drained[drained] = engine_id
+        in_flight = sorted(self._late(engine_id).items())
+        late = {name: f"{num} requests in flight" for name, num in in_flight}
+        words = ", ".join(f"{name} has {what}" for name, what in late.items())
+        raise PhaseTimeout(
+            f"router not drained within {timeout_s:.1f} s: {words}",
+            phase="drain",
+            budget_s=timeout_s,
+            late=late,
+        )
+
+    async def _wait_idle(self, is_busy: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until it is not busy; False if it still is after ``timeout_s``."""
+        if not is_busy():
+            return True
+        idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[idle] = is_busy
         try:
-            await asyncio.wait_for(drained, timeout_s)
+            await asyncio.wait_for(idle, timeout_s)
         except TimeoutError:
-            in_flight = sorted(self._late(engine_id).items())
-            late = {name: f"{num} requests in flight" for name, num in in_flight}
-            words = ", ".join(f"{name} has {what}" for name, what in late.items())
-            raise PhaseTimeout(
-                f"router not drained within {timeout_s:.1f} s: {words}",
-                phase="drain",
-                budget_s=timeout_s,
-                late=late,
-            ) from None
+            return False
         finally:
-            del self._drained[drained]
+            del self._waiting[idle]
+        return True
 
     def _late(self, engine_id: str) -> dict[str, int]:
         """The engines that still have requests, or this one if it has, and how many."""
@@ -254,10 +275,10 @@ class RouterHost:
         num = self._gate.num_on(engine_id)
         return {engine_id: num} if num else {}
 
-    def _wake_drained(self) -> None:
-        for drained, engine_id in self._drained.items():
-            if not drained.done() and not self._late(engine_id):
-                drained.set_result(None)
+    def _wake_idle(self) -> None:
+        for idle, is_busy in self._waiting.items():
+            if not idle.done() and not is_busy():
+                idle.set_result(None)
 
     def _note_failure(self, failure: ConnectionFailure) -> None:
         if failure.has_left_routing:

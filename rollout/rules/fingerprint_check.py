@@ -36,7 +36,6 @@ class EngineFingerprints:
         changed: checkpoint names pushed since the record; ``ALL_TENSORS`` for a full push.
         sent: the trainer's fingerprints of pushed tensors; only of tensors that the engine keeps
             in the same form and under the same name.
-        adapter: name of the pushed adapter; empty if there is none.
         moves_experts: the engine places its experts by their load, so they are left out.
     """
 
@@ -44,7 +43,6 @@ class EngineFingerprints:
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
     sent: Mapping[str, str] = field(default_factory=dict)
-    adapter: str = ""
     moves_experts: bool = False
 
 
@@ -84,8 +82,6 @@ def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
     if engine.moves_experts:
         return "it moves its experts (enable-eplb), so they have no comparable fingerprints"
     reported = frozenset(name for rank in engine.report.tensors for name in rank)
-    if engine.adapter and not reports_adapter(engine.adapter, engine.report):
-        return f"it does not report fingerprints of adapter {engine.adapter!r}"
     if not engine.changed or num_others:
         return ""
     pushed = reported if engine.changed == ALL_TENSORS else engine.changed
@@ -137,10 +133,43 @@ def adapter_prefix(adapter: str) -> str:
     return f"{ADAPTER_PREFIX}{adapter}:"
 
 
-def reports_adapter(adapter: str, report: WeightsReport) -> bool:
-    """Whether the fingerprints include an adapter's tensors; SGLang leaves them out."""
+def without_adapters(report: WeightsReport) -> WeightsReport:
+    """The fingerprints of the base alone; SGLang reports no others."""
+    tensors = tuple(
+        {name: text for name, text in rank.items() if not name.startswith(ADAPTER_PREFIX)}
+        for rank in report.tensors
+    )
+    return replace(report, tensors=tensors)
+
+
+def changed_adapter(report: WeightsReport, adapters: Mapping[str, Mapping[str, str]]) -> str:
+    """The first tensor of an adapter that is not as it was loaded; empty if there is none.
+
+    Args:
+        adapters: what the engine reported when it loaded them, by its names for them.
+    """
+    held = {name: text for rank in report.tensors for name, text in rank.items()}
+    known = (
+        (adapter_prefix(adapter) + tensor, text)
+        for adapter, reported in adapters.items()
+        for tensor, text in reported.items()
+    )
+    return next((name for name, text in known if held.get(name) != text), "")
+
+
+def why_not_as_sent(adapter: str, reported: Mapping[str, str], sent: Mapping[str, str]) -> str:
+    """Why an engine has not loaded the adapter that was sent; empty if it may have.
+
+    Args:
+        reported: its fingerprints by tensor; empty if it reports none.
+        sent: the trainer's, with the adapter's prefix.
+    """
     prefix = adapter_prefix(adapter)
-    return any(name.startswith(prefix) for rank in report.tensors for name in rank)
+    for name, text in sent.items() if reported else ():
+        own = reported.get(name.removeprefix(prefix), "")
+        if own != text and (not own or _scheme(own) == _scheme(text)):
+            return f"tensor {name!r} is not what the trainer sent"
+    return ""
 
 
 def first_difference(report: WeightsReport, other: WeightsReport) -> str:
@@ -160,18 +189,13 @@ def _changed_without_push(engine: EngineFingerprints) -> str:
         return ""
     if not engine.changed:
         return first_difference(engine.record, engine.report)
-    base = frozenset(name for name in engine.changed if not name.startswith(ADAPTER_PREFIX))
-    own = adapter_prefix(engine.adapter)
-    has_new_adapter = any(name.startswith(own) for name in engine.changed)
     for before, now in zip(engine.record.tensors, engine.report.tensors, strict=False):
         # SGLang fuses and shards tensors.  If its names are not those of the checkpoint, it is
         # unknown which of its tensors were pushed.
-        if not base <= before.keys():
+        if not engine.changed <= before.keys():
             continue
         for name in sorted(before.keys() - engine.changed):
-            # A new adapter replaces the one before: names that it lacks must be gone.
-            is_replaced = has_new_adapter and name.startswith(own)
-            if now.get(name) != (None if is_replaced else before[name]):
+            if now.get(name) != before[name]:
                 return name
     return ""
 

@@ -125,6 +125,8 @@ SERVE_UPDATED = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
 SERVE = (Command.RESUME_WEIGHTS, *SERVE_UPDATED)
 SERVE_WEIGHTS = (*MAKE_IDLE, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
 TAKE_MEMORY = (Command.RESUME_WEIGHTS, Command.RESUME_KV)
+STAGE = "stage_adapter"
+"""No command: engines load a version of an adapter and verify it in every phase that serves."""
 
 # Each of these does something whenever it runs; both are for weights that change.
 _AFRESH = (Command.SNAPSHOT, Command.UPDATE_WEIGHTS)

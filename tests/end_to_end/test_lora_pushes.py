@@ -20,6 +20,7 @@ from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
 from rollout.weights.tensors.adapters import merged
+from tests.support.lora import split_by_adapter
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.embedded
@@ -79,11 +80,7 @@ async def held(policy: ServerHandle) -> tuple[dict[str, str], dict[str, str]]:
     client = EngineClient(engine_of(policy).endpoint)
     tensors = (await client.weights_checker()).tensors[0]
     await client.aclose()
-    is_adapter = {name: name.startswith("lora:policy:") for name in tensors}
-    return (
-        {name: one for name, one in tensors.items() if not is_adapter[name]},
-        {name[12:]: one for name, one in tensors.items() if is_adapter[name]},
-    )
+    return split_by_adapter(tensors)
 
 
 def prints(named: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -113,7 +110,7 @@ async def test_an_adapter_is_pushed_over_a_base_that_comes_back_from_the_release
         of_base, of_adapter = await held(policy)
         assert of_base == prints({name: base[name] for name in of_base})
         assert of_adapter == prints(named)
-        assert engine_of(policy).weight_version == policy.weight_version
+        assert engine_of(policy).weight_version == 0  # of the base
     assert await say(policy, "policy") != await say(policy, None)
 
 
@@ -146,7 +143,7 @@ async def test_an_adapter_of_other_tensors_replaces_the_one_before_and_no_engine
         async with policy.offloaded() as window:
             window.push(named, adapter=CONFIG)
         assert (await held(policy))[1] == prints(named)
-        assert engine_of(policy).weight_version == policy.weight_version
+        assert engine_of(policy).weight_version == 0  # of the base
     assert (engine_of(policy).pid, engine_of(policy).fence_reason) == (pid, "")
 
 
@@ -179,7 +176,7 @@ async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without
     policy = deployment["policy"]
     await policy.serve_weights(policy.phases.make_push(adapter(base, 4), adapter=CONFIG))
     said = await say(policy, "policy")
-    killed = engine_of(policy)
+    killed, before = engine_of(policy), engine_of(policy).weight_version
     os.killpg(killed.pid, signal.SIGKILL)
 
     def is_back() -> bool:
@@ -188,7 +185,7 @@ async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without
             engine.pid != killed.pid
             and not engine.is_stale
             and not engine.fence_reason
-            and engine.weight_version == policy.weight_version
+            and engine.weight_version == before
         )
 
     assert wait_until(is_back, 120), policy.status().result()

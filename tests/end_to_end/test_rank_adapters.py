@@ -14,7 +14,7 @@ import torch
 from engines.protocol.lora_config import rank_and_scale
 from rollout import DeploymentHandle, launch
 from rollout.weights.tensors import bytes_fingerprint
-from tests.support.lora import drawn_adapter
+from tests.support.lora import drawn_adapter, split_by_adapter
 from tests.support.rank_processes import Ranks, drawn, errors, served_seed, tiny_policy
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
@@ -45,11 +45,7 @@ def held(run: DeploymentHandle) -> tuple[dict[str, str], dict[str, str]]:
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as reply:
         found: dict[str, str] = json.load(reply)["ranks"][0]["checksums"]
-    prefix = "lora:policy:"
-    return (
-        {name: one for name, one in found.items() if not name.startswith(prefix)},
-        {name.removeprefix(prefix): one for name, one in found.items() if name.startswith(prefix)},
-    )
+    return split_by_adapter(found)
 
 
 def padded(name: str, tensor: torch.Tensor) -> torch.Tensor:

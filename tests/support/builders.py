@@ -20,6 +20,7 @@ from rollout.core.types import EngineSlot
 from rollout.rules.routing import Backend, BackendState
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.adapter import AsAdapter
 
 LAUNCHERS: Mapping[str, Callable[[], FakeLauncher]] = {
     "sglang": FakeLauncher,
@@ -110,6 +111,14 @@ def manifest(tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> Manifest:
     return Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in tensors)
 
 
+def adapter_push(
+    version: int, name: str = "policy", content: bytes = b"adapter", **more: Any
+) -> WeightPush:
+    tensors = Manifest.of([TensorSpec(f"lora:{name}:a", "float32", (2, 2))])
+    route = AsAdapter(name, {"r": 2, "lora_alpha": 4})
+    return WeightPush(version, tensors, [content], route, contents=WeightUpdate.LORA, **more)
+
+
 def push(
     version: int,
     names: Sequence[str] = TENSOR_NAMES,
@@ -147,6 +156,21 @@ class RecordingRouter:
     start_error: Exception | None = None
     failed: list[tuple[str, str]] = field(default_factory=list)
     has_failed: asyncio.Event = field(default_factory=asyncio.Event)
+    pins: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def pin(self, name: str) -> None:
+        """A request stays with this version of an adapter until its event is set."""
+        self.pins[name] = asyncio.Event()
+
+    async def pinned(self) -> dict[str, int]:
+        return {name: 1 for name, ended in self.pins.items() if not ended.is_set()}
+
+    async def unpinned(self, name: str, timeout_s: float) -> bool:
+        ended = self.pins.get(name)
+        with suppress(TimeoutError):
+            if ended is not None:
+                await asyncio.wait_for(ended.wait(), timeout_s)
+        return ended is None or ended.is_set()
 
     async def start(self) -> Endpoint:
         if self.start_error is not None:

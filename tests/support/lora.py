@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 import rollout
+from engines.protocol.adapter_names import version_of
 from rollout.runtime.handle import ServerHandle
 from tests.support.load import PROMPTS
 from tests.support.referee import Answer, Span
@@ -34,6 +35,16 @@ def make_adapter(rank: int, seed: int) -> dict[str, Any]:
         for half, shape in {"A": (rank, 32), "B": (width, rank)}.items():
             tensors[f"{name}.lora_{half}.weight"] = torch.randn(shape, generator=generator)
     return tensors
+
+
+def split_by_adapter(tensors: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """An engine's fingerprints: of its base, and of the newest version of its adapter by tensor."""
+    base = {name: one for name, one in tensors.items() if not name.startswith("lora:")}
+    versions: dict[int, dict[str, str]] = {0: {}}
+    for name in tensors.keys() - base.keys():
+        _, adapter, tensor = name.split(":", 2)
+        versions.setdefault(version_of(adapter), {})[tensor] = tensors[name]
+    return base, versions[max(versions)]
 
 
 def drawn_adapter(model_path: Path, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:

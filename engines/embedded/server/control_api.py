@@ -239,8 +239,8 @@ async def load_lora_adapter_from_tensors(engine: EmbeddedEngine, request: Reques
 async def _load_adapter(
     engine: EmbeddedEngine, name: str, config: dict[str, Any], named: Any
 ) -> Response:
-    await engine.run(lambda: engine.adapters.load(name, config, named))
-    return _adapters(engine)
+    adapter = await engine.run(lambda: engine.adapters.load(name, config, named))
+    return _adapters(engine, fingerprints=adapter.fingerprints)
 
 
 async def unload_lora_adapter(engine: EmbeddedEngine, request: Request) -> Response:
@@ -250,10 +250,9 @@ async def unload_lora_adapter(engine: EmbeddedEngine, request: Request) -> Respo
     return _adapters(engine)
 
 
-def _adapters(engine: EmbeddedEngine) -> Response:
-    return json_response(
-        {"success": True, "error_message": None, "loaded_adapters": engine.adapters.names()}
-    )
+def _adapters(engine: EmbeddedEngine, **more: Any) -> Response:
+    names = engine.adapters.names()
+    return json_response({"success": True, "error_message": None, "loaded_adapters": names, **more})
 
 
 async def weights_manifest(engine: EmbeddedEngine, request: Request) -> Response:

@@ -170,13 +170,12 @@ class ModelWeights:
         return self._by_name[name]
 
     def checksum(self) -> tuple[dict[str, str], str]:
-        """The fingerprint of each tensor, adapters' included, and of them all together."""
+        """The fingerprint of each tensor, adapters' included, and of the model's together."""
         if self._is_on_gpu:
             digests = device_fingerprints(self._tensors.items())
         else:
             digests = fingerprints(self._tensors)
-        digests |= self._adapter_fingerprints()
-        return digests, whole_fingerprint(digests)
+        return digests | self._adapter_fingerprints(), whole_fingerprint(digests)
 
     @property
     def fingerprint_method(self) -> str:

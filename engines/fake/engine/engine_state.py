@@ -266,10 +266,11 @@ class FakeEngineState(CallHandler):
 
     async def load_lora_adapter_from_tensors(
         self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
-    ) -> None:
+    ) -> Mapping[str, str]:
         async with self._call("load_lora_adapter_from_tensors", name=name):
             content = digest_of(tuple(serialized_named_tensors))
             self._load_adapter("load_lora_adapter_from_tensors", name, content)
+            return {}
 
     async def unload_lora_adapter(self, name: str) -> None:
         async with self._call("unload_lora_adapter", name=name):

@@ -80,10 +80,12 @@ async def readmit(
     sources: Sequence[WeightSource],
     expected: WeightsReport | None,
     why_wrong: WhyWrong,
+    complete: Callable[[EngineState], Awaitable[None]],
 ) -> bool:
     """See ``ServerGroup.readmit``.
 
     Args:
+        complete: loads the adapters of the others into it.
         expected: fingerprints of an engine verified at ``version``; None if there is none.
     """
     if MemoryTag.WEIGHTS in member.released:
@@ -101,8 +103,10 @@ async def readmit(
             f"engine {member.engine_id} was given weight version {version} and reports {held!r}",
             engine_id=member.engine_id,
         )
+    await complete(member)
     report = await member.fingerprints()
     inconclusive = _why_inconclusive(member, version, report, expected)
+    inconclusive = inconclusive or member.why_adapters_unknown
     member.weight_version = version
     if why := await why_wrong(member, version, inconclusive):
         raise WeightMismatch(
@@ -126,8 +130,6 @@ async def _restored(
 
 def _note_restored(member: EngineState, version: int, restored: Restored) -> None:
     manifest = restored.manifest
-    member.adapter = restored.adapter
-    member.base_version = version if restored.base_version is None else restored.base_version
     member.pushed = dict(manifest.fingerprints)
     member.pushed_dtypes = {name: tensor.dtype for name, tensor in manifest.tensors.items()}
 
@@ -156,7 +158,6 @@ def _why_inconclusive(
         None,
         ALL_TENSORS,
         member.comparable_fingerprints(),
-        member.adapter,
         member.moves_experts,
     )
     if wrong := find_mismatches({member.engine_id: fingerprints}):

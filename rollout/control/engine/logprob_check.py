@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollout.config import LifecycleConfig
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import LifecycleError, WeightMismatch
-from rollout.core.fanout import EngineReply
+from rollout.core.fanout import EngineReply, fan_out
 from rollout.observability.timeline.recorder import current_span
 from rollout.rules.canary import (
     CanaryLogprobs,
@@ -29,7 +30,7 @@ from rollout.rules.canary import (
     find_logprob_mismatches,
     prompts_for,
 )
-from rollout.rules.fingerprint_check import Verification, reports_adapter
+from rollout.rules.fingerprint_check import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,7 @@ class LogprobCheck:
 
     def is_only_check_for(self, member: EngineState) -> bool:
         """Whether some of this engine's weights can be verified only by log-probs."""
-        has_fingerprints = member.has_all_fingerprints and (
-            not member.adapter or (member.record and reports_adapter(member.adapter, member.record))
-        )
+        has_fingerprints = member.has_all_fingerprints and not member.why_adapters_unknown
         return bool(self.prompts) and not has_fingerprints
 
     def require(self, member: EngineState, why_inconclusive: str) -> None:
@@ -91,23 +90,53 @@ class LogprobCheck:
         return verification
 
     async def query(self, member: EngineState) -> AdapterLogprobs:
-        """Its log-probs of all prompts, without and with its adapter.
+        """Its log-probs of all prompts, without and with each of its adapters.
 
         Raises:
             LifecycleError: the reply has no log-probs.
         """
-        logprobs = {}
-        at = f"version {member.weight_version}"
-        made_of = {"": at if member.base_version is None else f"base {member.base_version}"}
-        if member.adapter:
-            made_of[member.adapter] = at
-        for adapter, of in made_of.items():
-            values = [
-                await self._query_prompt(member, index, adapter)
-                for index in range(len(self.prompts))
-            ]
-            logprobs[adapter] = CanaryLogprobs(of, tuple(values))
-        return logprobs
+        adapters = ("", *member.adapters)
+        return {adapter: await self._query_adapter(member, adapter) for adapter in adapters}
+
+    async def _query_adapter(self, member: EngineState, adapter: str) -> CanaryLogprobs:
+        values = [
+            await self._query_prompt(member, index, adapter) for index in range(len(self.prompts))
+        ]
+        return CanaryLogprobs(f"{adapter} version {member.weight_version}", tuple(values))
+
+    async def verify_adapter(
+        self,
+        members: Sequence[EngineState],
+        adapter: str,
+        expected: Logprobs,
+        budget_s: float,
+    ) -> dict[str, EngineReply[Verification]]:
+        """Compare the log-probs of engines that have loaded an adapter.
+
+        Args:
+            expected: those of the trainer's model; empty if it has given none.
+
+        Returns:
+            Replies by engine id; those with other log-probs are failures.
+        """
+        answers = await fan_out(
+            {one.engine_id: partial(self._query_adapter, one, adapter) for one in members},
+            operation="canary",
+            budget_s=budget_s,
+        )
+        known = {one.engine_id: one for one in members}
+        now = {name: {adapter: one.value} for name, one in answers.items() if one.value}
+        wanted = {adapter: expected} if expected else {}
+        compared = {name: EngineLogprobs(one, expected=wanted) for name, one in now.items()}
+        wrong = find_logprob_mismatches(compared, self._tolerance)
+        verified: dict[str, EngineReply[Verification]] = {}
+        for name, answer in answers.items():
+            verified[name] = EngineReply(answer.elapsed_s, Verification("canary"), answer.failure)
+            if name in wrong:
+                verified[name] = verified[name].as_failure("canary", name, wrong[name])
+            elif name in now:
+                known[name].canary = {**known[name].canary, **now[name]}
+        return verified
 
     async def _query_prompt(
         self, member: EngineState, index: int, adapter: str

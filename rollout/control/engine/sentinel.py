@@ -156,7 +156,6 @@ class Sentinel:
             rid=f"{RID_PREFIX}{secrets.token_hex(4)}",
             return_logprob=True,
             logprob_start_len=start if has_prompt else None,
-            lora_path=member.adapter or None,
             extra_key=key,
             image=image,
         )
@@ -165,7 +164,7 @@ class Sentinel:
 
 
 def _made_of(member: EngineState) -> str:
-    return f"version {member.weight_version} {member.adapter}"
+    return f"version {member.weight_version}"
 
 
 def _config_of(model_path: str) -> dict[str, Any]:

@@ -173,7 +173,6 @@ class Starter:
             why_no_deltas=features.why_no_deltas,
             host=KnownHost(process) if len(process.processes) == 1 else None,
             weight_version=int(version) if version.isdigit() else None,
-            base_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             compares_weights="/weights_checker" in endpoints,
             fingerprint_method=info.fingerprints,

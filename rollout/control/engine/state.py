@@ -13,9 +13,15 @@ from engines.launch import RunningEngine
 from engines.protocol import Engine, GpuMemory, MemoryTag, TensorInfo, WeightsReport
 from engines.protocol.errors import EngineRejected
 from rollout.control.engine.stale_answers import Answers
+from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineSlot, EngineStatus
 from rollout.rules.canary import CanaryLogprobs
-from rollout.rules.fingerprint_check import ADAPTER_PREFIX, is_checker_refusal, without_experts
+from rollout.rules.fingerprint_check import (
+    changed_adapter,
+    is_checker_refusal,
+    without_adapters,
+    without_experts,
+)
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.routes.route import EngineHost
 
@@ -48,8 +54,8 @@ class EngineState:
         reports_groups: it reports its broadcast groups.
         tensors: its own list of weights; empty if it reports none.
         pushed: the trainer's fingerprints of the pushed tensors; ``pushed_dtypes`` likewise.
-        base_version: the version of its base weights; None if unknown.
-        adapter: name of the adapter that was pushed; empty for none.
+        adapters: the versions of adapters that it has loaded, by its names for them, and what it
+            has reported of each: fingerprints by tensor, or nothing.
         expected: log-probs of the trainer's model for the canary prompts, by adapter.
         canary: its log-probs at its last log-prob check, by adapter; see ``logprob_check``.
         sentinel: its last answers to the sentinel; None if it is not asked.
@@ -93,8 +99,7 @@ class EngineState:
     tensors: tuple[TensorInfo, ...] = ()
     pushed: dict[str, str] = field(default_factory=dict)
     pushed_dtypes: dict[str, str] = field(default_factory=dict)
-    base_version: int | None = None
-    adapter: str = ""
+    adapters: dict[str, Mapping[str, str]] = field(default_factory=dict)
     expected: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     canary: dict[str, CanaryLogprobs] = field(default_factory=dict)
     sentinel: Answers | None = None
@@ -147,7 +152,7 @@ class EngineState:
         return {
             name: text
             for name, text in self.pushed.items()
-            if name.startswith(ADAPTER_PREFIX) or own.get(name) == self.pushed_dtypes.get(name)
+            if own.get(name) == self.pushed_dtypes.get(name)
         }
 
     @property
@@ -156,13 +161,23 @@ class EngineState:
         return self.has_checker and not self.checker_refusal and not self.moves_experts
 
     @property
+    def why_adapters_unknown(self) -> str:
+        """Why its fingerprints say nothing of an adapter; empty if they do of all."""
+        unknown = next((name for name, reported in self.adapters.items() if not reported), "")
+        return f"it does not report fingerprints of adapter {unknown!r}" if unknown else ""
+
+    @property
     def why_no_fingerprints(self) -> str:
         """Why ``fingerprints`` returned None."""
         refusal = self.checker_refusal
         return f"its weights checker refuses: {refusal}" if refusal else _NO_CHECKER
 
     async def fingerprints(self) -> WeightsReport | None:
-        """Fingerprints of its current weights; None if it does not report them."""
+        """Fingerprints of its current base; None if it does not report them.
+
+        Raises:
+            LifecycleError: an adapter is not what it was when it was loaded.
+        """
         if not self.has_checker:
             return None
         try:
@@ -173,6 +188,9 @@ class EngineState:
             self.checker_refusal = str(error)
             return None
         self.checker_refusal = ""
+        if wrong := changed_adapter(report, self.adapters):
+            raise LifecycleError(f"tensor {wrong!r} is not what it was when it was loaded")
+        report = without_adapters(report)
         return without_experts(report) if self.moves_experts else report
 
     async def gpu_memory(self) -> Sequence[GpuMemory]:

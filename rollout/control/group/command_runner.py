@@ -119,14 +119,14 @@ class CommandRunner:
         return report
 
     def report(
-        self, command: Command, answers: Mapping[str, EngineReply[Any]], started: float
+        self, command: Command | str, answers: Mapping[str, EngineReply[Any]], started: float
     ) -> PhaseReport:
         """The report of one command: per engine, and the group's phase."""
         # A stop may have removed engines meanwhile.
         members = {member.engine_id: member for member in self._engines.members()}
         return PhaseReport(
             group=self._settings.name,
-            command=command.value,
+            command=str(command),
             phase=self.phase.value,
             elapsed_s=now() - started,
             engines=tuple(
@@ -164,7 +164,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _memory_of(member: EngineState | None, command: Command) -> dict[str, Any]:
+def _memory_of(member: EngineState | None, command: Command | str) -> dict[str, Any]:
     """The GPUs of an engine, and the memory in use after a command that changes it."""
     if member is None:
         return {}

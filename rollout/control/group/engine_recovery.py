@@ -23,6 +23,7 @@ from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
+from rollout.control.group.adapters import GroupAdapters
 from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_set import EngineSet
 from rollout.core.errors import EngineFailure, LifecycleError, RolloutError, WeightMismatch
@@ -49,7 +50,9 @@ class EngineRecovery:
         sources: Sequence[WeightSource],
         logprob_check: LogprobCheck,
         sentinel: Sentinel,
+        adapters: GroupAdapters,
     ) -> None:
+        self._adapters = adapters
         self._engines = engines
         self._commands = commands
         self._sources = sources
@@ -85,7 +88,8 @@ class EngineRecovery:
         sources = () if is_refused else self._sources
         reference = self._reference_for(version, member)
         try:
-            return await readmit(member, version, sources, reference, self._why_wrong)
+            complete = self._adapters.complete
+            return await readmit(member, version, sources, reference, self._why_wrong, complete)
         except WeightMismatch:
             if not self._verified_at(version):
                 self._logprob_check.refused_version = version

@@ -32,6 +32,7 @@ from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.start import Connect, Starter, connect_http
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import log_tail
+from rollout.control.group.adapters import GroupAdapters
 from rollout.control.group.command_runner import CommandRunner, now
 from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_recovery import EngineRecovery, adopt_running_engines
@@ -50,10 +51,9 @@ from rollout.rules import lifecycle
 from rollout.rules.deadlines import is_on_gpus
 from rollout.rules.fingerprint_check import Verification
 from rollout.rules.health import PROBE_KINDS
-from rollout.rules.lifecycle import Command, Phase
+from rollout.rules.lifecycle import STAGE, Command, Phase
 from rollout.rules.release_policy import elastic_backup_note, group_traits, release_policy
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.store.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,15 @@ class ServerGroup:
         self._commands = CommandRunner(settings, self._traits, self._engines, self.timeline)
         self._memory = EngineMemory(self._policy, settings.model_path)
         self._weight_updater = WeightUpdater(settings, self._engines)
+        self._adapters = GroupAdapters(settings, self._engines, self._logprob_check)
         self._path_check = PushPathCheck(settings, self._engines, self._weight_updater)
         self._recovery = EngineRecovery(
             self._engines,
             self._commands,
-            self._sources(),
+            settings.all_sources(),
             self._logprob_check,
             self._sentinel,
+            self._adapters,
         )
         self._boots = EngineBoots(
             self._engines,
@@ -123,10 +125,6 @@ class ServerGroup:
         self._scaling = EngineScaling(
             settings, self._engines, self._commands, self._memory, self._boots
         )
-
-    def _sources(self) -> tuple[WeightSource, ...]:
-        sources = self._settings.all_sources()
-        return (*sources, self._weight_updater.adapters.over(sources))
 
     # -- start and stop ---------------------------------------------------------------------
 
@@ -271,7 +269,6 @@ class ServerGroup:
                 answers = verify_group(answers, self._engines, self._logprob_check)
             elif command is Command.CONTINUE:
                 answers = self._logprob_check.verify_replies(answers, self._engines.members())
-                self._weight_updater.adapters.forget(self._logprob_check.refused_version)
         return await self._commands.conclude(command, target, answers, started)
 
     async def _pause(self, member: EngineState) -> None:
@@ -299,6 +296,30 @@ class ServerGroup:
             return None
         await self._sentinel.check(member)
         return await self._logprob_check.collect(member) if with_check else None
+
+    # -- adapters, while the engines serve --------------------------------------------------
+
+    async def stage_adapter(self, push: WeightPush) -> PhaseReport:
+        """Load a version of an adapter into all engines that serve, and verify it; or into none.
+
+        Raises what ``GroupAdapters.stage`` raises.
+        """
+        async with self._commands.in_order(None, STAGE, self._settings.lifecycle.update_timeout_s):
+            started = now()
+            answers = await run_to_completion(self._adapters.stage(push))
+            return self._commands.report(STAGE, answers, started)
+
+    async def unload_adapters(self, names: Sequence[str]) -> bool:
+        """Unload versions that nothing uses; whether the engines serve, so that they could."""
+        budget_s = self._settings.lifecycle.update_timeout_s
+        async with self._commands.in_order(None, "unload_adapters", budget_s):
+            if serves := self._commands.phase is Phase.SERVING:
+                await run_to_completion(self._adapters.unload(names))
+            return serves
+
+    async def know_adapters(self, pushes: Sequence[WeightPush]) -> None:
+        """These are on the engines of the lost group that this one replaces."""
+        self._adapters.know(pushes)
 
     # -- status -----------------------------------------------------------------------------
 

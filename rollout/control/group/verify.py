@@ -63,7 +63,6 @@ def verify_group(
             engines[name].record,
             engines[name].changed,
             engines[name].comparable_fingerprints(),
-            engines[name].adapter,
             engines[name].moves_experts,
         )
         for name, report in reports.items()
@@ -81,6 +80,7 @@ def verify_group(
                 if name in passed
                 else engines[name].why_no_fingerprints
             )
+            reason = reason or engines[name].why_adapters_unknown
             if engines[name].expected:
                 reason = reason or "the trainer gave expected log-probs"
             if reason:

@@ -57,7 +57,7 @@ class MonitoredServer(Protocol):
     """The methods of the server that recovery calls."""
 
     @property
-    def weight_version(self) -> int: ...
+    def base_version(self) -> int: ...
     def phases(self) -> Mapping[str, Phase]: ...
     async def publish_members(self) -> None: ...
     async def replace_lost_group(self, name: str) -> None: ...
@@ -70,7 +70,6 @@ class RecoveryMonitor:
         router_failures: waits until the router has removed engines from routing, at most this
             long; returns them, with the reason of each.
         has_sources: a weight store is configured.
-        keeps_adapters: groups keep the last adapter for an engine that restarts.
 
     Attributes:
         published: the routing that the router knows; None if it changed that itself.
@@ -87,12 +86,10 @@ class RecoveryMonitor:
         lock: CommandLock,
         *,
         has_sources: bool = False,
-        keeps_adapters: bool = False,
     ) -> None:
         self._name = name
         self._config = config
         self._has_sources = has_sources or config.weights_path is not None
-        self._keeps_adapters = keeps_adapters
         self._groups = groups
         self._lost_groups: dict[str, ServerGroup] = {}
         self._server = server
@@ -190,9 +187,9 @@ class RecoveryMonitor:
         published weights can be restored; for the others, the next probe decides."""
         if not self._config.recover:
             return set()
-        is_checkpoint = self._server.weight_version == 0
+        is_checkpoint = self._server.base_version == 0
         return self.tracker.may_return(
-            can_restart=self._has_sources or self._keeps_adapters or is_checkpoint,
+            can_restart=self._has_sources or is_checkpoint,
             can_restore=self._has_sources,
         )
 
@@ -227,7 +224,7 @@ class RecoveryMonitor:
                 await self._actions.fence_dead()
                 self._actions.boot(self._plan())
                 await self._actions.admit(self._groups)
-                await self._actions.readmit_stale(self._server.weight_version)
+                await self._actions.readmit_stale(self._server.base_version)
                 await self._server.publish_members()
         except LifecycleError as error:  # another command has held the lock for too long
             logger.warning("server %s: %s", self._name, error)

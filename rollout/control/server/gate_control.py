@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.protocol import WorkerType
+from engines.protocol.adapter_names import table_of
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.engine.group_settings import fewest_engines
 from rollout.control.recovery.monitor import RecoveryMonitor
@@ -86,8 +87,8 @@ class GateControl:
                 stays as it is.
         """
         statuses = await self.publish_members()
-        update, weight_version = self._config.weights.update, served.version
-        if why := why_none_serves(statuses.values(), weight_version, update):
+        weights, weight_version = self._config.weights, served.version
+        if why := why_none_serves(statuses.values(), served.base_version, weights.update):
             raise PhaseFailed(f"the gate stays {self.state}: {why}", phase="continue")
         for name, group in statuses.items():
             num_left = sum(not engine.fence_reason for engine in group.engines)
@@ -102,8 +103,9 @@ class GateControl:
                     phase="continue",
                 )
         lora: dict[str, Any] = {}
-        if update is WeightUpdate.LORA:
-            lora = {"adapter": served.adapter, "base_version": served.base_version}
+        if weights.update is WeightUpdate.LORA:
+            table = table_of(served.adapters, weights.adapters[0])
+            lora = {"adapters": table, "base_version": served.base_version}
         metrics = self._metrics_of_step() | {"server/weight_version": float(weight_version)}
         await self._router.set_gate("open", weight_version=weight_version, metrics=metrics, **lora)
         self.state = "open"
@@ -113,6 +115,7 @@ class GateControl:
         """Of the step boundary that ends now; empty times at the start."""
         excerpt = self._timeline.since(self._cursor)
         metrics = {"server/restarts": float(self._recovery.tracker.num_restarts)}
+        self.paused_s = 0.0
         if ended := steps(excerpt.spans):
             self._cursor = excerpt.cursor
             metrics |= step_metrics(ended[-1])

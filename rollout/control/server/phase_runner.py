@@ -14,6 +14,7 @@ from dataclasses import replace
 from engines.protocol.plain_text import describe
 from rollout.config import Drain, LifecycleConfig, WeightUpdate
 from rollout.control.recovery.monitor import RecoveryMonitor
+from rollout.control.server.adapter_versions import AdapterVersions
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.journal import ServerJournal, entries_of
@@ -23,7 +24,7 @@ from rollout.core.types import EngineStatus, PhaseReport, StepReport
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
 from rollout.rules import lifecycle
-from rollout.rules.lifecycle import Command, Phase
+from rollout.rules.lifecycle import STAGE, Command, Phase
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push_version import LastPush, why_not_newer
 from rollout.weights.push.weight_push import WeightPush
@@ -37,12 +38,14 @@ class PhaseRunner:
 
     Args:
         journal: gets the state before and after each command.
+        adapters: the versions of adapters on the engines.
         margin_s: a group has its own deadlines; this long after them, the group counts as lost.
         update: what the server's pushes are.
 
     Attributes:
         doing: the command that runs; empty for none.
         expected_version: the gate stays closed until a push of this version or a newer one.
+        next_adapter: a push that is staged as soon as the engines generate, and then published.
     """
 
     def __init__(
@@ -56,11 +59,14 @@ class PhaseRunner:
         store: WeightStore | None = None,
         journal: ServerJournal | None = None,
         *,
+        adapters: AdapterVersions,
         margin_s: float,
         update: WeightUpdate = WeightUpdate.FULL,
     ) -> None:
         self.doing = ""
         self.expected_version = 0
+        self.next_adapter: WeightPush | None = None
+        self._adapters = adapters
         self._update = update
         self._margin_s = margin_s
         self._journal = journal
@@ -82,10 +88,15 @@ class PhaseRunner:
         return self._last_push.version
 
     @property
+    def base_version(self) -> int:
+        """The version of the base, which engines report; without adapters, of all weights."""
+        return self._last_push.base_version
+
+    @property
     def why_expecting(self) -> str:
         """Why the published weights must not serve; empty if they may."""
-        expected = self.expected_version
-        if self.weight_version >= expected:
+        expected, following = self.expected_version, self.next_adapter
+        if max(self.weight_version, following.version if following else 0) >= expected:
             return ""
         return (
             f"this launch expects weight version {expected} or a newer one, and the engines hold "
@@ -140,8 +151,14 @@ class PhaseRunner:
         await self._recovery.restart_if_short(names)
 
     async def update_weights(self, push: WeightPush) -> StepReport:
-        """Push new weights to all groups, or to none if one cannot take them."""
+        """Push new weights to all groups, or to none if one cannot take them.
+
+        An adapter waits until the engines generate.
+        """
         await self._refresh_phases()
+        if push.adapter:
+            self.next_adapter = push
+            return StepReport(weight_version=self.weight_version)
         # If only some groups took the push, they would hold weights that are never published.
         for name, phase in self._registry.phases.items():
             lifecycle.next_phase(phase, Command.UPDATE_WEIGHTS, self._registry.traits[name])
@@ -193,7 +210,7 @@ class PhaseRunner:
         started = asyncio.get_running_loop().time()
         try:
             reports = await self._run_on_groups(command, names, push)
-            if any(report.failures for report in reports.values()):
+            if any(report.failures for report in reports):
                 await self._gate.publish_members()
                 self._recovery.probe_soon()
             if command is Command.CONTINUE:
@@ -206,17 +223,33 @@ class PhaseRunner:
         self.doing = ""
         await self.write_journal(durable=False)
         return StepReport(
-            phase_s={command.value: asyncio.get_running_loop().time() - started},
-            freed_bytes=sum(report.freed_bytes for report in reports.values()),
+            phase_s={command.value: asyncio.get_running_loop().time() - started}
+            | {report.command: report.elapsed_s for report in reports if report.command == STAGE},
+            freed_bytes=sum(report.freed_bytes for report in reports),
             weight_version=self.weight_version,
-            reports=tuple(reports.values()),
+            reports=tuple(reports),
             paused_s=self._gate.paused_s if command is Command.CONTINUE else 0.0,
         )
 
+    async def _stage_next(self) -> Sequence[PhaseReport]:
+        """Stage the adapter that waits, if one does.
+
+        Whatever fails, what is published stays on the engines.
+        """
+        push, self.next_adapter = self.next_adapter, None
+        if push is None:
+            return ()
+        with self._timeline.span(Kind.PHASE, STAGE) as span:
+            span.weight_version = push.version
+            reports = await self._adapters.stage(push, is_open=self._gate.state == "open")
+        contents = push.contents_under(self._update)
+        self._last_push = self._last_push.then(push.version, push.manifest, contents, push.adapter)
+        return reports
+
     async def _run_on_groups(
         self, command: Command, names: Sequence[str], push: WeightPush | None
-    ) -> dict[str, PhaseReport]:
-        version = self.weight_version if push is None else push.version
+    ) -> list[PhaseReport]:
+        version = self.base_version if push is None else push.version
         is_path_check = push is not None and push.checks_path
         budget_s = lifecycle.budget_s(command, self._budgets, is_path_check=is_path_check)
         await self.write_journal(durable=False)
@@ -233,17 +266,18 @@ class PhaseRunner:
             reports = await barrier(
                 calls, operation=command.value, budget_s=budget_s + self._margin_s
             )
-        for name, report in reports.items():
-            self._registry.phases[name] = Phase(report.phase)
-        return reports
+            for name, report in reports.items():
+                self._registry.phases[name] = Phase(report.phase)
+            staged = await self._stage_next() if command is Command.CONTINUE else ()
+        return [*reports.values(), *staged]
 
     async def _check_can_serve(self) -> None:
         """Before engines continue: one of them must hold the published weights, which may serve."""
         if why := self.why_expecting:
             raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)
-        if await self._gate.why_none_serves(self.weight_version):
-            await self._recovery.readmit_stale(self.weight_version)
-        if why := await self._gate.why_none_serves(self.weight_version):
+        if await self._gate.why_none_serves(self.base_version):
+            await self._recovery.readmit_stale(self.base_version)
+        if why := await self._gate.why_none_serves(self.base_version):
             raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)
 
     async def _prepare(self, command: Command, names: Sequence[str]) -> None:
@@ -273,6 +307,7 @@ class PhaseRunner:
                 self._last_push = served
             raise
         self._last_push = served
+        self._adapters.has_published(served.adapters)
         self._has_failed = False
         await self.write_journal()
         pushed, self._pushed = self._pushed, None

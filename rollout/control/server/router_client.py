@@ -28,7 +28,7 @@ _START_TIMEOUT_S = 60.0
 _MARGIN_S = 15.0
 # Between two tries of a call that did not reach a router.
 _AGAIN_S = 0.02
-_OF_WEIGHTS = ("weight_version", "base_version", "adapter")
+_OF_WEIGHTS = ("weight_version", "base_version", "adapters")
 
 T = TypeVar("T")
 Members = tuple[int, list[Backend]]
@@ -99,6 +99,14 @@ class RouterClient:
     async def drained(self, timeout_s: float, engine_id: str = "") -> None:
         await self._call(
             "drained", lambda router: router.drained(timeout_s, engine_id), timeout_s + _MARGIN_S
+        )
+
+    async def pinned(self) -> dict[str, int]:
+        return await self._call("pinned", lambda router: router.pinned())
+
+    async def unpinned(self, name: str, timeout_s: float) -> bool:
+        return await self._call(
+            "unpinned", lambda router: router.unpinned(name, timeout_s), timeout_s + _MARGIN_S
         )
 
     async def failures(self, timeout_s: float) -> list[tuple[str, str]]:

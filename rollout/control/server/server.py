@@ -24,6 +24,7 @@ from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.health_tracker import recovery_terms
 from rollout.control.recovery.monitor import RecoveryMonitor
+from rollout.control.server.adapter_versions import AdapterVersions
 from rollout.control.server.elastic import ElasticSlots
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import ActorFactory, GroupRegistry
@@ -132,8 +133,9 @@ class RolloutServer:
             client.failures,
             self._lock,
             has_sources=store is not None,
-            keeps_adapters=config.weights.update is WeightUpdate.LORA,
         )
+        margin_s = max(group_margin_s(group.engine) for group in config.groups.values())
+        self._adapters = AdapterVersions(config, registry, client, margin_s)
         gate = self._gate = GateControl(client, registry, recovery, config, self.timeline)
         self._phase_runner = PhaseRunner(
             name,
@@ -144,7 +146,8 @@ class RolloutServer:
             self.timeline,
             store,
             journal,
-            margin_s=max(group_margin_s(group.engine) for group in config.groups.values()),
+            adapters=self._adapters,
+            margin_s=margin_s,
             update=config.weights.update,
         )
         self._journal = journal
@@ -217,6 +220,7 @@ class RolloutServer:
             await self._page.keep_figures()
         self._gate.state = "closed"
         await self._recovery.stop()
+        await self._adapters.stop()
         budget_s = self._config.lifecycle.stop_timeout_s
         parts: dict[str, Awaitable[Any]] = {}
         if self._router.url:
@@ -278,6 +282,9 @@ class RolloutServer:
         verify, KV cache, continue and the gate.  A repeated call, also after a failure, continues
         from the phase of each group.
 
+        An adapter pauses no engine: it is staged on all beside what they serve, verified, and
+        published in one step.
+
         Args:
             until: the last command; ``serve`` does the rest.  After ``verify`` the trainer may
                 free the memory that the KV cache needs.
@@ -289,7 +296,19 @@ class RolloutServer:
             if must_check or push.checks_path:
                 return await self._check_path(push)
             await self._check_push(push)
+            if push.adapter:
+                return await self._serve_adapter(push, until)
             return await self._phase_runner.advance(*up_to(until, SERVE_WEIGHTS), push=push)
+
+    async def _serve_adapter(self, push: WeightPush, until: Command) -> StepReport:
+        runner = self._phase_runner
+        await runner.check_hold_weights()
+        runner.next_adapter = push
+        try:
+            return await runner.advance(*up_to(until, SERVE))
+        except BaseException:
+            runner.next_adapter = None
+            raise
 
     async def serve(self, until: Command = Command.CONTINUE) -> StepReport:
         """Serve the weights that the engines hold, in whatever phase the groups are.
@@ -402,7 +421,7 @@ class RolloutServer:
         """
         await self._elastic.boot(engine_id)
         async with self._lock.held("add_engine"):
-            return await self._elastic.add(engine_id, self.weight_version)
+            return await self._elastic.add(engine_id, self.base_version)
 
     # -- status -----------------------------------------------------------------------------
 
@@ -450,6 +469,11 @@ class RolloutServer:
         """The version published last."""
         return self._phase_runner.weight_version
 
+    @property
+    def base_version(self) -> int:
+        """The version that engines report: of the base under adapters."""
+        return self._phase_runner.base_version
+
     def phases(self) -> Mapping[str, Phase]:
         """The phase of each group."""
         return self._registry.phases
@@ -470,8 +494,9 @@ class RolloutServer:
         """
         # With an open gate, every engine has completed its last command.
         is_at_rest = self._gate.state == "open"
-        version = self.weight_version if is_at_rest else None
+        version = self.base_version if is_at_rest else None
         await self._registry.replace_lost(name, self._actor_factory, version)
+        await self._registry.groups[name].know_adapters(list(self._adapters.pushes.values()))
         await self.publish_members()
 
     async def config(self) -> ServerConfig:
@@ -530,7 +555,7 @@ class RolloutServer:
         runner, was_open = self._phase_runner, self._gate.state == "open"
         report = await runner.advance(*MAKE_IDLE)
         # After a failed check they have just restarted.
-        await self._recovery.readmit_stale(self.weight_version)
+        await self._recovery.readmit_stale(self.base_version)
         try:
             report = report.merged(await runner.run(Command.SNAPSHOT, self._registry.groups))
         except LifecycleError:  # nothing was changed

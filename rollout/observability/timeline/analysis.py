@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rollout.core.types import PushStage
 from rollout.observability.timeline.span import Kind, Outcome, Span
-from rollout.rules.lifecycle import Command
+from rollout.rules.lifecycle import STAGE, Command
 
 _DOWN = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
 
@@ -26,7 +26,8 @@ class Step:
         lost_s: seconds without generation outside ``trainer_s``: from the pause to the end of the
             last release, and from the start of the onload to the end of ``continue``.
         paused_s: seconds without generation because of a push: from the pause, or after a release
-            from the start of the update, to the end of ``continue``; 0 without a push.
+            from the start of the update, to the end of ``continue``; of an adapter, those in which
+            it was staged behind a closed gate; 0 without a push.
         trainer_s: seconds between the last release and the onload, when the trainer had the memory.
         phase_s: command -> seconds.
         slowest: command -> the engine that took longest in it.
@@ -64,6 +65,7 @@ class Slowest:
 def steps(spans: Iterable[Span]) -> list[Step]:
     """The complete steps of all servers, in the order of their ends."""
     spans = sorted(spans, key=lambda span: span.start_s)
+    staged = [span for span in spans if span.name == STAGE and span.kind is Kind.PHASE]
     engines = [
         span for span in spans if span.kind is Kind.ENGINE and span.outcome is not Outcome.RUNNING
     ]
@@ -77,7 +79,13 @@ def steps(spans: Iterable[Span]) -> list[Step]:
         if span.source in opened:
             opened[span.source].append(span)
             if span.name == Command.CONTINUE and span.outcome is Outcome.OK:
-                found.append(_step(span.source, opened.pop(span.source), engines))
+                step = _step(span.source, opened.pop(span.source), engines)
+                staged_s = sum(
+                    one.elapsed_s
+                    for one in staged
+                    if one.source == step.server and step.start_s <= one.start_s <= step.end_s
+                )
+                found.append(replace(step, paused_s=step.paused_s or staged_s))
     return sorted(found, key=lambda step: step.end_s)
 
 

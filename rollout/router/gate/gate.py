@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from engines.protocol import WorkerType
+from engines.protocol.adapter_names import UNNAMED, Names, newest_version, resolved
 from engines.protocol.plain_text import describe
 from rollout.router.gate.avoidance import AVOIDED_S
 from rollout.router.gate.membership import Membership
@@ -62,9 +63,7 @@ class Admission:
     Attributes:
         epoch: epoch of the membership it was admitted under.
         weight_version: of the weights that answer it; None if it is unknown.
-        base_version: of the base under an adapter.
-        adapter: name of the LoRA adapter that answers it, unless it names another one; empty for
-            the base.
+        names: of the weights that answer its prompts, as engines know them; None for the base.
         partner: the prefill engine, where ``member`` is a decode engine.
         is_aborted: its end was requested.
         on_evicted: called with the reason if a newer membership takes its engine away.
@@ -75,8 +74,7 @@ class Admission:
     weight_version: int | None
     rid: str
     partner: Backend | None = None
-    base_version: int | None = None
-    adapter: str = ""
+    names: Names = (None,)
     is_aborted: bool = False
     on_evicted: Callable[[str], None] | None = None
 
@@ -104,7 +102,7 @@ class Waiter:
     excluded_engine: str
     since_s: float
     hint: Hint = NO_HINT
-    is_for_base: bool = False
+    names: Names = UNNAMED
     decision: Admission | Refusal | None = None
     on_decision: Callable[[Admission | Refusal], None] | None = None
 
@@ -132,9 +130,11 @@ class Gate:
         state: what a request meets.
         wanted: the state that the lifecycle set.
         weight_version: of the weights that engines serve; None if it is unknown.
-        base_version: of the base under an adapter; without one, the same.
-        adapter: name of the LoRA adapter that was pushed; empty: there is none now; None: the
-            server takes none.
+        base_version: of the base under adapters; without one, the same.
+        adapters: from the names of clients to those of engines: which version of a LoRA adapter
+            answers from now on, and under the empty name what answers a request without a name;
+            None: the server takes none.
+        pinned: the engines' names that requests and sessions stay with, and how many do.
         call_soon: of the event loop, which calls the rest of the work later; None: all is done
             at once.
 
@@ -162,7 +162,8 @@ class Gate:
         self.phase = ""
         self.weight_version: int | None = None
         self.base_version: int | None = None
-        self.adapter: str | None = None
+        self.adapters: Mapping[str, str] | None = None
+        self.pinned: Counter[str] = Counter()
         self._since_s = clock()
         self._spent_s = dict.fromkeys(GateState, 0.0)
         self.call_soon: Callable[[Callable[[], None]], object] | None = None
@@ -190,7 +191,7 @@ class Gate:
         phase: str = "",
         weight_version: int | None = None,
         base_version: int | None = None,
-        adapter: str | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         """Open, hold or close.  Without ``weight_version`` the weights stay as they are.
 
@@ -203,7 +204,7 @@ class Gate:
         if weight_version is not None:
             self.weight_version = weight_version
             self.base_version = weight_version if base_version is None else base_version
-            self.adapter = adapter
+            self.adapters = adapters
         self._settle()
 
     def _settle(self) -> None:
@@ -276,7 +277,7 @@ class Gate:
         decision: Admission | Refusal
         try:
             decision = self._admit_or_refuse(
-                waiter.rid, waiter.excluded_engine, waiter.hint, waiter.is_for_base
+                waiter.rid, waiter.excluded_engine, waiter.hint, waiter.names
             )
         except Exception as error:
             logger.exception("held request %s could not be admitted", waiter.rid)
@@ -301,21 +302,21 @@ class Gate:
         num_bytes: int = 0,
         excluded_engine: str = "",
         hint: Hint = NO_HINT,
-        is_for_base: bool = False,
+        names: Names = UNNAMED,
     ) -> Admission | Refusal | Waiter:
         """Request admission.
 
         Args:
             excluded_engine: an engine that must not be chosen.
-            is_for_base: the base shall answer, not the adapter.
+            names: of the weights that shall answer, as the client or an admission has them.
         """
         if self.state is not GateState.HOLDING and not self._waiters:
-            return self._admit_or_refuse(rid, excluded_engine, hint, is_for_base)
+            return self._admit_or_refuse(rid, excluded_engine, hint, names)
         if len(self._waiters) >= self._max_held:
             return self._refuse_more()
         if self._held_bytes + num_bytes > self._max_held_bytes:
             return self._refuse(f"held requests already take {self._held_bytes} bytes")
-        waiter = Waiter(rid, num_bytes, excluded_engine, self._clock(), hint, is_for_base)
+        waiter = Waiter(rid, num_bytes, excluded_engine, self._clock(), hint, names)
         self._waiters[waiter] = None
         self._held_bytes += num_bytes
         return waiter
@@ -328,7 +329,7 @@ class Gate:
             return None
         if self.state is GateState.HOLDING:
             return self._refuse_more()
-        decision = self._admit_or_refuse("", "", NO_HINT, is_for_base=False)
+        decision = self._admit_or_refuse("", "", NO_HINT, UNNAMED)
         return decision if isinstance(decision, Refusal) else None
 
     def expire(self, waiter: Waiter) -> None:
@@ -349,6 +350,17 @@ class Gate:
             self.prefilling.discard(partner.engine_id, request)
         self.in_flight.discard(engine_id, request)
         if self.num_on(engine_id) == 0 or (partner and self.num_on(partner.engine_id) == 0):
+            self._on_idle()
+
+    def pin(self, names: Names) -> None:
+        """A request or a session stays with these weights, until ``unpin``."""
+        self.pinned.update(filter(None, names))
+
+    def unpin(self, names: Names) -> None:
+        """It has ended."""
+        if any(names):
+            self.pinned.subtract(filter(None, names))
+            self.pinned = +self.pinned
             self._on_idle()
 
     def num_on(self, engine_id: str) -> int:
@@ -467,7 +479,8 @@ class Gate:
                 "phase": self.phase,
                 "weight_version": self.weight_version,
                 "base_version": self.base_version,
-                "adapter": self.adapter,
+                "adapters": None if self.adapters is None else dict(self.adapters),
+                "pinned": dict(self.pinned),
                 "in_state_s": round(self._clock() - self._since_s, 3),
                 "num_held": len(self._waiters),
                 "held_bytes": self._held_bytes,
@@ -495,7 +508,7 @@ class Gate:
     # -- within -----------------------------------------------------------------------------
 
     def _admit_or_refuse(
-        self, rid: str, excluded_engine: str, hint: Hint, is_for_base: bool
+        self, rid: str, excluded_engine: str, hint: Hint, names: Names
     ) -> Admission | Refusal:
         if self.state is GateState.CLOSED:
             return self._refuse("the router is closed")
@@ -510,12 +523,9 @@ class Gate:
             partner = _choose(self.policy, members.prefill, excluded_engine, hint)
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
             return self._refuse(f"no engine serves: {members.why_none_serves()}")
-        version, adapter = self.weight_version, self.adapter or ""
-        if is_for_base:
-            version, adapter = self.base_version, ""
-        admission = Admission(
-            member, members.epoch, version, rid, partner, self.base_version, adapter
-        )
+        names = resolved(names, self.adapters or {})
+        version = newest_version(names, self.base_version)
+        admission = Admission(member, members.epoch, version, rid, partner, names)
         try:
             self.in_flight.add(member.engine_id, admission)
             if partner is not None:

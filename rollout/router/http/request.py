@@ -108,11 +108,16 @@ class BodyFields(NamedTuple):
 
 @dataclass(slots=True)
 class Request:
-    """A complete request."""
+    """A complete request.
+
+    Attributes:
+        last: members of the router behind the client's, which JSON parsers read instead of those.
+    """
 
     head: RequestHead
     body: bytes
     fields: BodyFields
+    last: bytes = b""
 
     @property
     def rid(self) -> str:
@@ -139,7 +144,7 @@ class Request:
             else:
                 own = find_field(self.body, extra_key)
             last = _key_member(extra_key, namespace, *own)
-        return inject_members(self.body, first, last)
+        return inject_members(self.body, first, b",".join(filter(None, (self.last, last))))
 
     def _is_translated(self, kind: Kind) -> bool:
         return self.head.route.path == GENERATE_PATH != kind.generate_path

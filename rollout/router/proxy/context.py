@@ -119,6 +119,7 @@ class Proxy:
             max_bytes=config.max_session_bytes,
             max_sessions=config.max_sessions,
             ttl_s=config.session_ttl_s,
+            on_end=gate.unpin,
         )
         self.latencies = Latencies()
         self.step_metrics = StepMetrics()

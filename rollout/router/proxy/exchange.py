@@ -23,11 +23,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVarTuple
 
+from engines.protocol.adapter_names import Names
 from rollout.router.continuation.dialects.table import ROUTES
-from rollout.router.continuation.named_weights import FIELD, NOT_NAMED, NamedWeights
+from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.continuation.reply import Reply
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
@@ -62,7 +63,7 @@ from rollout.router.proxy.reader_choice import (
     ReadBody,
     is_read,
     read_body,
-    read_for_base,
+    read_for_adapter,
     read_forwarded,
     read_long_body,
     wanted_of,
@@ -80,12 +81,14 @@ from rollout.router.proxy.token_reader import (
     Unusable,
     Write,
 )
+from rollout.router.sessions.session_store import Session
 from rollout.rules.routing import NO_HINT
 
 logger = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
 _WITH_BODY_UNREAD = (408, 413)
+_NOTHING: Mapping[str, str | int] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -102,6 +105,7 @@ class Exchange:
         upstream: the request on its connection to an engine.
         is_decoding: the reply has to come without its chunks.
         began_s: when the request's turn on its connection began.
+        session: stays with the weights of its first request; None moves to what is published.
     """
 
     _proxy: Proxy
@@ -110,6 +114,7 @@ class Exchange:
     client_host: str = ""
     is_decoding: bool = False
     began_s: float = 0.0
+    session: Session | None = None
     admission: Admission | None = None
     engine_id: str = ""
     upstream: SentRequest | None = None
@@ -123,6 +128,7 @@ class Exchange:
     _reading: asyncio.Future[ReadBody] | None = None
     _request: Request | None = None
     _named: NamedWeights = NOT_NAMED
+    _pinned: Names = ()
     _tokens: TokenReader | None = None
     _entered: Admission | Refusal | Waiter | None = None  # until it is ``admission``
     _timer: asyncio.TimerHandle | None = None
@@ -296,8 +302,8 @@ class Exchange:
             read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
             read.reply.passes_on &= self._http is not None
             tokens = TokenReader(read.reply)
-        if self._named.has_base:
-            tokens = read_for_base(tokens, body, self._named)
+        if tokens is None and proxy.gate.adapters is not None and not self._named.is_for_base:
+            tokens = read_for_adapter(body, self._named)
         elif tokens is None and self._http is None:
             tokens = read_forwarded(body)
         if tokens is not None:
@@ -317,7 +323,9 @@ class Exchange:
             num_bytes=len(request.body),
             excluded_engine=excluded_engine,
             hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
-            is_for_base=self._named.is_for_base,
+            names=self._pinned
+            or (self.session.names if self.session is not None else ())
+            or self._named.names,
         )
         if isinstance(decision, Waiter):
             decision.on_decision = self.decided
@@ -335,11 +343,25 @@ class Exchange:
             self._timer = None
         if isinstance(decision, Admission):
             self.admission, self._entered = decision, None
+            if not self._pinned:
+                self._pin(decision.names)
             self._send(decision)
         elif self._failure is None or decision.is_abort:
             self._end_with(responses.refused(decision))
         else:
             self._end_with(responses.engine_failed(self._failure))
+
+    def _pin(self, names: Names) -> None:
+        """Stay with these weights to the end, also on another engine."""
+        assert self._request is not None
+        self._request.last = self._named.member(names)
+        self._pinned, gate = names, self._proxy.gate
+        gate.pin(names)
+        if self._tokens is not None and any(names):
+            self._tokens.named = replace(self._named, names=names)
+        if self.session is not None and not self.session.names:
+            self.session.names = names
+            gate.pin(names)
 
     # -- the engine's side ------------------------------------------------------------------
 
@@ -352,7 +374,7 @@ class Exchange:
         if self._failure is not None:
             self._proxy.counts.num_retried += 1
         pool, endpoint, kind = self._proxy.pool, admission.member.endpoint, admission.member.of_kind
-        version, more = admission.weight_version, self._added_name(admission)
+        version, more = admission.weight_version, _NOTHING
         namespace = self._proxy.namespace(version)
         is_one_of_pair = admission.partner is not None
         if (is_one_of_pair or admission.member.needs_names) and (
@@ -361,7 +383,7 @@ class Exchange:
             self._end_with(responses.error(400, "bad_request", why))
             return
         if admission.partner is not None:
-            more = {**more, **bootstrap_fields(admission.partner)}
+            more = bootstrap_fields(admission.partner)
             self._prefill = PrefillReply(
                 self._on_prefill,
                 self.on_router_error,
@@ -370,14 +392,9 @@ class Exchange:
             place = admission.partner.endpoint
             pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
-            request.body = tokens.body(version, admission.base_version, kind.dialect)
+            request.body = tokens.body(version, kind.dialect)
         parts = request.parts_for(endpoint, namespace, more, kind)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
-
-    def _added_name(self, admission: Admission) -> Mapping[str, str | int]:
-        """The name of the adapter, for an engine that gets it with the body."""
-        is_added = admission.adapter and not self._named.is_named
-        return {FIELD: admission.adapter} if is_added else {}
 
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         admission, response, tokens = self.admission, self._http, self._tokens
@@ -739,6 +756,8 @@ class Exchange:
         self.drop()
         self._leave()
         self._tokens = None
+        pinned, self._pinned = self._pinned, ()
+        self._proxy.gate.unpin(pinned)
         if self._timer is not None:
             self._timer.cancel()
         if self._entered is not None and not isinstance(self._entered, Refusal):

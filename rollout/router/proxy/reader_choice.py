@@ -82,7 +82,7 @@ _wanted = lru_cache(256)(Wanted)
 def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
     """What is read of the body of a request."""
     config, members, path = proxy.config, proxy.gate.members, head.route.path
-    names_weights = proxy.gate.adapter is not None and head.method in WITH_BODY
+    names_weights = proxy.gate.adapters is not None and head.method in WITH_BODY
     where = served(path, members.dialects)
     if where is None:
         return _wanted(path, names_weights=names_weights, max_bytes=config.max_read_bytes)
@@ -108,7 +108,7 @@ def is_read(wanted: Wanted) -> bool:
 
 def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True) -> ReadBody:
     """Read a body."""
-    named = NOT_NAMED
+    named = NOT_NAMED if is_post else NamedWeights()
     if wanted.names_weights:
         named = read_named(wanted.path, body, wanted.max_bytes)
     reply, why_not = (None, "") if named.problem else _read_reply(wanted, body)
@@ -159,13 +159,6 @@ def read_forwarded(body: bytes) -> TokenReader:
     return TokenReader(ForwardedReply(body, is_streamed=is_streamed))
 
 
-def read_for_base(tokens: TokenReader | None, body: bytes, named: NamedWeights) -> TokenReader:
-    """The reader of replies of the base under an adapter, which get the base's version.
-
-    Args:
-        tokens: the reader of this request's tokens, if they are read anyway.
-    """
-    if tokens is None:
-        tokens = TokenReader(ForwardedReply(body, is_streamed=named.is_streamed))
-    tokens.named = named
-    return tokens
+def read_for_adapter(body: bytes, named: NamedWeights) -> TokenReader:
+    """The reader of replies of adapters, which get the versions of those."""
+    return TokenReader(ForwardedReply(body, is_streamed=named.is_streamed))

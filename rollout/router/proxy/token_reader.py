@@ -140,7 +140,7 @@ class TokenReader:
 
     Attributes:
         reply: so far, over all engines.
-        named: the weights that the request names, if the base is one of them.
+        named: the weights that answer, if an adapter is one of them.
         form: of what the client gets.
         has_answered: the current engine has begun to answer, and not with an error.
         waits_for_prompt: its reply has ended, and the prefill engine's has not.
@@ -151,7 +151,6 @@ class TokenReader:
     form: Form = AS_BYTES
     has_answered: bool = False
     waits_for_prompt: bool = False
-    _base_version: int | None = None
     _buffer: list[bytes] = field(default_factory=list)
     _status: int = 0
     _content_type: bytes = b""
@@ -159,9 +158,8 @@ class TokenReader:
 
     # -- to the engine ----------------------------------------------------------------------
 
-    def body(self, weight_version: int | None, base_version: int | None, dialect: str) -> bytes:
-        """The request's body for the next engine, which holds these weight versions."""
-        self._base_version = base_version
+    def body(self, weight_version: int | None, dialect: str) -> bytes:
+        """The request's body for the next engine, where these weights answer it."""
         return self.reply.body(weight_version, dialect)
 
     def await_prompt(self) -> bool:
@@ -251,8 +249,8 @@ class TokenReader:
         return None
 
     def _stamped(self, payload: Any) -> Any:
-        """A payload of the engine, in which the base has its own version."""
-        return payload if self.named is None else self.named.stamped(payload, self._base_version)
+        """A payload of the engine, in which an adapter has its own version."""
+        return payload if self.named is None else self.named.stamped(payload)
 
     def _news(self) -> Write | None:
         """The events for a streaming client, as far as the text is final."""

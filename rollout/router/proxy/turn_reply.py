@@ -24,6 +24,7 @@ from rollout.router.http.routes import GENERATE_PATH, route_of
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.exchange import Exchange
 from rollout.router.sessions.chat_sessions import ChatFailure, failure
+from rollout.router.sessions.session_store import Session
 
 _ROUTE = route_of(GENERATE_PATH.encode())
 _HEADERS = [(b"content-type", b"application/json"), (b"x-token-failover", b"on")]
@@ -47,20 +48,21 @@ class Progress:
 
 
 async def generate(
-    proxy: Proxy, affinity: str, body: bytes
+    proxy: Proxy, affinity: str, body: bytes, session: Session | None = None
 ) -> AsyncGenerator[Progress | GenerateReply, None]:
     """The tokens so far, at last the reply.  When it is closed, the request ends.
 
     Args:
         affinity: of the session, whose turns prefer one engine.
         body: as ``/generate`` takes it.
+        session: stays with the weights of its first turn; None moves to what is published.
 
     Raises:
         ChatFailure: there is no complete reply.
     """
     head = RequestHead(b"POST", _ROUTE, [*_HEADERS, (b"x-affinity", affinity.encode())])
     response = _TurnResponse()
-    exchange = Exchange(proxy, response, head)
+    exchange = Exchange(proxy, response, head, session=session)
     exchange.start_whole(body)
     del body
     reply: Progress | GenerateReply | None = None

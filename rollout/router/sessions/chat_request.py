@@ -59,6 +59,7 @@ _REFUSED = {
 _FORMS = {
     "stream": or_none(is_flag),
     "logprobs": or_none(is_flag),
+    "stays_with_version": or_none(is_flag),
     "continue_final_message": or_none(is_flag),
     "stream_options": or_none(is_object),
     "chat_template_kwargs": or_none(is_object),
@@ -78,6 +79,7 @@ class ChatRequest:
         sampling: as ``/generate`` takes it.
         fields: of ``/generate``, beside ids and sampling.
         calls_tools: tool calls in the answer are separated from its text.
+        stays: its session stays with the version of the adapter that answers it.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -90,6 +92,7 @@ class ChatRequest:
     is_streamed: bool = False
     wants_usage: bool = False
     wants_logprobs: bool = False
+    stays: bool = False
 
     @property
     def calls_tools(self) -> bool:
@@ -169,6 +172,7 @@ def read_chat(body: bytes) -> ChatRequest:
         is_streamed,
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
         bool(raw.get("logprobs")),
+        bool(raw.get("stays_with_version")),
     )
 
 

@@ -104,8 +104,9 @@ class ChatSessions:
 
     Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
-        generate: takes a session's id and a body of ``/generate``, and gives the tokens so far,
-            at last the reply; raises ``ChatFailure``.
+        generate: takes a session's id, a body of ``/generate``, and the session if it stays with
+            the weights of its first turn; gives the tokens so far, at last the reply; raises
+            ``ChatFailure``.
         reading: where long chats are read.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
     """
@@ -114,7 +115,9 @@ class ChatSessions:
         self,
         store: SessionStore,
         find_folder: Callable[[], Awaitable[str]],
-        generate: Callable[[str, bytes], AsyncGenerator[Progress | GenerateReply, None]],
+        generate: Callable[
+            [str, bytes, Session | None], AsyncGenerator[Progress | GenerateReply, None]
+        ],
         reading: ReadingProcess,
         *,
         now_s: Callable[[], float],
@@ -163,7 +166,8 @@ class ChatSessions:
         try:
             plan = await self._planned(session, body)
             del body
-            replies = self._generate(session_id, plan.body)
+            stays = plan.chat.stays or bool(session.names)
+            replies = self._generate(session_id, plan.body, session if stays else None)
             plan = replace(plan, body=b"")
             written = self._written(session, plan, replies)
             async with aclosing(replies), aclosing(written) as parts:

@@ -8,8 +8,10 @@ turn is refused before it is generated.  A session is kept until it is deleted o
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engines.protocol.adapter_names import Names
 from rollout.router.sessions.alignment import Drift
 from rollout.router.sessions.tree import TurnTree
 
@@ -25,22 +27,35 @@ class Session:
         seen_s: end of its last turn.
         num_bytes: at the end of its last turn.
         num_running: turns under way.
+        names: of the weights that it stays with, as engines know them; empty for none.
     """
 
     seen_s: float
     num_bytes: int = 0
     num_running: int = 0
+    names: Names = ()
     tree: TurnTree = field(default_factory=TurnTree)
 
 
 class SessionStore:
     """Sessions, in the order of ``seen_s``.
 
+    Args:
+        on_end: called with the weights that an ended session has stayed with.
+
     Attributes:
         num_turns: finished turns of all sessions so far, also of closed ones, by drift.
     """
 
-    def __init__(self, *, max_bytes: int, max_sessions: int, ttl_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_sessions: int,
+        ttl_s: float,
+        on_end: Callable[[Names], None] = lambda names: None,
+    ) -> None:
+        self._on_end = on_end
         self._max_bytes = max_bytes
         self._max_sessions = max_sessions
         self._ttl_s = ttl_s
@@ -111,6 +126,7 @@ class SessionStore:
         if session is None:
             return False
         self.num_bytes -= session.num_bytes
+        self._on_end(session.names)
         return True
 
     def expire(self, now_s: float) -> None:

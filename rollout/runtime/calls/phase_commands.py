@@ -71,6 +71,7 @@ class PhaseCommands:
         name_map: NameMap | None = None,
         adapter: Mapping[str, Any] | None = None,
         is_base: bool = False,
+        adapter_name: str = "",
     ) -> Push:
         """Copy tensors into a push; the trainer may change or free them afterwards.
 
@@ -84,12 +85,20 @@ class PhaseCommands:
                 ``r`` and ``lora_alpha``.
             is_base: with ``update: lora``, the tensors are all base weights, or base and adapter
                 ``merged``; else tensors under the model's names are some of the base's.
+            adapter_name: which of ``weights.adapters`` it is, where there are several.
 
         Raises:
             WeightMismatch: they do not fit the model, or no engine honours a field of ``adapter``.
         """
         return self._pushes.make(
-            PushRequest(named_tensors, version, name_map, adapter=adapter, is_base=is_base)
+            PushRequest(
+                named_tensors,
+                version,
+                name_map,
+                adapter=adapter,
+                is_base=is_base,
+                adapter_name=adapter_name,
+            )
         )
 
     def update_weights(

@@ -117,12 +117,14 @@ class OffloadWindow:
         name_map: NameMap | None = None,
         adapter: Mapping[str, Any] | None = None,
         is_base: bool = False,
+        adapter_name: str = "",
     ) -> None:
         """Copy these tensors now; they are sent when the block ends.
 
         Args:
-            named_tensors, version, name_map, adapter, is_base: see ``PhaseCommands.make_push``.  An
-                existing push has its own version, and is sent as it is.
+            named_tensors, version, name_map, adapter, is_base, adapter_name: see
+                ``PhaseCommands.make_push``.  An existing push has its own version, and is sent as
+                it is.
 
         Raises:
             WeightMismatch: they do not fit the model.
@@ -133,7 +135,14 @@ class OffloadWindow:
             self._push = self._pushes.push_of(named_tensors)
             return
         self._push = self._pushes.make(
-            PushRequest(named_tensors, chosen, name_map, adapter=adapter, is_base=is_base)
+            PushRequest(
+                named_tensors,
+                chosen,
+                name_map,
+                adapter=adapter,
+                is_base=is_base,
+                adapter_name=adapter_name,
+            )
         )
 
     def _version_of_first(self, version: int | None) -> int | None:

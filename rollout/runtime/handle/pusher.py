@@ -71,6 +71,7 @@ class Pusher:
         before_kv: BeforeKv | None = None,
         adapter: Mapping[str, Any] | None = None,
         is_base: bool = False,
+        adapter_name: str = "",
     ) -> StepReport:
         """``ServerHandle.serve_weights`` from all ranks: these weights, verified and serving.
 
@@ -93,6 +94,7 @@ class Pusher:
                 ``adapter_config.json`` or ``config.to_dict()``.
             is_base: with ``update: lora``: these are all base weights, or base and adapter
                 ``merged``.
+            adapter_name: which of ``weights.adapters`` it is, where there are several.
 
         Raises:
             ConfigError: an argument is wrong; the other ranks find this one silent.
@@ -103,7 +105,9 @@ class Pusher:
         # A rank whose argument is wrong has called, too: its next call is the others' next one.
         round_ = self._round("push")
         check_before_kv(before_kv)
-        request = PushRequest(named_tensors, version, name_map, dtype, adapter, is_base)
+        request = PushRequest(
+            named_tensors, version, name_map, dtype, adapter, is_base, adapter_name
+        )
         return self._push(round_, request, before_kv=before_kv)
 
     def check_push_path(

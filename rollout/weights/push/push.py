@@ -30,6 +30,7 @@ class PushRequest:
         name_map: from the trainer's tensors to the checkpoint's.
         dtype: of float tensors, which are cast before they are gathered.
         adapter: of a LoRA adapter, its configuration.
+        adapter_name: which of ``weights.adapters``; empty where there is one.
         is_base: all base weights, also where ``update`` is ``lora``.
 
     Raises:
@@ -42,6 +43,7 @@ class PushRequest:
     dtype: Dtype | None = None
     adapter: Mapping[str, Any] | None = None
     is_base: bool = False
+    adapter_name: str = ""
 
     def __post_init__(self) -> None:
         if self.version is not None:
@@ -66,6 +68,19 @@ class PushRequest:
                 f"config.to_dict(), {wrong}"
             )
         return WeightUpdate.LORA
+
+    def adapter_of(self, names: Sequence[str]) -> str:
+        """Which of ``weights.adapters`` is pushed.
+
+        Raises:
+            WeightMismatch: it is none of them, or the push does not say which.
+        """
+        if (name := self.adapter_name or "".join(names[: len(names) == 1])) in names:
+            return name
+        raise WeightMismatch(
+            f"adapter_name = {self.adapter_name!r}: weights.adapters has {', '.join(names)}; name "
+            "one of them"
+        )
 
 
 class Push:

@@ -6,8 +6,8 @@ only for the same contents, or when no engine that got it is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
@@ -27,30 +27,29 @@ class LastPush:
         version: 0: the checkpoint that they started from.
         manifest: None for the checkpoint.
         has_served: the gate was open at this version, or may have been.
-        adapter: name of the LoRA adapter that is part of these weights; empty for none.
-        base_version: the version of the base under an adapter; without one, ``version``.
+        adapters: the version of each LoRA adapter that is part of these weights.
+        base_version: the version of the base under them; without any, ``version``.
     """
 
     version: int = 0
     manifest: Manifest | None = None
     has_served: bool = True
-    adapter: str = ""
+    adapters: Mapping[str, int] = field(default_factory=dict)
     base_version: int = 0
 
     def then(
         self, version: int, manifest: Manifest, contents: WeightUpdate, adapter: str
     ) -> LastPush:
-        """After a push of these contents.  Only a push of all base weights ends an adapter.
+        """After a push of these contents.  Only a push of all base weights ends adapters.
 
         Args:
             adapter: name of the adapter that is pushed; empty for none.
         """
         if contents is WeightUpdate.LORA:
-            kept, base_version = adapter or self.adapter, self.base_version
-        else:
-            kept = "" if contents is WeightUpdate.FULL else self.adapter
-            base_version = version
-        return LastPush(version, manifest, False, kept, base_version)
+            adapters = {**self.adapters, adapter: version}
+            return LastPush(version, manifest, False, adapters, self.base_version)
+        kept = {} if contents is WeightUpdate.FULL else self.adapters
+        return LastPush(version, manifest, False, kept, version)
 
 
 def checked_version(version: Any) -> int:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.protocol.adapter_names import engine_name
 from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.core.fanout import EngineReply, fan_out
@@ -102,6 +103,11 @@ class WeightPush:
     def adapter(self) -> str:
         """Name of the LoRA adapter that is pushed; empty for none."""
         return self.route.name if isinstance(self.route, AsAdapter) else ""
+
+    @property
+    def engine_adapter(self) -> str:
+        """What engines call the adapter that is pushed."""
+        return engine_name(self.adapter, self.version)
 
     @property
     def is_empty(self) -> bool:

@@ -99,6 +99,15 @@ class Follower:
             request.named_tensors, request.adapter, base=expected, kinds=kinds, **shared
         )
 
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that is pushed.
+
+        Raises:
+            WeightMismatch: it is none of ``weights.adapters``.
+        """
+        return self._request.adapter_of(self.rank.config.weights.adapters)
+
     @cached_property
     def gpu(self) -> str:
         """UUID of the GPU with its tensors; empty if they are in host memory."""

@@ -176,8 +176,7 @@ class Leader:
         wanted = rank.config.weights.transport
         source = self.follower.source
         if isinstance(source, AdapterSource):
-            name = rank.config.weights.adapter
-            return (Chosen(ADAPTER, adapter=name, config=source.config),)
+            return (Chosen(ADAPTER, adapter=self.follower.adapter, config=source.config),)
         num_bytes, largest_bytes = self._sizes()
         self._ranks = self._places(num_bytes, largest_bytes)
         places = self._server.places(status)
@@ -316,7 +315,7 @@ class Leader:
             payloads = [next(iter(one.values())) for one in payloads]
         manifest = Manifest(self._manifest().tensors, self._fingerprints)
         if self._contents is WeightUpdate.LORA:
-            manifest = prefixed_manifest(self.follower.rank.config.weights.adapter, manifest)
+            manifest = prefixed_manifest(self.follower.adapter, manifest)
         return self._push(manifest, buckets=payloads)
 
     @property

@@ -1,4 +1,4 @@
-"""A LoRA adapter: one bucket, which replaces the adapter of the same name; the base stays."""
+"""A LoRA adapter: one bucket, which engines load beside its other versions; the base stays."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from engines.protocol.adapter_names import engine_name
 from engines.protocol.errors import EngineRejected
 from rollout.core.errors import WeightMismatch
 from rollout.weights.routes.by_value import ValueBuilder, join
@@ -19,7 +20,6 @@ from rollout.weights.routes.route import (
     Payload,
     PushTarget,
     Route,
-    Stage,
     encoded,
 )
 
@@ -38,7 +38,7 @@ class AsAdapter(Route):
     """``load_lora_adapter_from_tensors``.
 
     Attributes:
-        name: the value of ``lora_path`` in requests.
+        name: of the adapter; engines know each version by a name of its own.
         config: PEFT's ``adapter_config.json``.  It is read back from JSON, so that every engine
             can be sent it.
 
@@ -61,17 +61,15 @@ class AsAdapter(Route):
     def pack(self, payload: Payload) -> Any:
         return encoded(payload, "an adapter travels as bytes")
 
-    async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
-        engine = target.engine
-        # A restarted engine has no adapter.  If the unload failed otherwise, the load fails too.
+    async def load(self, target: PushTarget, packed: Any, version: int) -> Mapping[str, str]:
+        """Load a version; returns what the engine reports of it, see ``Engine``."""
+        name = engine_name(self.name, version)
+        # What an earlier call has left.  If the unload fails otherwise, the load fails too.
         with suppress(EngineRejected):
-            await engine.unload_lora_adapter(self.name)
-        await engine.load_lora_adapter_from_tensors(
-            self.name, self.config, [packed] * target.payload_copies
+            await target.engine.unload_lora_adapter(name)
+        return await target.engine.load_lora_adapter_from_tensors(
+            name, self.config, [packed] * target.payload_copies
         )
-        if stage.is_last:
-            await engine.flush_cache()
-            await engine.update_weight_version(str(stage.version))
 
 
 class AdapterBuilder(ValueBuilder):

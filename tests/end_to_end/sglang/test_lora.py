@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,78 @@ def test_the_lora_loop(policy: ServerHandle, trainer: Trainer, tmp_path: Path) -
             assert referee.findings(found) == [], path
 
 
+def test_adapters_are_pushed_while_requests_run_and_each_keeps_its_version(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    group = one_engine(options=OPTIONS | {"max-total-tokens": 6000}) | {"num_engines": 2}
+    weights = {"update": "lora", "adapters": ["policy", "judge"]}
+    settings = real_config(
+        trainer.disk, tmp_path, {"main": group}, weights=weights, health=NO_RECOVERY
+    )
+    made = {
+        version: merged_checkpoint(
+            trainer.disk, trainer.adapter(version), SETTINGS, tmp_path / f"merged-{version}"
+        )
+        for version in range(1, 7)
+    }
+    referee = Referee(lambda version: made[version])
+    owners = {version: ("policy", "judge")[version % 2] for version in made}
+    with launch_local(settings) as deployment:
+        policy = deployment["policy"]
+
+        def push(version: int, name: str) -> None:
+            more = {"adapter": SETTINGS, "adapter_name": name}
+            made_push = policy.phases.make_push(trainer.adapter(version), version, **more)
+            report = policy.serve_weights(made_push).result(120)
+            assert report.paused_s == 0.0
+            assert policy.status().result(30).gate == "open"
+
+        for version in (1, 2):
+            push(version, owners[version])
+        with ThreadPoolExecutor(8) as clients:
+            asked: list[tuple[str, Future[Answer]]] = []
+            for version in range(3, 7):
+                begun = [threading.Event() for _ in range(4)]
+                for index, one in enumerate(begun):
+                    named = ("policy", "judge")[index % 2]
+                    asked.append((named, clients.submit(long_answer, policy.url, named, one)))
+                assert all(one.wait(60) for one in begun)
+                push(version, owners[version])
+            found = [(name, answer.result(120)) for name, answer in asked]
+        for name, answer in found:
+            (version,) = {span.version for span in answer.spans}
+            assert owners[version] == name
+            assert len(answer.output) == NUM_LONG
+        assert len({span.version for _, one in found for span in one.spans}) >= 4
+        assert not referee.findings([answer for _, answer in found])
+        assert referee.could_tell([answer for _, answer in found], list(made.values()))
+
+
+NUM_LONG = 96
+
+
+def long_answer(url: str, name: str, begun: threading.Event) -> Answer:
+    """A greedy answer that is streamed.
+
+    Args:
+        begun: set with its first token.
+    """
+    sampling = {"temperature": 0, "max_new_tokens": NUM_LONG, "ignore_eos": True}
+    body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "return_logprob": True}
+    last: dict[str, Any] = {}
+    with (
+        httpx.Client(timeout=60, trust_env=False) as client,
+        client.stream(
+            "POST", f"{url}/generate", json=body | {"lora_path": name, "stream": True}
+        ) as reply,
+    ):
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                begun.set()
+                last = json.loads(line[6:])
+    return Answer.of(PROMPTS[0], last)
+
+
 async def test_an_adapter_comes_from_disk_too(
     policy: ServerHandle, trainer: Trainer, tmp_path: Path
 ) -> None:
@@ -280,7 +354,7 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
         trained = numbers(answers(policy))
         assert trained != base
         # One that is too wide for the engine is refused, and the one before serves on.
-        with pytest.raises(rollout.WeightMismatch, match="all keep the one from before"):
+        with pytest.raises(rollout.WeightMismatch, match="main takes adapter policy@2"):
             refused(policy, rank * 2)
         policy.serve().result(60)
         (known,) = policy.status().result(30).groups[0].engines

@@ -108,11 +108,16 @@ def test_nccl_is_refused_where_engines_share_the_trainers_gpus(group: dict) -> N
     assert config.servers["policy"].why_no_nccl == ""
 
 
-def test_adapters_cannot_be_replaced_under_retracted_requests() -> None:
-    server = with_group()["servers"]["policy"] | {"lifecycle": {"drain": "retract"}}
-    with pytest.raises(ConfigError, match="an adapter that retracted requests use") as caught:
-        RolloutConfig.from_dict({"servers": {"policy": server | {"weights": {"update": "lora"}}}})
-    assert caught.value.setting == "servers.policy.lifecycle.drain"
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(["a", "a"], "each name once"), (["a@7"], "a@7"), (["base:a"], "base:a"), ([], "at least one")],
+)
+def test_names_of_adapters_are_distinct_and_have_no_version(names: list[str], words: str) -> None:
+    weights = {"update": "lora", "adapters": names}
+    server = with_group()["servers"]["policy"] | {"weights": weights}
+    with pytest.raises(ConfigError, match=words) as caught:
+        RolloutConfig.from_dict({"servers": {"policy": server}})
+    assert str(caught.value.setting).startswith("servers.policy.weights.adapters")
 
 
 def test_what_sglang_sets_for_nccl_is_known_except_for_attached_engines() -> None:

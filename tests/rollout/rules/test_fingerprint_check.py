@@ -8,10 +8,13 @@ from engines.protocol import WeightsReport
 from rollout.rules.fingerprint_check import (
     ALL_TENSORS,
     EngineFingerprints,
+    changed_adapter,
     find_mismatches,
     first_difference,
     is_checker_refusal,
     why_inconclusive,
+    why_not_as_sent,
+    without_adapters,
     without_experts,
 )
 
@@ -113,48 +116,40 @@ def test_a_push_without_a_reference_is_inconclusive() -> None:
     assert "'a'" in why_inconclusive(EngineFingerprints(AFTER, BEFORE, frozenset({"a"})), 0)
 
 
-OLD_ADAPTER = WeightsReport("s", ({"a": "1", "lora:mine:x": "2", "lora:mine:y": "3"},))
-FEWER = frozenset({"lora:mine:x"})
+def test_the_fingerprints_of_adapters_are_not_those_of_the_base() -> None:
+    report = WeightsReport("t", ({"a": "1", "lora:mine@4:x": "2"},))
+    assert without_adapters(report) == WeightsReport("t", ({"a": "1"},))
 
 
 @pytest.mark.parametrize(
-    "pushed", [{"lora:mine:x": "4"}, {"lora:mine:z": "5"}, {"lora:mine:x": "2", "lora:mine:z": "6"}]
-)
-def test_names_of_the_replaced_adapter_are_not_lost(pushed: dict[str, str]) -> None:
-    now = WeightsReport("t", ({"a": "1", **pushed},))
-    engine = EngineFingerprints(now, OLD_ADAPTER, frozenset(pushed), pushed, adapter="mine")
-    assert find_mismatches({"e-0": engine}) == {}
-    assert why_inconclusive(engine, 0) == ""
-
-
-@pytest.mark.parametrize(
-    ("now", "name"),
+    ("held", "wrong"),
     [
-        ({"a": "1", "lora:mine:x": "4", "lora:mine:y": "3"}, "lora:mine:y"),
-        ({"a": "9", "lora:mine:x": "4"}, "a"),
+        ({"lora:mine@4:x": "2", "lora:old@1:x": "7"}, ""),
+        ({"lora:mine@4:x": "3"}, "lora:mine@4:x"),
+        ({}, "lora:mine@4:x"),
     ],
 )
-def test_with_a_new_adapter_what_remains_of_the_old_one_is_found_and_so_is_a_lost_base(
-    now: dict[str, str], name: str
+def test_an_adapter_is_what_it_was_when_it_was_loaded(held: dict[str, str], wrong: str) -> None:
+    adapters = {"mine@4": {"x": "2"}, "unreported@5": {}}
+    assert changed_adapter(WeightsReport("t", ({"a": "1", **held},)), adapters) == wrong
+
+
+@pytest.mark.parametrize(
+    ("reported", "is_right"),
+    [
+        ({"x": "xxh3:1", "y": "xxh3:2"}, True),
+        ({"x": "sums:8", "y": "sums:9"}, True),  # which cannot be compared
+        ({"x": "xxh3:1", "y": "xxh3:3"}, False),
+        ({"x": "xxh3:1"}, False),
+        ({}, True),
+    ],
+)
+def test_an_engine_has_loaded_the_adapter_that_was_sent(
+    reported: dict[str, str], is_right: bool
 ) -> None:
-    sent = {"lora:mine:x": "4"}
-    report = WeightsReport("t", (now,))
-    engine = EngineFingerprints(report, OLD_ADAPTER, FEWER, sent, adapter="mine")
-    assert f"tensor {name!r} is not what it was" in find_mismatches({"e-0": engine})["e-0"]
-
-
-def test_an_adapter_without_a_push_keeps_all_its_tensors() -> None:
-    now = WeightsReport("t", ({"a": "4", "lora:mine:x": "2"},))
-    pushed = EngineFingerprints(now, OLD_ADAPTER, frozenset({"a"}), adapter="mine")
-    assert "tensor 'lora:mine:y' is not" in find_mismatches({"e-0": pushed})["e-0"]
-
-
-def test_an_adapter_without_fingerprints_is_inconclusive_with_or_without_a_push() -> None:
-    known = WeightsReport("s", ({"a": "1", "lora:mine:x": "2"},))
-    assert why_inconclusive(EngineFingerprints(known, known, adapter="mine"), 0) == ""
-    assert "adapter 'other'" in why_inconclusive(
-        EngineFingerprints(known, known, adapter="other"), 1
-    )
+    sent = {"lora:mine:x": "xxh3:1", "lora:mine:y": "xxh3:2"}
+    why = why_not_as_sent("mine", reported, sent)
+    assert why == ("" if is_right else "tensor 'lora:mine:y' is not what the trainer sent")
 
 
 # -- what has no comparable fingerprint ---------------------------------------------------------

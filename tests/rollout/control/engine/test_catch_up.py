@@ -48,6 +48,10 @@ class Asked:
         return self._wrong
 
 
+async def complete(member: EngineState) -> None:
+    """There are no adapters."""
+
+
 def stale_member() -> EngineState:
     return EngineState(
         slot=EngineSlot("main-0", "main", 0),
@@ -69,7 +73,9 @@ def test_an_engine_that_holds_what_it_was_given_serves(
     dtype: str, fingerprint: str, is_left_open: bool
 ) -> None:
     member, asked = stale_member(), Asked()
-    assert asyncio.run(readmit(member, 1, [GivingSource(dtype, fingerprint)], None, asked))
+    assert asyncio.run(
+        readmit(member, 1, [GivingSource(dtype, fingerprint)], None, asked, complete)
+    )
     assert member.is_verified
     assert not member.is_stale
     assert any(asked.about) is is_left_open
@@ -78,12 +84,12 @@ def test_an_engine_that_holds_what_it_was_given_serves(
 def test_the_only_engine_that_holds_something_else_than_it_was_given_does_not_serve() -> None:
     member, sources = stale_member(), [GivingSource("float32", "xxh3:another")]
     with pytest.raises(WeightMismatch, match="given weight version 1, but tensor 'w' is not what"):
-        asyncio.run(readmit(member, 1, sources, None, Asked()))
+        asyncio.run(readmit(member, 1, sources, None, Asked(), complete))
     assert member.is_stale
 
 
 def test_an_engine_whose_canary_is_wrong_does_not_serve() -> None:
     member, sources = stale_member(), [GivingSource("bfloat16", "xxh3:not comparable")]
     with pytest.raises(WeightMismatch, match="given weight version 1, but it sings of others"):
-        asyncio.run(readmit(member, 1, sources, None, Asked("it sings of others")))
+        asyncio.run(readmit(member, 1, sources, None, Asked("it sings of others"), complete))
     assert member.is_stale

@@ -13,15 +13,19 @@ from engines.fake import FakeEngine, FakeTensor, faults
 from engines.fake.engine.fake_caches import FakeCaches
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeWeights
 from engines.protocol import PauseMode
-from rollout.config import LifecycleConfig, WeightUpdate
+from rollout.config import LifecycleConfig
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.rules.canary import Logprobs
 from rollout.rules.lifecycle import Command
-from rollout.weights.format.manifest import Manifest, TensorSpec
-from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.routes.adapter import AsAdapter
-from tests.support.builders import TENSOR_NAMES, push, restart, started_group, started_server
+from tests.support.builders import (
+    TENSOR_NAMES,
+    adapter_push,
+    push,
+    restart,
+    started_group,
+    started_server,
+)
 from tests.support.virtual_time import virtual_time
 
 PROMPTS: list[list[int]] = [[1, 2, 3], [4, 5]]
@@ -185,33 +189,19 @@ def test_a_canary_of_one_token_tells_nothing_and_is_refused() -> None:
         LifecycleConfig.model_validate({"canary_prompts": [[1]]})
 
 
-def adapter_push(version: int, content: bytes = b"same") -> WeightPush:
-    name = "lora:mine:model.layers.0.mlp.lora_A.weight"
-    manifest = Manifest.of([TensorSpec(name, "float32", (2, 8))])
-    return WeightPush(version, manifest, [content], AsAdapter("mine", {"r": 2}))
-
-
-async def test_an_adapter_is_heard_of_through_prompts_under_it() -> None:
+async def test_after_a_release_an_adapter_is_compared_by_prompts_under_it() -> None:
     prompts = {"canary_prompts": PROMPTS, "sentinel": False, "drain": "retract"}
-    group, engines = await started_group(3, update="lora", lifecycle=prompts)
-    await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
-    await group.run(
-        Command.UPDATE_WEIGHTS, push=replace(adapter_push(1), contents=WeightUpdate.LORA)
-    )
-    engines[2].adapters["mine"] = "another"  # and its base is right
-    await up_to_continue(group, 1)
-    report = await group.run(Command.CONTINUE)
-    assert [one.engine_id for one in report.failures] == ["main-2"]
-    assert "under adapter 'mine' has log-probability" in report.failures[0].failure
+    group, engines = await started_group(2, update="lora", lifecycle=prompts)
+    await group.stage_adapter(adapter_push(1))
     # A release keeps it, and only a log-prob check shows that: so nothing is retracted.
     await offload(group)
     assert engines[0].calls[-3].arguments == {"mode": PauseMode.ABORT}
     await group.run(Command.RESUME_WEIGHTS)
-    engines[1].adapters["mine"] = "lost"
-    await up_to_continue(group, 1)
+    engines[1].adapters["policy@1"] = "lost"
+    await up_to_continue(group, 0)
     report = await group.run(Command.CONTINUE)
     assert [one.engine_id for one in report.failures] == ["main-1"]
+    assert "under adapter 'policy@1' has log-probability" in report.failures[0].failure
     assert "when the weights were the same" in report.failures[0].failure
 
 
@@ -252,50 +242,6 @@ async def test_expectations_of_other_prompts_are_refused_before_anything_is_sent
 # -- what has failed is not given again -----------------------------------------------------------
 
 
-def nan_adapter(version: int) -> WeightPush:
-    """An adapter for which the trainer expects other log-probs than engines have."""
-    tensors = Manifest.of([TensorSpec("lora:policy:a", "float32", (2, 2))])
-    route = AsAdapter("policy", {"r": 2, "lora_alpha": 4})
-    wrong = tuple((-50.0,) * (len(prompt) - 1) for prompt in ((1, 2, 3), (4, 5)))
-    return WeightPush(
-        version, tensors, [b"adapter"], route, contents=WeightUpdate.LORA, canary=wrong
-    )
-
-
-@pytest.mark.parametrize("has_served", [False, True])
-async def test_an_adapter_that_failed_is_given_to_no_restarted_engine(
-    has_served: bool,
-) -> None:
-    group, engines = await started_group(2, update="lora", lifecycle=BY_CANARY)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
-    wanted = nan_adapter(1)
-    await group.run(
-        Command.UPDATE_WEIGHTS, push=replace(wanted, canary=()) if has_served else wanted
-    )
-    await up_to_continue(group, 1)
-    if has_served:
-        await group.run(Command.CONTINUE)
-        for engine in engines:
-            engine.die("killed -9")
-            await group.fence(engine.engine_id, "killed -9")
-    else:
-        with pytest.raises(PhaseFailed, match="by the trainer's own model"):
-            await group.run(Command.CONTINUE, version=1)
-    for engine in engines:
-        await restart(group, engine.engine_id)
-        assert await group.readmit(engine.engine_id, 1) is has_served
-        loads = "load_lora_adapter_from_tensors" in engine_of(group, engine).operations()
-        assert loads is has_served
-    await group.stop()
-
-
-def engine_of(group: ServerGroup, before: FakeEngine) -> FakeEngine:
-    """The engine that runs now in the place of one that has ended."""
-    found: Any = group._engines[before.engine_id].engine
-    return found
-
-
 @virtual_time
 async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path) -> None:
     saved = tmp_path / "saved" / "1"
@@ -307,9 +253,9 @@ async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path)
         lifecycle=BY_CANARY,
         health={"weights_path": str(tmp_path / "saved" / "{version}"), "probe_interval_s": 1.0},
     )
-    wrong = replace(push(1), canary=nan_adapter(1).canary)
+    wrong = tuple((-50.0,) * (len(prompt) - 1) for prompt in PROMPTS)
     with pytest.raises(PhaseFailed, match="by the trainer's own model"):
-        await bench.server.serve_weights(wrong)
+        await bench.server.serve_weights(replace(push(1), canary=wrong))
     await asyncio.sleep(60)
     (engine,) = bench.engines
     assert "update_weights_from_disk" not in engine.operations()

@@ -468,7 +468,7 @@ class AttachedGroup:
 
 
 class AnyServer:
-    weight_version = 3
+    base_version = 3
 
     def phases(self) -> dict[str, Phase]:
         return {"main": Phase.SERVING}

@@ -137,9 +137,9 @@ async def test_a_gate_that_was_to_open_opens_in_the_place_of_a_lost_router_only_
 
 
 @virtual_time
-async def test_a_router_in_the_place_of_a_lost_one_knows_the_adapter_too() -> None:
+async def test_a_router_in_the_place_of_a_lost_one_knows_the_adapters_too() -> None:
     link, _, spare = await linked()
-    weights = {"weight_version": 4, "base_version": 1, "adapter": "policy"}
+    weights = {"weight_version": 4, "base_version": 1, "adapters": {"": "policy@4"}}
     await link.set_gate("open", metrics={"seconds": 1.0}, **weights)
     await link.set_gate("holding", reason="paused")
     spare.serve(link)

@@ -185,7 +185,7 @@ def answered(case: Case, uncut_on: str = "") -> tuple[Reply | None, list[set[int
             sizes = [1, case.interval]
         engine = Engine(tokenizer, case.prompt, case.ids, kind == "vllm", version, sizes, joined)
         translated = kind == "vllm" and case.path == GENERATE
-        body = reader.body(version, None, kind)
+        body = reader.body(version, kind)
         data = engine.reply(VLLM_GENERATE if translated else case.path, body)
         assume(not engine.repeats)
         made.append(engine.generated)

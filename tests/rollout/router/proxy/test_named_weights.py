@@ -1,5 +1,6 @@
-"""Requests without a name get that of the adapter, and replies of the base get its version."""
+"""A request gets the version of an adapter that is published when it begins, and keeps it."""
 
+import asyncio
 import json
 
 import pytest
@@ -9,7 +10,8 @@ from tests.rollout.router.conftest import router_config
 from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.stub_engine import reply, stream
 
-LORA = {"weight_version": 8, "base_version": 3, "adapter": "policy"}
+TABLE = {"": "policy@8", "policy": "policy@8", "judge": "judge@5"}
+LORA = {"weight_version": 8, "base_version": 3, "adapters": TABLE}
 BASE = {"lora_path": None}
 FAILS_OVER = {"x-token-failover": "on"}
 JSON = ("Content-Type: application/json",)
@@ -44,12 +46,12 @@ async def test_a_request_without_a_name_gets_that_of_the_adapter(make_bench, pat
     await open_gate(bench)
     got = await bench.ask(path, data=b' {"input_ids": [1,  2]}')
     (seen,) = bench.engines[0].seen
-    assert seen.json["lora_path"] == "policy"
+    assert seen.json["lora_path"] == "policy@8"
     assert b'"input_ids": [1,  2]' in seen.body  # it was not parsed
     assert (got.body, got.headers["x-weight-version"]) == (b"as it is", "8")
 
 
-@pytest.mark.parametrize("gate", [{}, {"adapter": "", "base_version": 8}])
+@pytest.mark.parametrize("gate", [{}, {"adapters": {}, "base_version": 8}])
 async def test_without_an_adapter_nothing_is_named(make_bench, gate):
     bench = await make_bench(reply())
     await bench.host.set_gate("open", weight_version=8, **gate)
@@ -71,20 +73,38 @@ async def test_a_name_in_a_prompt_is_none(make_bench):
     await open_gate(bench)
     for body in ({"text": '"lora_path"'}, {"text": "x", "custom": {"lora_path": None}}):
         await bench.ask(json=body)
-        assert bench.engines[0].seen[-1].json["lora_path"] == "policy"
+        assert bench.engines[0].seen[-1].json["lora_path"] == "policy@8"
 
 
-async def test_another_adapter_keeps_its_name_and_its_engines_version(make_bench):
-    bench = await make_bench(as_json(meta("8")))
+@pytest.mark.parametrize(
+    ("name", "sent", "version"),
+    [
+        ("policy", "policy@8", "8"),
+        ("judge", "judge@5", "5"),
+        ("policy@6", "policy@6", "6"),
+        ("mine", "mine", "3"),
+    ],
+)
+async def test_each_adapter_has_its_own_version(make_bench, name, sent, version):
+    bench = await make_bench(as_json(meta("3")))
     await open_gate(bench)
-    got = await bench.ask(json={"lora_path": "mine"})
-    assert bench.engines[0].seen[0].json["lora_path"] == "mine"
-    assert got.json == meta("8")
+    got = await bench.ask(json={"lora_path": name})
+    (seen,) = bench.engines[0].seen
+    assert (seen.json["lora_path"], seen.json["extra_key"]) == (sent, f"run:v{version}")
+    assert got.json == meta(version)
+    assert got.headers["x-weight-version"] == version
+
+
+async def test_an_adapter_over_a_newer_base_has_the_version_of_that(make_bench):
+    bench = await make_bench(as_json(meta("9")))
+    await open_gate(bench, weight_version=9, base_version=9)
+    got = await bench.ask(json={"input_ids": [1]})
+    assert (got.json, got.headers["x-weight-version"]) == (meta("9"), "9")
 
 
 @pytest.mark.parametrize("base", [None, ""])
 async def test_replies_of_the_base_have_its_version(make_bench, base):
-    bench = await make_bench(as_json({"text": "x", **meta("8", id="r")}))
+    bench = await make_bench(as_json({"text": "x", **meta("3", id="r")}))
     await open_gate(bench)
     got = await bench.ask(json={"input_ids": [1], "lora_path": base})
     (seen,) = bench.engines[0].seen
@@ -94,25 +114,25 @@ async def test_replies_of_the_base_have_its_version(make_bench, base):
     assert got.headers["x-weight-version"] == "3"
 
 
-async def test_streams_of_the_base_have_its_version(make_bench):
-    bench = await make_bench(as_events(meta("8", end=1), meta("8")))
+async def test_streams_of_an_adapter_have_its_version(make_bench):
+    bench = await make_bench(as_events(meta("3", end=1), meta("3")))
     await open_gate(bench)
-    got = await bench.ask(json={"input_ids": [1], "stream": True, **BASE})
+    got = await bench.ask(json={"input_ids": [1], "stream": True})
     lines = [line for line in got.body.split(b"\n\n") if line]
     events, done = [json.loads(line[5:]) for line in lines[:-1]], lines[-1]
-    assert (events, done) == ([meta("3", end=1), meta("3")], b"data: [DONE]")
-    assert got.headers["x-weight-version"] == "3"
+    assert (events, done) == ([meta("8", end=1), meta("8")], b"data: [DONE]")
+    assert got.headers["x-weight-version"] == "8"
 
 
-async def test_openai_replies_of_the_base_have_its_version(make_bench):
+async def test_openai_replies_of_an_adapter_have_its_version(make_bench):
     def payload(version):
         (info,) = meta(version).values()
         return {"choices": [{"meta_info": dict(info)}], "metadata": info}
 
-    bench = await make_bench(as_json(payload("8")))
+    bench = await make_bench(as_json(payload("3")))
     await open_gate(bench)
-    got = await bench.ask("/v1/chat/completions", json={"model": "m", "messages": [], **BASE})
-    assert got.json == payload("3")
+    got = await bench.ask("/v1/chat/completions", json={"model": "m", "messages": []})
+    assert got.json == payload("8")
 
 
 @pytest.mark.parametrize("num_each", [1, 2])
@@ -120,30 +140,30 @@ async def test_openai_replies_of_the_base_have_its_version(make_bench):
 async def test_each_reply_of_a_list_has_the_version_of_its_own_weights(
     make_bench, is_streamed, num_each
 ):
-    names = [None, "policy", "", "mine"]
-    replies = [meta("8") for _ in range(4 * num_each)]
+    names = [None, "policy", "", "judge"]
+    replies = [meta("3") for _ in range(4 * num_each)]
     numbered = [{**one, "index": index} for index, one in enumerate(replies)][::-1]
     bench = await make_bench(as_events(*numbered) if is_streamed else as_json(replies))
     await open_gate(bench)
     body = {"input_ids": [[1]] * 4, "lora_path": names, "stream": is_streamed}
     got = await bench.ask(json={**body, "sampling_params": {"n": num_each}})
-    assert bench.engines[0].seen[0].json["lora_path"] == names
+    assert bench.engines[0].seen[0].json["lora_path"] == [None, "policy@8", None, "judge@5"]
     if is_streamed:
         lines = [line[5:] for line in got.body.split(b"\n\n") if line]
         found = sorted(map(json.loads, lines[:-1]), key=lambda event: event["index"])
     else:
         found = got.json
     versions = [one["meta_info"]["weight_version"] for one in found]
-    assert versions == [one for one in "3838" for _ in range(num_each)]
+    assert versions == [one for one in "3835" for _ in range(num_each)]
     assert got.headers["x-weight-version"] == "8"
 
 
 @pytest.mark.parametrize("named", [{}, BASE, {"lora_path": "policy"}])
 async def test_a_request_whose_engine_died_keeps_its_weights(make_bench, named):
-    bench = await make_bench(counting(dies_after=7, version="8"), counting(version="8"))
+    bench = await make_bench(counting(dies_after=7, version="3"), counting(version="3"))
     await open_gate(bench)
     got = (await bench.ask(json={**ASK, **named}, headers=FAILS_OVER)).json
-    version, name = ("3", None) if named == BASE else ("8", "policy")
+    version, name = ("3", None) if named == BASE else ("8", "policy@8")
     assert got["meta_info"]["num_failovers"] == 1
     assert got["output_ids"] == list(range(3, 23))
     assert {span["version"] for span in got["meta_info"]["weight_versions"]} == {version}
@@ -153,40 +173,70 @@ async def test_a_request_whose_engine_died_keeps_its_weights(make_bench, named):
 
 
 async def test_a_request_of_the_base_starts_over_if_its_engine_died(make_bench):
-    bench = await make_bench(None, as_json(meta("8")))
+    bench = await make_bench(None, as_json(meta("3")))
     await open_gate(bench)
     got = await bench.ask(json={"input_ids": [[1], [2]], **BASE})
     assert (got.status, got.json) == (200, meta("3"))
 
 
 async def test_held_requests_get_the_weights_of_the_opened_gate(make_bench):
-    bench = await make_bench(as_json(meta("9")))
-    await open_gate(bench, adapter="", base_version=8)  # before the first adapter
+    bench = await make_bench(as_json(meta("8")))
+    await open_gate(bench, adapters={}, base_version=8)  # before the first adapter
     await bench.host.set_gate("holding", phase="paused")
     pending = bench.begin(json={"input_ids": [1]})
     of_base = bench.begin(json={"input_ids": [2], **BASE})
     await bench.wait_until_held(2)
-    await open_gate(bench, weight_version=9, base_version=8)
+    table = {"": "policy@9", "policy": "policy@9"}
+    await open_gate(bench, weight_version=9, base_version=8, adapters=table)
     assert ((await pending).json, (await of_base).json) == (meta("9"), meta("8"))
     names = {seen.json["input_ids"][0]: seen.json["lora_path"] for seen in bench.engines[0].seen}
-    assert names == {1: "policy", 2: None}
+    assert names == {1: "policy@9", 2: None}
 
 
-async def test_a_request_continues_with_the_adapter_that_came_meanwhile(make_bench):
+@pytest.mark.parametrize("before", [None, "policy@1"])
+async def test_a_request_that_continues_keeps_the_weights_that_it_began_with(make_bench, before):
     async def paused_once(connection, seen):
         if len(bench.engines[0].seen) > 1:
-            return await counting(version="1")(connection, seen)
+            return await counting(version="0")(connection, seen)
         await bench.host.set_gate("holding", phase="paused")
         return await counting(aborts_after=6, version="0")(connection, seen)
 
+    def opened(version, name):
+        weights = {"weight_version": version, "base_version": 0}
+        return bench.host.set_gate("open", **weights, adapters={"": name} if name else {})
+
     bench = await make_bench(paused_once)
-    await bench.host.set_gate("open", weight_version=0, base_version=0, adapter="")
+    await opened(1, before)
     pending = bench.begin(json=ASK, headers=FAILS_OVER)
     await bench.wait_until_held(1)
-    await bench.host.set_gate("open", weight_version=1, base_version=0, adapter="policy")
+    assert await bench.host.pinned() == ({before: 1} if before else {})
+    await opened(2, "policy@2")
     spans = (await pending).json["meta_info"]["weight_versions"]
-    assert [(span["version"], span["end"]) for span in spans] == [("0", 6), ("1", 20)]
-    assert [seen.json.get("lora_path") for seen in bench.engines[0].seen] == [None, "policy"]
+    version = "1" if before else "0"
+    assert {span["version"] for span in spans} == {version}
+    assert [span["end"] for span in spans][-1] == 20
+    assert [seen.json.get("lora_path") for seen in bench.engines[0].seen] == [before, before]
+    assert await bench.host.pinned() == {}
+
+
+async def test_a_version_is_unpinned_when_its_last_request_has_ended(make_bench):
+    ending = asyncio.Event()
+
+    async def waits(connection, seen):
+        await ending.wait()
+        return await as_json(meta("3"))(connection, seen)
+
+    bench = await make_bench(waits)
+    await open_gate(bench)
+    pending = [bench.begin(json={"input_ids": [1]}) for _ in range(2)]
+    while len(bench.engines[0].seen) < 2:
+        await bench.host.stats()
+    assert await bench.host.unpinned("judge@5", 5.0)
+    assert not await bench.host.unpinned("policy@8", 0.01)
+    waiting = asyncio.ensure_future(bench.host.unpinned("policy@8", 10.0))
+    ending.set()
+    await asyncio.gather(*pending)
+    assert await waiting
 
 
 async def test_prefill_and_decode_engines_get_the_same_name(make_bench):
@@ -200,7 +250,7 @@ async def test_prefill_and_decode_engines_get_the_same_name(make_bench):
         await bench.host.stats()
     seen = [engine.seen[0].json for engine in bench.engines]
     assert seen[0] == seen[1]
-    assert (seen[0]["lora_path"], seen[0]["bootstrap_host"]) == ("policy", "127.0.0.1")
+    assert (seen[0]["lora_path"], seen[0]["bootstrap_host"]) == ("policy@8", "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +258,11 @@ async def test_prefill_and_decode_engines_get_the_same_name(make_bench):
     [
         ("/v1/responses", {"input": "x"}, "/v1/responses takes no lora_path"),
         ("/vertex_generate", {"instances": []}, "the base would answer"),
-        ("/v1/completions", {"prompt": ["a", "b"], "lora_path": [None, "x"]}, "one weight version"),
+        (
+            "/v1/completions",
+            {"prompt": ["a", "b"], "lora_path": ["judge", "x"]},
+            "one weight version",
+        ),
         ("/v1/chat/completions", {"model": "m:policy", **BASE}, "'m:policy' may name an adapter"),
         ("/generate", {"input_ids": [1] * 2000, **BASE}, "at most 1024 bytes"),
     ],

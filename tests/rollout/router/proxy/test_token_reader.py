@@ -36,7 +36,7 @@ def reader_of(**more: Any) -> TokenReader:
 
 def begin(reader: TokenReader, head: ReplyHead = STREAM) -> dict[str, Any]:
     """Send the request to the next engine, which begins its reply; the body it got."""
-    body: dict[str, Any] = json.loads(reader.body(7, None, "sglang"))
+    body: dict[str, Any] = json.loads(reader.body(7, "sglang"))
     reader.begin(head)
     return body
 

@@ -129,21 +129,21 @@ def test_a_version_is_used_again_for_equal_contents_or_when_no_engine_holds_it(c
 
 
 FULL, PARTIAL, LORA = WeightUpdate.FULL, WeightUpdate.PARTIAL, WeightUpdate.LORA
-# pushes (contents, adapter), then the adapter that serves, and the version of its base
+# pushes (contents, adapter), then the versions of the adapters that serve, and of their base
 PUSHES = {
-    "the first adapter": ([(LORA, "policy")], "policy", 0),
-    "more adapters": ([(LORA, "policy"), (LORA, "policy")], "policy", 0),
-    "an adapter over a pushed base": ([(FULL, ""), (LORA, "policy")], "policy", 1),
-    "base and adapter merged": ([(LORA, "policy"), (FULL, "")], "", 2),
-    "some of the base under an adapter": ([(LORA, "policy"), (PARTIAL, "")], "policy", 2),
-    "no adapters": ([(PARTIAL, ""), (PARTIAL, "")], "", 2),
+    "the first adapter": ([(LORA, "a")], {"a": 1}, 0),
+    "more adapters": ([(LORA, "a"), (LORA, "b"), (LORA, "a")], {"a": 3, "b": 2}, 0),
+    "an adapter over a pushed base": ([(FULL, ""), (LORA, "a")], {"a": 2}, 1),
+    "base and adapter merged": ([(LORA, "a"), (FULL, "")], {}, 2),
+    "some of the base under an adapter": ([(LORA, "a"), (PARTIAL, "")], {"a": 1}, 2),
+    "no adapters": ([(PARTIAL, ""), (PARTIAL, "")], {}, 2),
 }
 
 
 @pytest.mark.parametrize("case", PUSHES)
 def test_an_adapter_serves_until_a_whole_base_is_pushed(case: str) -> None:
-    pushes, adapter, base_version = PUSHES[case]
+    pushes, adapters, base_version = PUSHES[case]
     last = LastPush()
     for version, (contents, name) in enumerate(pushes, 1):
         last = last.then(version, PRINTS, contents, name)
-    assert last == LastPush(len(pushes), PRINTS, False, adapter, base_version)
+    assert last == LastPush(len(pushes), PRINTS, False, adapters, base_version)
