@@ -307,6 +307,7 @@ class ServerStatus:
 
     Attributes:
         lock_owner: the command that runs now; empty if none does.
+        base_version: the version that engines report: of the base, where adapters are pushed.
         store: None if no weight store is configured.
     """
 
@@ -318,3 +319,4 @@ class ServerStatus:
     lock_owner: str
     groups: tuple[GroupStatus, ...]
     store: StoreStatus | None = None
+    base_version: int = 0

@@ -366,7 +366,7 @@ def _versions(now: Mapping[str, Any]) -> Iterator[Finding]:
     for engine in now.get("engines", ()):
         if not engine.get("fence_reason") and not engine.get("is_stale"):
             held.setdefault(engine.get("weight_version"), []).append(engine["engine_id"])
-    published = now.get("weight_version")
+    published = now.get("base_version")
     held.pop(published, None)
     for version, ids in held.items():
         yield Finding(

@@ -433,6 +433,7 @@ class RolloutServer:
             name=self.name,
             phase=phase.value if phase else "mixed",
             weight_version=self.weight_version,
+            base_version=self.base_version,
             router_url=self._router.url,
             gate=self._gate.shown_state,
             lock_owner=self._lock.owner,

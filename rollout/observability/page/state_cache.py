@@ -160,6 +160,7 @@ class StateCache:
             "server": status.name,
             "phase": status.phase,
             "weight_version": status.weight_version,
+            "base_version": status.base_version,
             "router_url": status.router_url,
             "gate": {"state": status.gate, **router.get("gate", {})},
             "lock_owner": status.lock_owner,
@@ -248,5 +249,5 @@ def _store_dict(status: ServerStatus) -> dict[str, Any] | None:
     values = asdict(store)
     values["bytes"] = sum(values.pop("node_bytes").values())
     # Without a stored version, the lag is the number of pushes so far.
-    values["lag"] = max(0, status.weight_version - (store.version or 0))
+    values["lag"] = max(0, status.base_version - (store.version or 0))
     return values

@@ -110,7 +110,12 @@ def test_nccl_is_refused_where_engines_share_the_trainers_gpus(group: dict) -> N
 
 @pytest.mark.parametrize(
     ("names", "words"),
-    [(["a", "a"], "each name once"), (["a@7"], "a@7"), (["base:a"], "base:a"), ([], "at least one")],
+    [
+        (["a", "a"], "each name once"),
+        (["a@7"], "a@7"),
+        (["base:a"], "base:a"),
+        ([], "at least one"),
+    ],
 )
 def test_names_of_adapters_are_distinct_and_have_no_version(names: list[str], words: str) -> None:
     weights = {"update": "lora", "adapters": names}

@@ -33,7 +33,8 @@ def state(**more: Any) -> dict[str, Any]:
         "is_answering": True,
         "trouble": "",
         "phase": "serving",
-        "weight_version": 3,
+        "weight_version": 5,  # of an adapter
+        "base_version": 3,
         "gate": {"state": "open"},
         "lock_owner": "",
         "engines": [engine("main-0"), engine("main-1")],
