@@ -5,7 +5,7 @@ A delta has the name of its tensor with ``#delta`` after it, so every route carr
     4 bytes   how long the head is
     head      JSON: the fields of ``Delta``
     37 bytes  fingerprint of head and body
-    body      positions of changed elements (int32), then their new values
+    body      from each changed element to the next (uint8, uint16 or uint32), then new values
 
 Always true: it has the new values and no differences, so every bit is the trainer's; it is checked
 whole, by its fingerprint, before anything is changed.
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import orjson
 import torch
 
@@ -27,6 +28,7 @@ from engines.tensors.torch_fingerprint import as_bytes
 
 SUFFIX = "#delta"
 POSITION_BYTES = 4
+_GAPS = (np.uint8, np.uint16, np.uint32)
 MOST_ELEMENTS = 2**31
 _LENGTH_BYTES = 4
 _FINGERPRINT_BYTES = 37
@@ -68,11 +70,13 @@ def make_delta(delta: Delta, positions: torch.Tensor, values: torch.Tensor) -> t
     """The bytes of a delta.
 
     Args:
-        positions: int32, in the flat tensor.
+        positions: int32, in the flat tensor, ascending.
         values: the new elements there, as ``bits_of`` has them.
     """
     head = orjson.dumps(asdict(delta))
-    body = torch.cat([as_bytes(positions), as_bytes(values)])
+    gaps = np.diff(positions.numpy(), prepend=0)
+    kind = next(kind for kind in _GAPS if not gaps.size or gaps.max() <= np.iinfo(kind).max)
+    body = torch.cat([torch.from_numpy(gaps.astype(kind).view(np.uint8)), as_bytes(values)])
     prefix = len(head).to_bytes(_LENGTH_BYTES, "little") + head + _fingerprint(head, body)
     return torch.cat([torch.frombuffer(bytearray(prefix), dtype=torch.uint8), body])
 
@@ -96,12 +100,13 @@ def read_delta(name: str, content: torch.Tensor) -> tuple[Delta, torch.Tensor, t
     except TypeError:
         raise ValueError(f"{name!r} is a delta of another version of rollout") from None
     width, num = element_bytes(delta.dtype), delta.num_changed
-    if name != delta.name + SUFFIX or body.numel() != num * (POSITION_BYTES + width):
+    sizes = {num * (np.dtype(kind).itemsize + width): kind for kind in _GAPS}
+    if name != delta.name + SUFFIX or body.numel() not in sizes:
         raise ValueError(f"{name!r} has a delta of {delta.name!r}, or of another length")
-    # Aligned copies.
-    positions = body[: num * POSITION_BYTES].clone().view(torch.int32).long()
-    values = body[num * POSITION_BYTES :].clone().view(_INTEGERS[width])
-    if num and not 0 <= int(positions.min()) <= int(positions.max()) < prod(delta.shape):
+    gaps = np.frombuffer(body.numpy(), sizes[body.numel()], num)
+    positions = torch.from_numpy(np.cumsum(gaps, dtype=np.int64))
+    values = body[gaps.nbytes :].clone().view(_INTEGERS[width])  # an aligned copy
+    if num and int(positions[-1]) >= prod(delta.shape):
         raise ValueError(f"{name!r} changes elements that the tensor does not have")
     return delta, positions, values
 

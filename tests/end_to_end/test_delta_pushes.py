@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from engines.http.client import EngineClient
@@ -19,6 +20,7 @@ from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support import random_deltas
 from tests.support.delta_faults import REFUSED, Faults
 from tests.support.push_settings import with_settings
 from tests.support.random_deltas import changed, sent
@@ -177,6 +179,32 @@ def test_after_an_offload_a_delta_needs_weights_that_survived_it(
             assert window.report.paused_s > 0
             assert_held(deployment, weights)
     assert routes == (["tensor", "tensor delta", "tensor delta"] if has_backup else ["tensor"] * 3)
+
+
+@pytest.mark.slow
+def test_deltas_of_experts_and_of_tied_weights_arrive_with_no_wrong_bit(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "moe", architecture="qwen3_moe", tie_embeddings=True)
+    server = {
+        "model_path": str(path),
+        "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
+    tensors = load_file(path / "model.safetensors")
+    assert any(".experts.0." in name for name in tensors)
+    assert "lm_head.weight" not in tensors
+    with launch_local(config) as deployment:
+        handle = random_deltas.pushed_by_deltas(deployment["policy"])
+        random_deltas.check(handle, tensors, lambda now: assert_held(deployment, now), 150)
+
+
+@pytest.mark.slow
+def test_random_deltas_arrive_with_no_wrong_bit(
+    deployment: DeploymentHandle, weights: dict[str, torch.Tensor]
+) -> None:
+    handle = random_deltas.pushed_by_deltas(deployment["policy"])
+    first = dict(weights)
+    num = random_deltas.check(handle, first, lambda now: assert_held(deployment, now))
+    assert num >= random_deltas.NUM
 
 
 # -- faults -----------------------------------------------------------------------------------

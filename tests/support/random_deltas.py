@@ -27,7 +27,7 @@ from tests.support.real_policy import DEADLINES
 from tests.support.still_server import HERE, StillServer, server_config
 
 NUM = int(os.environ.get("ROLLOUT_RANDOM_DELTAS", "100"))
-"""So many tensors are changed by deltas of their own; the long run has 10 000."""
+"""So many tensors are changed by deltas of their own; in the long run 3400 on each engine kind."""
 
 Tensors = dict[str, torch.Tensor]
 
