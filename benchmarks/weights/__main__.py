@@ -11,7 +11,7 @@ import importlib
 from benchmarks.report import Rows, machine, parse_arguments, publish
 from benchmarks.weights.clock import memcpy
 
-FAMILIES = ("push", "delta", "gate", "store", "beside", "ranks")
+FAMILIES = ("push", "delta", "gate", "store", "beside", "ranks", "link")
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ class _Server(StillServer):
         """Nothing is recorded."""
 
 
-class _Changing(Pushing):
+class Changing(Pushing):
     """Changes a share of the tensors before each push, and sends it in one encoding."""
 
     def begin(self, transport: Transport, encoding: str) -> None:
@@ -84,7 +84,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
     rows = Rows("delta")
     rows["bytes"] = sum(tensor.nbytes for tensor in tensors.values())
     with tempfile.TemporaryDirectory() as folder, receiver(specs, Path(folder)) as (_, port):
-        pushing = _Changing(tensors, port, Path(folder))
+        pushing = Changing(tensors, port, Path(folder))
         try:
             for transport in TRANSPORTS:
                 for density in DENSITIES:
@@ -98,7 +98,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
 
 
 def _row(
-    pushing: _Changing, transport: Transport, density: float, encoding: str, repeats: int
+    pushing: Changing, transport: Transport, density: float, encoding: str, repeats: int
 ) -> dict[str, Any]:
     pushing.begin(transport, encoding)
     pushing.pushed()  # whole tensors, into memory that later pushes use again

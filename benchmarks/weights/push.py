@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,20 @@ def specs_of(shape: str, num_bytes: int) -> list[TensorSpec]:
 
 
 @contextmanager
-def receiver(specs: list[TensorSpec], folder: Path) -> Iterator[tuple[int, int]]:
-    """Pid and port of an engine that holds these tensors."""
+def receiver(
+    specs: list[TensorSpec], folder: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+) -> Iterator[tuple[int, int]]:
+    """Pid and port of an engine that holds these tensors.
+
+    Args:
+        prefix: of its command.
+    """
     path = folder / "manifest.json"
     path.write_text(
         json.dumps([{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in specs])
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.weights.receiver", str(path)],
+        [*prefix, sys.executable, "-m", "benchmarks.weights.receiver", str(path), host],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -103,13 +109,20 @@ def receiver(specs: list[TensorSpec], folder: Path) -> Iterator[tuple[int, int]]
 class Pushing:
     """Pushes the same tensors repeatedly, each time under a new version."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], port: int, folder: Path) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        port: int,
+        folder: Path,
+        host: str = "127.0.0.1",
+    ) -> None:
         self._tensors = tensors
+        self._port = port
         self._folder = folder
         self._rank = TrainerRank(server_config(folder))
         self._groups: dict[str, str] = {}
         self._runner = asyncio.Runner()
-        self._engine = EngineClient(Endpoint("127.0.0.1", port))
+        self._engine = EngineClient(Endpoint(host, port))
 
     def push(self, transport: Transport, *, stream: bool, fingerprint: bool = True) -> None:
         self._rank.config = server_config(

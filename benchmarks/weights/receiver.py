@@ -1,6 +1,6 @@
 """An engine that only loads weights: the embedded engine's code for that, without a model.
 
-    python -m benchmarks.weights.receiver MANIFEST.json
+    python -m benchmarks.weights.receiver MANIFEST.json ADDRESS
 
 It holds the tensors of the manifest, prints its port, and serves until its input ends.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
+from safetensors.torch import load
 
 from benchmarks.weights.holder import Holder, allocated
 from engines.embedded.memory.mapped_files import MappedFiles
@@ -39,11 +40,13 @@ class Receiver:
         self.mapped = MappedFiles()
         self.receiver = BroadcastReceiver(self.weights, torch.device("cpu"))
         self.version = "0"
+        self.copies: dict[str, torch.Tensor] = {}
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
         named = read_payload(body["serialized_named_tensors"][0], body.get("load_format"))
         for change in self.weights.changes(named):
             change()
+        self.copies.clear()
 
     def update_weights_from_disk(self, body: dict[str, Any]) -> None:
         update_from_disk(self.weights, body["model_path"], self.mapped)
@@ -75,6 +78,15 @@ class Receiver:
     def end_weight_update(self, body: dict[str, Any]) -> None:
         self.receiver.free()
 
+    def peer_delta(self, content: bytes) -> None:
+        """See ``link``: a dense copy is changed, and whole tensors are loaded from it."""
+        pushed = load(content)
+        for name in {name.rpartition(".")[0] for name in pushed}:
+            own = self.weights.find(name)
+            copy = self.copies.setdefault(name, own.clone())
+            copy.view(-1)[pushed[f"{name}.indices"].long()] = pushed[f"{name}.values"]
+            own.copy_(copy)
+
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         digests, whole = self.weights.checksum()
         return {"per_engine_checksum": whole, "ranks": [{"checksums": digests}]}
@@ -86,6 +98,10 @@ def make_app(receiver: Receiver) -> FastAPI:
     @app.get("/model_info")
     async def model_info() -> dict[str, str]:
         return {"model_path": "", "weight_version": receiver.version}
+
+    @app.post("/peer_delta")
+    async def peer_delta(request: Request) -> None:
+        await asyncio.to_thread(receiver.peer_delta, await request.body())
 
     @app.post("/{operation}")
     async def serve(operation: str, request: Request) -> dict[str, Any]:
@@ -101,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     specs = json.loads(Path(sys.argv[1]).read_text())
     app = make_app(Receiver(specs))
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((sys.argv[2], 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
 
     def end_with_the_parent() -> None:

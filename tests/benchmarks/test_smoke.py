@@ -1,6 +1,7 @@
 """Every benchmark as a program: it runs in its smallest size, and its JSON has these keys."""
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -24,6 +25,18 @@ PUSHES = {
     "fingerprint_xxh3": FINGERPRINT,
     "fingerprint_sums": FINGERPRINT,
 }
+OF_LINK = {"seconds", "link_bytes", "density", "of_information"}
+LINK: dict[str, Any] = {"why_not": str}
+if not os.geteuid():  # network namespaces need root
+    LINK = {
+        "bytes": None,
+        **{
+            f"{density:g}_{way}": OF_LINK
+            for density in (0.001, 0.01, 0.03, 0.1, 0.5)
+            for way in ("full", "delta", "auto", "peer")
+        },
+        **{f"trained_{way}": OF_LINK for way in ("full", "delta", "peer")},
+    }
 SECONDS = {"seconds", "paused_s", "first_seconds"}
 GATE = {"tensors": None, "bytes": None, "copied": SECONDS, "streamed": SECONDS}
 STORE = {
@@ -200,6 +213,7 @@ KEYS: dict[str, dict[str, Any]] = {
                 for encoding in ("full", "delta", "auto")
             },
         },
+        "link": LINK,
         "push": {"dense": PUSHES, "experts": PUSHES},
         "store": {"dense": STORE, "experts": STORE},
         "gate": {"dense": GATE, "moe": GATE},
