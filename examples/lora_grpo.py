@@ -128,11 +128,12 @@ def train(args: argparse.Namespace) -> None:
                 trainer.offload()
             accuracy = evaluate(step)
             report = window.report
+            push_phase = "update_weights" if args.merge else "stage_adapter"
             print(
                 f"step {step:2d}  reward {metrics['reward']:.3f}  accuracy {accuracy:6.1%}  "
                 f"logprob gap {metrics['logprob_gap']:.1e}  version {report.weight_version}  "
                 f"freed {report.freed_bytes / 2**20:.0f} MiB  "
-                f"push {report.phase_s['update_weights']:.3f} s"
+                f"push {report.phase_s[push_phase]:.3f} s"
             )
     print(f"accuracy {before:.1%} -> {accuracy:.1%}")
 
