@@ -30,6 +30,7 @@ from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from rollout.weights.ranks.link import RankLink
+from rollout.weights.routes.adapter import AsAdapter
 from rollout.weights.routes.route import EnginePlace
 from tests.support.processes import wait_until
 from tests.support.still_server import HERE, StillServer
@@ -145,6 +146,12 @@ class Server(StillServer):
             name: PushTarget(fake, 0 if joins[name] else 1, process=name)
             for name, fake in self.fakes.items()
         }
+        if isinstance(push.route, AsAdapter):
+            (payload,) = push.buckets
+            assert isinstance(payload, bytes)
+            for target in targets.values():
+                await push.route.load(target, push.route.pack(payload), push.version)
+            return StepReport()
         replies = await push_weights(push, targets, budget_s=30, groups=self.groups)
         for reply in replies.values():
             if reply.failure is not None:
