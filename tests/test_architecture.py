@@ -52,6 +52,7 @@ FOLDERS = (
     "rollout.router.http",
     "rollout.router.continuation",
     "rollout.router.continuation.dialects",
+    "rollout.router.state",
     "rollout.router.sessions",
     "rollout.router.proxy",
     "rollout.router",

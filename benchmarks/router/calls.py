@@ -22,7 +22,7 @@ from benchmarks.router import load
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router.host import RouterHost
-from rollout.router.state_file import StateFile
+from rollout.router.state.state_file import StateFile
 from rollout.rules.routing import Backend
 from rollout.runtime.ray.handles import remote_router
 from rollout.runtime.ray.router_actor import RouterActor

@@ -27,6 +27,7 @@ from rollout.router.gate.gate import ConnectionFailure, Gate, GateState
 from rollout.router.http.engine_pool import EnginePool, check_file_descriptors
 from rollout.router.proxy.client_connection import ClientConnection
 from rollout.router.proxy.context import Proxy
+from rollout.router.state.state_file import StateFile
 from rollout.rules.load_balancing import make_policy
 from rollout.rules.routing import Backend, RoutingPolicy
 
@@ -65,6 +66,7 @@ class RouterHost:
         policy: RoutingPolicy | None = None,
         on_engine_failure: Callable[[ConnectionFailure], None] | None = None,
         run: str = "",
+        state: StateFile | None = None,
     ) -> None:
         self._config = config
         self._on_engine_failure = on_engine_failure
@@ -87,7 +89,7 @@ class RouterHost:
             connect_timeout_s=config.connect_timeout_s,
             max_connections=connections.engines,
         )
-        self._proxy = Proxy(self._gate, pool, config, run or new_run(), connections.clients)
+        self._proxy = Proxy(self._gate, pool, config, run or new_run(), connections.clients, state)
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()

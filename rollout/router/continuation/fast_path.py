@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -358,6 +358,19 @@ class FastReply(Reply):
         self.read_all()
         return super().take(data, begin, end)
 
+    @property
+    def is_cumulative(self) -> bool:
+        return self._is_cumulative
+
+    def restore(self, events: Sequence[bytes], *, has_gap: bool) -> None:
+        if not has_gap:
+            return super().restore(events, has_gap=False)
+        self._unread, self._has_gap = tuple((event, 0, END) for event in events), True
+
+    def drop_field(self, name: str) -> None:
+        super().drop_field(name)
+        self.fields = dumps(self.raw)
+
     def _pass_on(self, data: bytes, begin: int, end: int) -> bool:
         """Make the reply of the last event without parsing all of it, if that is possible."""
         if self.num_failovers or self.engine.is_translated:
@@ -407,8 +420,6 @@ class FastReply(Reply):
                 self.safe_end, self._has_gap = safe, False
 
     def absorb(self, event: Payload) -> None:
-        if self.is_streamed:
-            return self.engine.event(self, event)
         before, ids = self.now.num, event.get("output_ids") or []
         if self._has_put_off:
             reported = (event.get("meta_info") or {}).get("completion_tokens", len(ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -65,6 +65,24 @@ class Reply(Continuation):
     def absorb(self, event: Payload) -> None:
         """Take one event that was parsed."""
         self.engine.event(self, event)
+
+    @property
+    def is_cumulative(self) -> bool:
+        """The engine's events have all tokens so far, and the last ones are enough to go on."""
+        return False
+
+    def restore(self, events: Sequence[bytes], *, has_gap: bool) -> None:
+        """Take events of the engine once more.
+
+        Args:
+            has_gap: some are missing, which the others have all tokens of.
+        """
+        for event in events:
+            self.take(event)
+
+    def drop_field(self, name: str) -> None:
+        """Leave a field out of the bodies for engines."""
+        self.raw = {key: value for key, value in self.raw.items() if key != name}
 
     def read_all(self) -> None:
         """Parse the events that were taken and not parsed so far."""

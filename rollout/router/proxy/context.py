@@ -22,6 +22,8 @@ from rollout.router.http.reading_process import ReadingProcess
 from rollout.router.http.request import Request, affinity_of, prompt_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
+from rollout.router.state.state_file import StateFile
+from rollout.router.state.stored_replies import StoredReplies
 from rollout.rules.routing import Hint
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Counts:
         num_failovers_refused: why tokens of a lost engine could not be kept -> how often.
         num_tokens_kept: carried over to another engine, which only prefills them.
         num_tokens_recomputed: generated a second time.
+        num_resumed: requests that went on from what a lost router had kept.
     """
 
     num_retried: int = 0
@@ -60,6 +63,7 @@ class Counts:
     num_failovers_refused: dict[str, int] = field(default_factory=dict)
     num_tokens_kept: int = 0
     num_tokens_recomputed: int = 0
+    num_resumed: int = 0
 
     def refuse_failover(self, why: str) -> None:
         """Count a lost engine whose tokens could not be kept."""
@@ -90,8 +94,10 @@ class Proxy:
     Args:
         run: of its run alone; a part of the names of cached prefixes.
         max_clients: connections of clients.
+        state: outlives this router; None if it cannot be lost alone.
 
     Attributes:
+        kept: the replies in flight, for the router in the place of this one.
         is_loopback_only: only this machine can reach the router.
         bodies: of requests that have not arrived completely.
         reading: where what is long is read.
@@ -106,7 +112,10 @@ class Proxy:
         config: RouterConfig,
         run: str,
         max_clients: int = sys.maxsize,
+        state: StateFile | None = None,
     ) -> None:
+        self._state = state
+        self.kept = None if state is None else StoredReplies(state)
         self._run = run
         self.max_clients = max_clients
         self.is_loopback_only = is_loopback(config.host)
@@ -140,6 +149,9 @@ class Proxy:
         self.call_later = loop.call_later
         self.gate.call_soon = loop.call_soon
         self.pool.open()
+        if self._state is not None and self.kept is not None:
+            records = self._state.records()
+            self.kept.load(records, self.now_s())
         self._sweeping = loop.create_task(self._sweep(), name="router-sweep")
 
     def close(self) -> None:
@@ -168,7 +180,8 @@ class Proxy:
         )
 
     def stats(self) -> dict[str, Any]:
-        return asdict(self.counts)
+        num_lost = 0 if self._state is None else self._state.num_lost
+        return {**asdict(self.counts), "num_not_kept": num_lost}
 
     async def _sweep(self) -> None:
         while True:
@@ -190,3 +203,5 @@ class Proxy:
 
     def _expire_sessions(self) -> None:
         self.sessions.expire(self.now_s())
+        if self.kept is not None:
+            self.kept.expire(self.now_s())

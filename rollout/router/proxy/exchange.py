@@ -37,7 +37,7 @@ from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import signature_lines
 from rollout.router.http.incoming_body import IncomingBody
 from rollout.router.http.reading_process import MOST_BYTES_ON_LOOP, ReadingFailed
-from rollout.router.http.request import Request
+from rollout.router.http.request import BodyFields, Request, affinity_of, new_rid
 from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
 from rollout.router.proxy.client_response import ClientResponse, Response
 from rollout.router.proxy.context import Proxy, log_router_error
@@ -82,6 +82,7 @@ from rollout.router.proxy.token_reader import (
     Write,
 )
 from rollout.router.sessions.session_store import Session
+from rollout.router.state.stored_replies import StoredReplies, StoredReply
 from rollout.rules.routing import NO_HINT
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Exchange:
     _named: NamedWeights = NOT_NAMED
     _pinned: Names = ()
     _tokens: TokenReader | None = None
+    _kept: StoredReply | None = None
     _entered: Admission | Refusal | Waiter | None = None  # until it is ``admission``
     _timer: asyncio.TimerHandle | None = None
     _num_attempts: int = 0
@@ -296,12 +298,14 @@ class Exchange:
             )
             self._end_with(problem)
             return
-        tokens = None
+        tokens, fields = None, read.fields
         if read.reply is not None:
             proxy.reads_tokens.set()
             read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
             read.reply.passes_on &= self._http is not None
             tokens = TokenReader(read.reply)
+            if proxy.kept is not None and proxy.gate.adapters is None:
+                fields = self._keep(proxy.kept, tokens, body, fields)
         if tokens is None and proxy.gate.adapters is not None and not self._named.is_for_base:
             tokens = read_for_adapter(body, self._named)
         elif tokens is None and self._http is None:
@@ -310,9 +314,27 @@ class Exchange:
             tokens.form = self.response.form
             self.is_decoding = True
         self._tokens = tokens
-        whole = body if read.fields.body is None else read.fields.body
-        self._request = Request(self._head, whole, read.fields)
+        whole = body if fields.body is None else fields.body
+        self._request = Request(self._head, whole, fields)
         self._enter("")
+
+    def _keep(
+        self, replies: StoredReplies, tokens: TokenReader, body: bytes, fields: BodyFields
+    ) -> BodyFields:
+        """Keep the reply for the case that this router is lost; go on where another one was."""
+        name = "" if fields.adds_rid else fields.rid
+        if self._http is None:  # a turn, whose body is the same when its client asks again
+            name = affinity_of(b"", self._head.headers)
+        if not name:
+            return fields
+        self._kept = kept = replies.of((self._head.route.path, name, body))
+        tokens.keep = kept.add
+        if kept.earlier:
+            self._proxy.counts.num_resumed += 1
+            kept.restore(tokens.reply)
+        if fields.adds_rid or not replies.may_run(self._proxy.now_s()):
+            return fields
+        return with_new_rid(tokens.reply, fields)
 
     def _enter(self, excluded_engine: str) -> None:
         request = self._request
@@ -393,6 +415,11 @@ class Exchange:
             pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
             request.body = tokens.body(version, kind.dialect)
+        if self._kept is not None:
+            if is_one_of_pair:  # what the prefill engine sends is not kept
+                self._drop_kept()
+            else:
+                self._kept.begin(version, kind.dialect)
         parts = request.parts_for(endpoint, namespace, more, kind)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
 
@@ -745,6 +772,13 @@ class Exchange:
             self._proxy.gate.leave(admission)
             self.admission = None
 
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.end()
+            self._kept = None
+        if self._tokens is not None:
+            self._tokens.keep = None
+
     def _stop_receiving(self) -> None:
         self._body = b""
         if self._incoming is not None:
@@ -755,6 +789,7 @@ class Exchange:
         self._is_done = True
         self.drop()
         self._leave()
+        self._drop_kept()
         self._tokens = None
         pinned, self._pinned = self._pinned, ()
         self._proxy.gate.unpin(pinned)
@@ -771,6 +806,18 @@ class Exchange:
             self._reading = None
         self._request = None
         self._proxy.live.discard(self)
+
+
+def with_new_rid(reply: Reply, fields: BodyFields) -> BodyFields:
+    """Another id for the engines, of which one may not know so far that the client was lost.
+
+    It begins with the client's own, so that an abort is of both.
+    """
+    reply.drop_field("rid")
+    rid = f"{fields.rid}-{new_rid()}"
+    return fields._replace(
+        rid=rid if rid.isprintable() and not {*'"\\'} & {*rid} else new_rid(), adds_rid=True
+    )
 
 
 def _why_refused(request: Request, admission: Admission) -> str:

@@ -20,7 +20,7 @@ from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus, NodeShare
 from rollout.router.host import RouterHost, new_run
-from rollout.router.state_file import StateFile
+from rollout.router.state.state_file import StateFile
 from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProcess
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import remote_group, remote_router

@@ -19,7 +19,7 @@ from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError
 from rollout.core.pending import LoopThread
 from rollout.core.types import EngineSlot
-from rollout.router.state_file import StateFile
+from rollout.router.state.state_file import StateFile
 from rollout.rules.deadlines import kill_timeout_s
 from rollout.rules.placement import assign_slots, plan_of, trainer_slots
 from rollout.runtime.handle import DeploymentHandle, ServerHandle

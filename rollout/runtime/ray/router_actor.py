@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import Future
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollout.config import RouterConfig
 from rollout.core.errors import ConfigError
 from rollout.core.pending import in_own_thread
 from rollout.router.host import RouterHost
-from rollout.router.state_file import StateFile
+from rollout.router.state.state_file import StateFile
 from rollout.runtime.worker_process import (
     is_own_process,
     keep_freed_memory,
@@ -55,44 +56,45 @@ class RouterActor(RouterHost):
         state: StateFile,
         server: tuple[str, str],
     ) -> None:
-        super().__init__(config, run=run)
+        self._state = state if is_own_process() and state.is_there else None
+        super().__init__(config, run=run, state=self._state)
         self._number = number
-        self._state = state
         self._server = server
         if is_own_process():
             keep_what_is_loaded()
             switch_threads_often()
             keep_freed_memory()
             is_new = not ray.get_runtime_context().was_current_actor_reconstructed
-            if number or not is_new:
+            if self._state is not None and (number or not is_new):
                 self.why_not_serving = "it stands by"
                 # Ray may not carry out a call that an actor makes to itself while it starts.
-                in_own_thread(self._stand_by, "router-standby")
+                stand_by = partial(self._stand_by, self._state)
+                in_own_thread(stand_by, "router-standby")
 
     async def start(self) -> Endpoint:
-        if is_own_process():
+        if self._state is not None:
             self._state.lock()
         endpoint = await super().start()
-        if is_own_process():
+        if self._state is not None:
             self._state.port = endpoint.port
         return endpoint
 
-    def _stand_by(self) -> None:
+    def _stand_by(self, state: StateFile) -> None:
         """Wait until no other router serves, and serve in the place of the lost one."""
         namespace, name = self._server
         server = in_own_thread(lambda: ray.get_actor(name, namespace=namespace), "router-server")
         import_module("rollout.router.control_api")  # ``start`` imports it, and would take longer
-        while not self._state.port:  # the first router has not started so far
+        while not state.port:  # the first router has not started so far
             time.sleep(_START_AGAIN_S)
-        self._state.lock()
-        asyncio.run(self._serve_instead(server))
+        state.lock()
+        asyncio.run(self._serve_instead(state.port, server))
 
-    async def _serve_instead(self, server: Future[Any]) -> None:
+    async def _serve_instead(self, port: int, server: Future[Any]) -> None:
         """Serve on the port of the lost one.
 
         The gate stays closed until the server has reported its state.
         """
-        self._config = self._config.model_copy(update={"port": self._state.port})
+        self._config = self._config.model_copy(update={"port": port})
         endpoint = await self._start_soon()
         call = (await asyncio.wrap_future(server)).router_serves
         told = await call.options(max_task_retries=-1).remote(self._number)

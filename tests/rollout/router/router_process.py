@@ -21,6 +21,7 @@ from rollout.router import Backend, RouterHost
 from rollout.router.sessions.chat_sessions import ChatSessions
 from rollout.router.sessions.tool_calls import reader_of
 from rollout.router.sessions.tool_forms import FORMS
+from rollout.router.state.state_file import StateFile
 from rollout.runtime.worker_process import collect_rarely
 from tests.rollout.router.conftest import router_config
 
@@ -78,8 +79,13 @@ def _use_form(chats: ChatSessions, name: str) -> None:
 
 
 async def main() -> None:
-    host = RouterHost(router_config(**json.loads(sys.argv[1])))
+    state = StateFile(*json.loads(sys.argv[2])) if len(sys.argv) > 2 else None
+    if state is not None:
+        state.lock()
+    host = RouterHost(router_config(**json.loads(sys.argv[1])), state=state)
     endpoint = await host.start()
+    if state is not None:
+        state.port = endpoint.port
     collect_rarely()  # as the router's actor does
     watch, memory = LoopWatch(), Memory()
     await host._on_loop(watch.start)
@@ -119,13 +125,14 @@ async def main() -> None:
 class RouterProcess:
     """The other side: starts it, and calls it."""
 
-    def __init__(self, **config: Any) -> None:
-        self._config = json.dumps(config)
+    def __init__(self, state: StateFile | None = None, **config: Any) -> None:
+        more = [] if state is None else [json.dumps(state.__reduce__()[1])]
+        self._arguments = [json.dumps(config), *more]
         self.endpoint = Endpoint("127.0.0.1", 1)
 
     async def __aenter__(self) -> RouterProcess:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.rollout.router.router_process", self._config),
+            *(sys.executable, "-m", "tests.rollout.router.router_process", *self._arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,
@@ -143,6 +150,11 @@ class RouterProcess:
             self._process.kill()
             await self._process.wait()
             raise
+
+    async def kill(self) -> None:
+        """End it with SIGKILL."""
+        self._process.kill()
+        await self._process.wait()
 
     async def call(self, *command: Any) -> Any:
         assert self._process.stdin is not None

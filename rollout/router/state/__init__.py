@@ -1,0 +1,1 @@
+"""What outlives a router, for the one in its place."""
