@@ -74,6 +74,7 @@ _SGLANG = Kind(
     num_stages=num_stages,
     nccl_cumem=nccl_cumem,
     graph_copy_bytes=800 << 20,  # SGLang's pull request 32718, with GLM-4.7-Flash
+    asleep_bytes=1600 << 20,  # 0.5.23 on the CPU, a tiny model
     packs_at_each_load=True,
     why_undrivable=sglang_features.why_undrivable,
     known_options=_options_in("engines.sglang"),
@@ -128,6 +129,7 @@ _EMBEDDED = Kind(
     has_part_of_prompt_logprobs=False,
     modules=("torch", "transformers"),
     extra="embedded",
+    asleep_bytes=400 << 20,  # a tiny model
 )
 _FAKE = Kind(
     name="fake",

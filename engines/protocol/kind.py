@@ -42,6 +42,8 @@ class Kind:
         nccl_cumem: its ``NCCL_CUMEM_ENABLE``, by options, environment and nodes of an engine; the
             result is None if only its hosts know.  None for a kind that leaves it to NCCL.
         graph_copy_bytes: host memory of one GPU's CUDA graphs while they are released, about.
+        asleep_bytes: host memory of an engine whose memory is released, for each of its GPUs or on
+            the CPU, about.
         packs_at_each_load: a load from a path restores and packs all modules again.
         why_no_adapters: why no adapter can be pushed to it; empty if one can.
         adapter_stacks: modules that it serves as one -> those of them that an adapter with any of
@@ -85,6 +87,7 @@ class Kind:
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
     nccl_cumem: Callable[[Mapping[str, Any], Mapping[str, str], int], str | None] | None = None
     graph_copy_bytes: int = 0
+    asleep_bytes: int = 0
     packs_at_each_load: bool = False
     why_no_adapters: str = ""
     adapter_stacks: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)

@@ -143,6 +143,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
             *_cache_notes(config),
             *push_room_notes(config),
             *_window_notes(config),
+            *_standby_notes(config),
         ],
     }
 
@@ -198,10 +199,11 @@ def _group(
         weights_from, has_backup = policy.weights_from, policy.weights_cpu_backup
     except ConfigError:
         weights_from, has_backup = "REFUSED", False
-    backup = size_of_weights(server.model_path) * of_group.num_engines if has_backup else 0
     engine = of_group.engine
+    backup = size_of_weights(server.model_path) if has_backup else 0
     if of_group.needs_offload and not engine.is_attached:
-        backup += engine.of_kind.graph_copy_bytes * engine.gpus * of_group.num_engines
+        backup += engine.of_kind.graph_copy_bytes * engine.gpus
+    asleep = (backup + engine.of_kind.asleep_bytes * max(1, engine.gpus)) * of_group.standby
     is_placeholder = of_group.worker_type is WorkerType.PLACEHOLDER
     return {
         "server": name,
@@ -214,7 +216,7 @@ def _group(
         "urls": list(of_group.engine.urls) or ["any free port"],
         "needs_offload": of_group.needs_offload,
         "weights_from": weights_from,
-        "host_bytes": backup,
+        "host_bytes": (backup + asleep) * of_group.num_engines,
         "start": start_values(server, of_group, has_backup=has_backup),
         "caches": caches_of(server, of_group),
     }
@@ -263,6 +265,18 @@ def _window_notes(config: RolloutConfig) -> Iterator[str]:
             yield from (f"servers.{name}: {why}" for _, why in conflicts)
 
 
+def _standby_notes(config: RolloutConfig) -> Iterator[str]:
+    """What standbys take besides host memory."""
+    for where, _, group in _groups(config):
+        num_processes = group.num_engines * group.standby
+        if num_processes:
+            yield f"{where}: {num_processes} more processes sleep, one beside each engine" + (
+                "; each takes about 1 GiB of each of its GPUs for its CUDA context (not measured)"
+                if group.engine.gpus
+                else ""
+            )
+
+
 def _notes(placement: PlacementPlan, host_bytes: int) -> list[str]:
     """What this machine lacks; a cluster may have it."""
     notes = []
@@ -274,7 +288,7 @@ def _notes(placement: PlacementPlan, host_bytes: int) -> list[str]:
     free = psutil.virtual_memory().available
     if host_bytes > free:
         notes.append(
-            f"backups take {size_text(host_bytes)} of host memory, "
+            f"backups and standbys take {size_text(host_bytes)} of host memory, "
             f"this machine has {size_text(free)} free"
         )
     return notes

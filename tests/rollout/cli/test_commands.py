@@ -18,6 +18,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from engines.kinds import KINDS
 from engines.process.tcp_ports import reserve_port
 from rollout.cli.main import app
 from rollout.config import WeightsConfig
@@ -352,6 +353,21 @@ def test_a_plan_counts_the_graphs_that_sglang_copies_when_it_releases(tmp_path: 
     file.write_text(json.dumps(values))
     found = {one["group"]: one["host_bytes"] for one in json_of("plan", str(file))["groups"]}
     assert found == {"offloads": 6 * 800 << 20, "stays": 0}
+
+
+def test_a_plan_has_what_standbys_take(tmp_path: Path) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    engine = {"kind": "sglang", "gpus": 4}
+    group = {"num_engines": 2, "standby": 1, "engine": engine}
+    values["servers"]["policy"]["groups"] = {"main": group}
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    (planned,) = json_of("plan", str(file))["groups"]
+    asleep_bytes = 2 * 4 * KINDS["sglang"].asleep_bytes
+    assert asleep_bytes
+    assert planned["host_bytes"] == 2 * 2 * 4 * (800 << 20) + asleep_bytes
+    text = " ".join(run_command("plan", str(file)).split())
+    assert "2 more processes sleep, one beside each engine; each takes about 1 GiB" in text
 
 
 def test_a_plan_says_how_a_model_that_sglang_packs_is_loaded(tmp_path: Path) -> None:
