@@ -7,6 +7,11 @@ ready, ``admit`` until it has joined its group, ``restore`` until it has loaded 
 ``verify`` until its fingerprints are checked and the router sends it requests.  Weights from the
 store are verified within ``restore``.
 
+``standby`` is the same with a standby, over the store: medians, the slowest of all (``worst``), and
+``asleep_bytes`` of host memory of a process that sleeps.  ``sglang`` and ``vllm`` are real ones on
+the CPU, cold and with a standby, where they are installed (``rollout sglang-cpu install``).
+``beyond_load`` is the total without ``restore``.
+
 ``step_delay_s`` is how much longer a step takes because an engine dies in it or before it, at most,
 by the phase of the death.  It is measured in virtual time over fake engines whose boot takes
 ``boot_s``, so that it holds waiting alone, and no work of this machine.
@@ -23,40 +28,55 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine, parse_arguments, publish
+import psutil
+
+from benchmarks.report import Arguments, machine, parse_arguments, publish
 from benchmarks.rollout import journal
 from engines.fake import FakeLauncher, faults
 from engines.fake.launcher import FakeRunningEngine
 from engines.launch import EngineSpec
+from engines.process.cached_environment import CachedEnvironment, recipe_of
 from rollout import RolloutConfig, launch
 from rollout.config.run_dir import RunFolder
+from rollout.core.types import EngineStatus
 from rollout.observability.timeline.span import Span
 from rollout.observability.timeline.span_file import read_lines
 from tests.support.builders import make_server, push
+from tests.support.models import FOR_VLLM, make_plain_model
+from tests.support.real_policy import one_engine
 from tests.support.virtual_time import virtual_time
 
-PARTS = ("detect", "boot", "admit", "restore", "verify", "total")
+PARTS = ("detect", "boot", "admit", "restore", "verify", "total", "beyond_load")
+FAMILIES = ("embedded", "sglang", "vllm", "delays", "journal")
 BOOT_S = 60.0
+HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "backoff_s": 0.01}
+EMBEDDED: Mapping[str, Any] = {"engine": {"cpus": 0.5}}
+STANDBY: Mapping[str, Any] = {"standby": 1}
 DEADLY_CALLS = ("generate", "pause_generation", "flush_cache", "update_weights_from_tensor")
 
 
-def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str, float]:
-    """Medians of seconds, by part.
+def measure(
+    source: str, model_path: Path, folder: Path, kills: int, group: Mapping[str, Any] = EMBEDDED
+) -> dict[str, float]:
+    """Medians of seconds, by part, and the slowest kills.
 
     Args:
         source: ``store`` or ``disk``.
+        group: its settings.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
     torch.set_num_threads(1)
+    folder.mkdir()
     policy: dict[str, Any] = {
         "model_path": str(model_path),
-        "groups": {"main": {"engine": {"cpus": 0.5}}},
-        "health": {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "backoff_s": 0.01},
+        "groups": {"main": dict(group)},
+        "health": HEALTH | {"max_restarts": kills + 1},
     }
     if source == "store":
         policy["weights"] = {"store": {"spare_bytes": 0}}
@@ -65,6 +85,7 @@ def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str
     config = RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
     weights = load_file(model_path / "model.safetensors")
     recoveries: list[dict[str, float]] = []
+    asleep: list[int] = []
     with launch(config, backend="local") as deployment:
         server = deployment["policy"]
         for _ in range(kills):
@@ -75,23 +96,57 @@ def measure(source: str, model_path: Path, folder: Path, kills: int) -> dict[str
                 save_file(weights, folder / str(version) / "model.safetensors")
                 (folder / str(version) / "config.json").write_text("{}")
             server.serve_weights(weights).result(300)
-            killed_s = kill(server, version, waits_for_store=source == "store")
+            engine = wait_until_stored(server, version, waits_for_store=source == "store")
+            asleep += asleep_bytes(engine, model_path)
+            killed_s = kill(server, version, engine)
             recoveries.append(parts_of(spans_since(config, killed_s), killed_s))
-    return {part: statistics.median(seconds[part] for seconds in recoveries) for part in PARTS}
+    medians = {part: statistics.median(one[part] for one in recoveries) for part in PARTS}
+    worst = {f"worst_{part}": max(one[part] for one in recoveries) for part in PARTS[-2:]}
+    sizes = {"asleep_bytes": statistics.median(asleep)} if asleep else {}
+    return {"kills": kills} | medians | worst | sizes
 
 
-def kill(server: Any, version: int, *, waits_for_store: bool) -> float:
-    """Kill the engine once the version is stored, and wait until a new one serves it.
+def wait_until_stored(server: Any, version: int, *, waits_for_store: bool) -> EngineStatus:
+    """The only engine, when the version is stored and its standby is ready, if it has one."""
+    while True:
+        status = server.status().result(30)
+        (engine,) = status.groups[0].engines
+        is_stored = not waits_for_store or status.store.version == version
+        if is_stored and engine.standby in ("", "ready"):
+            return engine
+        time.sleep(0.05)
+
+
+def asleep_bytes(engine: EngineStatus, model_path: Path) -> list[int]:
+    """Host memory of its standby, with that of the processes it has started."""
+    if not engine.standby:
+        return []
+    launched = [
+        [one, *one.children(recursive=True)]
+        for one in psutil.process_iter()
+        if one.pid != engine.pid and str(model_path) in cmdline(one) and is_guarded(one)
+    ]
+    return [sum(one.memory_info().rss for one in processes) for processes in launched]
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has just ended
+        return []
+
+
+def is_guarded(process: psutil.Process) -> bool:
+    parent = process.parent()
+    return parent is not None and parent.name() == "engine-guard"
+
+
+def kill(server: Any, version: int, engine: EngineStatus) -> float:
+    """Kill the engine, and wait until a new one serves the version.
 
     Returns:
         The time of the kill.
     """
-    while True:
-        status = server.status().result(30)
-        if not waits_for_store or status.store.version == version:
-            break
-        time.sleep(0.05)
-    (engine,) = status.groups[0].engines
     killed_s = time.time()
     os.kill(engine.pid, signal.SIGKILL)
     deadline = time.monotonic() + 300
@@ -129,6 +184,7 @@ def parts_of(spans: list[Span], killed_s: float) -> dict[str, float]:
         "restore": loaded_s - adopt.start_s,
         "verify": back_s - loaded_s,
         "total": back_s - killed_s,
+        "beyond_load": back_s - killed_s - (loaded_s - adopt.start_s),
     }
 
 
@@ -184,28 +240,54 @@ async def step_delay(folder: Path, call: str) -> float:
     return max(steps) - min(steps)
 
 
+def measure_real(kind: str, folder: Path, cold: int, kills: int) -> dict[str, Any]:
+    """Real engines on the CPU over a tiny model, cold and with a standby."""
+    folder.mkdir()
+    model_path = make_plain_model(folder / "model", 0, **(FOR_VLLM if kind == "vllm" else {}))
+    group = one_engine(kind)
+    return {
+        "cold": measure("store", model_path, folder / "cold", cold, group),
+        "standby": measure("store", model_path, folder / "standby", kills, {**STANDBY, **group}),
+    }
+
+
 def main() -> None:
-    arguments = parse_arguments(__doc__ or "")
+    arguments = parse_arguments(__doc__ or "", FAMILIES)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "embedded" in arguments.families:
+            result |= measure_embedded(arguments, folder)
+        for kind in ("sglang", "vllm"):
+            recipe = recipe_of(f"{kind}-cpu")
+            is_made = recipe is not None and CachedEnvironment(recipe).is_made
+            if kind in arguments.families and is_made and arguments.size != "smoke":
+                cold, kills = arguments.by_size(smoke=(0, 0), quick=(1, 3), full=(3, 20))
+                result[kind] = measure_real(kind, folder / kind, cold, kills)
+        if "delays" in arguments.families:
+            (folder / "delays").mkdir()
+            result |= {"boot_s": BOOT_S, "step_delay_s": measure_delays(folder / "delays")}
+        if "journal" in arguments.families:
+            num_steps = arguments.by_size(smoke=1, quick=2, full=10)
+            result["driver_journal"] = journal.measure(folder / "journal", num_steps)
+    result |= {"machine": machine("torch", "transformers")}
+    publish(result, as_json=arguments.as_json, title="seconds from kill to verified")
+
+
+def measure_embedded(arguments: Arguments, folder: Path) -> dict[str, Any]:
+    """Embedded engines: from the store and from disk, and from the store with a standby."""
     from rollout.testing.tiny_model import make_tiny_model
 
     large = {"hidden_size": 1024, "num_layers": 16}
     size = arguments.by_size(smoke={}, quick={}, full=large)
-    kills = arguments.by_size(smoke=1, quick=1, full=5)
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        model_path = make_tiny_model(Path(name) / "model", **size)
-        result["model_bytes"] = (model_path / "model.safetensors").stat().st_size
-        for source in ("store", "disk"):
-            folder = Path(name) / source
-            folder.mkdir()
-            result[source] = measure(source, model_path, folder, kills)
-        delays = Path(name) / "delays"
-        delays.mkdir()
-        result |= {"boot_s": BOOT_S, "step_delay_s": measure_delays(delays)}
-        num_steps = arguments.by_size(smoke=1, quick=2, full=10)
-        result["driver_journal"] = journal.measure(Path(name) / "journal", num_steps)
-    result |= {"kills": kills, "machine": machine("torch", "transformers")}
-    publish(result, as_json=arguments.as_json, title="seconds from kill to verified")
+    model_path = make_tiny_model(folder / "model", **size)
+    cold, kills = arguments.by_size(smoke=(1, 1), quick=(1, 3), full=(5, 20))
+    return {
+        "model_bytes": (model_path / "model.safetensors").stat().st_size,
+        "store": measure("store", model_path, folder / "store", cold),
+        "disk": measure("disk", model_path, folder / "disk", cold),
+        "standby": measure("store", model_path, folder / "standby", kills, {**STANDBY, **EMBEDDED}),
+    }
 
 
 if __name__ == "__main__":

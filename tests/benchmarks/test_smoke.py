@@ -88,7 +88,10 @@ ROUTER = {
 }
 NUMS_OF_ENGINES = {"4", "64", "1024"}
 TURNS = {"first_s", "turns_per_s", "cpu_ms_per_turn", "errors"}
-RECOVERY = {"detect", "boot", "admit", "restore", "verify", "total"}
+RECOVERY = {
+    *("kills", "detect", "boot", "admit", "restore", "verify", "total", "beyond_load"),
+    *("worst_total", "worst_beyond_load"),
+}
 SAVER = {
     f"{command}{kind}_gib_per_s"
     for command in ("release", "resume")
@@ -145,7 +148,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "model_bytes": None,
         "store": RECOVERY,
         "disk": RECOVERY,
-        "kills": None,
+        "standby": RECOVERY | {"asleep_bytes"},
         "boot_s": None,
         "driver_journal": {"plain_cpu_ms", "failover_cpu_ms", "journal_cpu_ms", "journal_bytes"},
         "step_delay_s": {
