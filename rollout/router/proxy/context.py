@@ -128,6 +128,7 @@ class Proxy:
             max_bytes=config.max_session_bytes,
             max_sessions=config.max_sessions,
             ttl_s=config.session_ttl_s,
+            state=state,
             on_end=gate.unpin,
         )
         self.latencies = Latencies()
@@ -152,6 +153,7 @@ class Proxy:
         if self._state is not None and self.kept is not None:
             records = self._state.records()
             self.kept.load(records, self.now_s())
+            self.sessions.load(records)
         self._sweeping = loop.create_task(self._sweep(), name="router-sweep")
 
     def close(self) -> None:

@@ -58,6 +58,8 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
     async def turns(session_id: str) -> Response:
         """The turns of a session, in the order in which they ended."""
         session = store.get(session_id)
+        if session is None and (why := store.why_lost(session_id)):
+            return _reply(failure(410, "session_lost", why))
         if session is None:
             return _reply(_no_session(session_id))
         parts = _parts(session_id, list(session.tree.turns))

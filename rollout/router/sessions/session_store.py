@@ -8,12 +8,13 @@ turn is refused before it is generated.  A session is kept until it is deleted o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engines.protocol.adapter_names import Names
 from rollout.router.sessions.alignment import Drift
 from rollout.router.sessions.tree import TurnTree
+from rollout.router.state.state_file import Kind, Record, StateFile
 
 _BYTES_PER_SESSION = 2048
 _MOST_EXPIRED_AT_ONCE = 32
@@ -27,12 +28,14 @@ class Session:
         seen_s: end of its last turn.
         num_bytes: at the end of its last turn.
         num_running: turns under way.
+        place: of its record; 0 if it has none.
         names: of the weights that it stays with, as engines know them; empty for none.
     """
 
     seen_s: float
     num_bytes: int = 0
     num_running: int = 0
+    place: int = 0
     names: Names = ()
     tree: TurnTree = field(default_factory=TurnTree)
 
@@ -54,7 +57,10 @@ class SessionStore:
         max_sessions: int,
         ttl_s: float,
         on_end: Callable[[Names], None] = lambda names: None,
+        state: StateFile | None = None,
     ) -> None:
+        self._state = state
+        self._lost: dict[str, int] = {}
         self._on_end = on_end
         self._max_bytes = max_bytes
         self._max_sessions = max_sessions
@@ -63,6 +69,19 @@ class SessionStore:
         self._closed: OrderedDict[str, None] = OrderedDict()
         self.num_bytes = 0
         self.num_turns = dict.fromkeys(Drift, 0)
+
+    def load(self, records: Iterable[Record]) -> None:
+        """Note the sessions of a lost router, which take no further turn: their tokens are lost."""
+        assert self._state is not None
+        for record in records:
+            if record.kind is Kind.SESSION:
+                self._lost[self._state.read(record.place).decode()] = record.place
+
+    def why_lost(self, session_id: str) -> str:
+        """Why the turns of this session are gone; empty if they are not."""
+        if session_id not in self._lost:
+            return ""
+        return f"session {session_id} was lost with its router, and its tokens; begin another one"
 
     def why_full(self, session_id: str, now_s: float) -> str:
         """Why another turn of this session cannot be kept; empty if it can."""
@@ -79,7 +98,7 @@ class SessionStore:
     def why_closed(self, session_id: str) -> str:
         """Why this session takes no further turn; empty if it does."""
         if session_id not in self._closed:
-            return ""
+            return self.why_lost(session_id)
         return (
             f"session {session_id} was closed, so this turn would not be collected; give each "
             "conversation an id of its own"
@@ -103,6 +122,9 @@ class SessionStore:
         if self._sessions.get(session_id) is session:  # it was not deleted meanwhile
             self._sessions.move_to_end(session_id)
             self._count(session)
+            if self._state is not None and session.tree.turns and not session.place:
+                owner, name = self._state.new_owner(), session_id.encode()
+                session.place = self._state.put(Kind.SESSION, owner, 1, name)
             if not (session.tree.turns or session.num_running):
                 self.delete(session_id)
 
@@ -123,8 +145,11 @@ class SessionStore:
 
     def delete(self, session_id: str) -> bool:
         session = self._sessions.pop(session_id, None)
+        place = self._lost.pop(session_id, 0) if session is None else session.place
+        if self._state is not None:
+            self._state.remove(place)
         if session is None:
-            return False
+            return place > 0
         self.num_bytes -= session.num_bytes
         self._on_end(session.names)
         return True
