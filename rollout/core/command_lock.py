@@ -18,6 +18,7 @@ class CommandLock:
     Attributes:
         owner: the command that holds it; empty if none does.
         why_ended: why no other command begins any more; empty if they do.
+        opened: commands begin; until then they wait.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -26,6 +27,8 @@ class CommandLock:
         self._since = 0.0
         self.owner = ""
         self.why_ended = ""
+        self.opened = asyncio.Event()
+        self.opened.set()
 
     @asynccontextmanager
     async def held(self, command: str) -> AsyncIterator[None]:
@@ -36,8 +39,10 @@ class CommandLock:
                 command begins any more.
         """
         clock = asyncio.get_running_loop().time
+        self._check_begins(command)  # also while the command before it hangs
         try:
             async with asyncio.timeout(self._timeout_s):
+                await self.opened.wait()
                 await self._lock.acquire()
         except TimeoutError:
             raise LifecycleError(
@@ -48,9 +53,12 @@ class CommandLock:
             ) from None
         self.owner, self._since = command, clock()
         try:
-            if self.why_ended:
-                raise LifecycleError(f"cannot {command}: {self.why_ended}", command=command)
+            self._check_begins(command)
             yield
         finally:
             self.owner = ""
             self._lock.release()
+
+    def _check_begins(self, command: str) -> None:
+        if self.why_ended:
+            raise LifecycleError(f"cannot {command}: {self.why_ended}", command=command)

@@ -1,4 +1,4 @@
-"""Facts about this machine: memory, limits, seconds since boot."""
+"""This machine: its memory, limits, seconds since boot, and a flush to its disk."""
 
 from __future__ import annotations
 
@@ -71,3 +71,12 @@ def _cgroup_bytes() -> int | None:
 def since_boot_s() -> float:
     """A clock that is the same for all processes of the machine."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power failure; the contents of its files may not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

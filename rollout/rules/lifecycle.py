@@ -206,6 +206,25 @@ def _needs(command: Command, phase: Phase, traits: GroupTraits) -> bool:
     return command in legal_commands(phase, traits)
 
 
+def has_verified_weights(phase: Phase) -> bool:
+    """Whether an engine in this phase holds verified weights, so that their version names them."""
+    return phase in _VERIFIED
+
+
+def must_finish(command: Command | None) -> bool:
+    """Whether a command during which a group was lost is run again on its engines.
+
+    Each of them does nothing twice.  Of the others, verify changes nothing, and the engines are not
+    reused after a push or a snapshot: half of it looks like a whole one.
+    """
+    return command not in (None, Command.VERIFY, *_AFRESH)
+
+
+def spoils_weights(command: Command | None) -> bool:
+    """Whether the weights of an engine are unknown after half of this command."""
+    return command in _AFRESH
+
+
 def hold_loaded_weights(phases: Iterable[Phase]) -> bool:
     """Whether no group has released or changed its weights since it served."""
     return all(phase in (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED) for phase in phases)

@@ -239,6 +239,7 @@ class RuntimeContext:
 
     node_id: str
     namespace: str
+    was_current_actor_reconstructed: bool = False
 
     def get_node_id(self) -> str:
         return self.node_id
@@ -311,6 +312,9 @@ class _Method:
         self._actor = actor
         self._name = name
         self._signature = inspect.signature(function)
+
+    def options(self, **options: Any) -> _Method:
+        return self
 
     def remote(self, *args: Any, **kwargs: Any) -> ObjectRef:
         self._signature.bind(None, *args, **kwargs)

@@ -328,22 +328,49 @@ def test_people_read_it_in_words(crash: Crash) -> None:
     assert "own serving, theirs serving; gate open, weight version 0" in done.output
 
 
+@contextmanager
+def driven_over_ray(tmp_path: Path) -> Iterator[Crash]:
+    # Short, because sockets are made in it and their paths are limited to 107 bytes.
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="rr", ignore_cleanup_errors=True) as folder,
+    ):
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with driven(tmp_path, "ray") as crash:
+            yield crash
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_driver_killed_after_its_server_had_come_back_leaves_nothing(tmp_path: Path) -> None:
+    with driven_over_ray(tmp_path) as crash:
+        own, files = crash.own(), crash.own_files()
+        journal = crash.run / "policy" / "journal.json"
+        lost = read(journal).process
+        os.kill(lost.pid, signal.SIGKILL)
+        assert wait_until(lambda: read(journal).process != lost, 2 * TIMEOUT_S)
+        assert crash.own() == own
+        assert is_running(own)
+        crash.tell("offload")
+        crash.driver.wait_for("offloaded", TIMEOUT_S)
+        crash.kill()
+        assert wait_until(lambda: not is_running(own), TIMEOUT_S)
+        assert wait_until(lambda: not any(path.exists() for path in files), TIMEOUT_S)
+
+
 @pytest.mark.ray
 @pytest.mark.chaos
 def test_over_ray_too_the_engines_end_with_the_driver_and_the_journal_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    # Short, because sockets are made in it and their paths are limited to 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="rr", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        with driven(tmp_path, "ray") as crash:
-            own = crash.own()
-            crash.kill()
-            assert wait_until(lambda: not is_running(own), 2 * TIMEOUT_S)
-            (server,) = crash.attach()["servers"]
-            assert (server["backend"], server["driver_is"]) == ("ray", "ended")
-            assert server["driver"]["pid"] == crash.driver.process.pid
-            assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
-            assert crash.engines()["theirs"]["is_ready"]
+    with driven_over_ray(tmp_path) as crash:
+        own = crash.own()
+        crash.kill()
+        assert wait_until(lambda: not is_running(own), 2 * TIMEOUT_S)
+        (server,) = crash.attach()["servers"]
+        assert (server["backend"], server["driver_is"]) == ("ray", "ended")
+        assert server["driver"]["pid"] == crash.driver.process.pid
+        assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
+        assert crash.engines()["theirs"]["is_ready"]

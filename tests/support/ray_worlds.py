@@ -121,6 +121,11 @@ class RayWorld(World):
         mine = [one for one in self._alive() if one["ActorClassName"] == class_name]
         os.kill(max(mine, key=lambda one: one["StartTime"])["Pid"], signal.SIGKILL)
 
+    def pids(self, class_name: str) -> list[int]:
+        """Of the processes of the live actors of a class."""
+        mine = [one for one in self._alive() if one["ActorClassName"] == class_name]
+        return sorted(one["Pid"] for one in mine)
+
     def _alive(self) -> list[dict[str, Any]]:
         # The public ray.util.state asks the dashboard, which tests do without.
         state = importlib.import_module("ray._private.state")

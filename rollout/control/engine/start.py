@@ -13,7 +13,7 @@ from pathlib import Path
 from engines.http.call import Deadlines
 from engines.kinds import KINDS, kind_of
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
-from engines.protocol import Endpoint, Engine, ServerInfo
+from engines.protocol import Endpoint, Engine, MemoryTag, ServerInfo
 from engines.protocol.features import Features, read_features
 from engines.protocol.kind import Kind
 from engines.protocol.spec import normalized
@@ -109,7 +109,7 @@ class Starter:
         Args:
             process_name: as in ``EngineState``.
         """
-        process = await self._launcher.launch(self._spec(slot, process_name or slot.engine_id))
+        process = await self._launcher.launch(self.spec(slot, process_name))
         try:
             member = await self.admit(slot, process)
             member.process_name = process_name
@@ -187,7 +187,8 @@ class Starter:
             else (),
         )
         is_retracting = settings.lifecycle.drain is Drain.RETRACT
-        if self._weights_cpu_backup or is_retracting:
+        has_weights = MemoryTag.WEIGHTS not in (info.released or ())
+        if has_weights and (self._weights_cpu_backup or is_retracting):
             # Some weights must survive a release: the current ones are the reference.  A drain by
             # retracting must know before the first pause whether the checker refuses.
             member.record = await member.fingerprints()
@@ -237,15 +238,16 @@ class Starter:
         for setting, why in conflicts:
             raise ConfigError(f"{self._settings.path}.{setting}: {why}")
 
-    def _spec(self, slot: EngineSlot, process_name: str) -> EngineSpec:
+    def spec(self, slot: EngineSlot, process_name: str = "") -> EngineSpec:
+        """What is launched on a slot; ``process_name`` as in ``EngineState``."""
         settings = self._settings
         urls = settings.group.engine.urls
         return replace(
             configured_spec(
                 settings.model_path, settings.group, settings.update, settings.not_pushed
             ),
-            engine_id=process_name,
-            log_path=str(Path(settings.log_dir) / f"{process_name}.log"),
+            engine_id=process_name or slot.engine_id,
+            log_path=str(Path(settings.log_dir) / f"{process_name or slot.engine_id}.log"),
             gpu_ids=slot.gpu_ids,
             num_cpus=slot.num_cpus,
             memory_saver=self._memory_saver,

@@ -3,9 +3,9 @@
 Always true:
 - an engine is restarted or readmitted only while no command runs.  It can be probed and fenced at
   any time, also while a command hangs;
-- an engine of a lost group is reused only if no command ran on it when its group was lost, and it
-  serves the published weights.  The released tags of any other engine are unknown, and SGLang
-  crashes on a second release: it is fenced and ended, and recovery restarts it.
+- an engine of a lost group is reused only if its own report agrees with the phase of the group: its
+  weights, its released memory, and whether it takes requests.  Any other engine is fenced
+  and ended, and recovery restarts it: SGLang crashes on a second release.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from engines.launch import RunningEngine
-from engines.protocol import WeightsReport
+from engines.protocol import MemoryTag, WeightsReport
 from engines.protocol.plain_text import describe
-from rollout.control.engine.catch_up import readmit
+from rollout.control.engine.catch_up import readmit, released_in
 from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.start import Starter
@@ -28,12 +29,20 @@ from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_set import EngineSet
 from rollout.core.errors import EngineFailure, LifecycleError, RolloutError, WeightMismatch
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
-from rollout.rules.lifecycle import Phase
+from rollout.rules.fingerprint_check import ALL_TENSORS
+from rollout.rules.lifecycle import (
+    TAKE_MEMORY,
+    Command,
+    GroupTraits,
+    Phase,
+    has_verified_weights,
+    spoils_weights,
+)
 from rollout.weights.store.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 
-_LOST = "its group was lost while a command ran or memory was released"
+_MOVE_MEMORY = (Command.RELEASE, *TAKE_MEMORY)
 
 
 class EngineRecovery:
@@ -132,38 +141,61 @@ class EngineRecovery:
         return next(references, None)
 
 
+@dataclass(frozen=True, slots=True)
+class LostState:
+    """The state of a lost group, which its engines must confirm.
+
+    Attributes:
+        known: the last known status of the group, in the last phase that it completed.
+        unfinished: the command during which it was lost; None if it was at rest.
+        version: the published weight version.
+    """
+
+    known: GroupStatus
+    unfinished: Command | None
+    version: int
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self.known.phase)
+
+
 async def adopt_running_engines(
     engines: EngineSet,
     starter: Starter,
     slots: Mapping[str, EngineSlot],
-    known: GroupStatus,
     processes: Mapping[str, RunningEngine],
-    version: int | None,
+    lost: LostState,
+    tags: Sequence[MemoryTag],
+    traits: GroupTraits,
     budget_s: float,
 ) -> None:
-    """Fill the set with the engines of ``known``; see ``ServerGroup.take_over``.
+    """Fill the set with the engines of a lost group; see ``ServerGroup.take_over``.
 
     Args:
+        tags: the memory tags that the group releases on offload.
         budget_s: deadline for one engine to pass its checks.
     """
 
     async def adopt(engine: EngineStatus) -> EngineState:
         slot, process = slots[engine.engine_id], processes[engine.engine_id]
-        reason = engine.fence_reason or ("" if version is not None else _LOST)
+        reason = engine.fence_reason
         if not reason:
             try:
                 async with asyncio.timeout(budget_s):
-                    return await _reuse(starter, slot, process, engine, version)
+                    if why := _why_unknown(lost, traits):
+                        raise RolloutError(why)
+                    return await _reuse(starter, slot, process, engine, lost, tags)
             except Exception as error:
                 reason = f"its group was lost, and it cannot be reused: {describe(error)}"
         return starter.unknown(slot, process, f"engine {engine.engine_id}: {reason}")
 
-    members = await asyncio.gather(*(adopt(engine) for engine in known.engines))
+    members = await asyncio.gather(*(adopt(engine) for engine in lost.known.engines))
     engines.fill(members)
     fenced = [member for member in members if member.fence_reason]
     logger.warning(
         "group %s: %d of %d engines of the lost group reused",
-        known.name,
+        lost.known.name,
         len(members) - len(fenced),
         len(members),
     )
@@ -175,25 +207,68 @@ async def adopt_running_engines(
     )
 
 
+def _why_unknown(lost: LostState, traits: GroupTraits) -> str:
+    """Why no engine can confirm its weights; empty if it can, or if the next push brings them."""
+    if spoils_weights(lost.unfinished):
+        return f"{lost.unfinished} had begun"
+    is_empty = lost.phase in (Phase.OFFLOADED, Phase.WEIGHTS_ONLOADED)
+    moves = lost.unfinished in _MOVE_MEMORY
+    if traits.weights_survive and (is_empty or moves):
+        return "no copy of the fingerprints is left, and its weights must survive a release"
+    return ""
+
+
 async def _reuse(
     starter: Starter,
     slot: EngineSlot,
     process: RunningEngine,
     known: EngineStatus,
-    version: int | None,
+    lost: LostState,
+    tags: Sequence[MemoryTag],
 ) -> EngineState:
     if not await process.is_alive():
         raise RolloutError("its process has ended")
     member = await starter.admit(slot, process)
     try:
-        if not await member.engine.is_ready():
-            raise RolloutError("it takes no requests")
         member.process_name = known.process_name
+        member.released = await _reported_released(member, lost, tags)
+        if lost.unfinished is None and await member.engine.is_ready() != (
+            lost.phase is Phase.SERVING
+        ):
+            takes = "no requests" if lost.phase is Phase.SERVING else "requests"
+            raise RolloutError(f"it takes {takes}, and its group is {lost.phase}")
+        has_weights = MemoryTag.WEIGHTS not in member.released and has_verified_weights(lost.phase)
         if known.is_stale:
             member.is_stale, member.is_verified = True, False
-        elif member.weight_version != version:
-            raise RolloutError(f"it holds weight version {member.weight_version}, not {version}")
+        elif not has_weights:  # only a push makes them known again
+            member.weight_version, member.is_verified = None, False
+            member.changed = ALL_TENSORS
+        elif member.weight_version != lost.version:
+            raise RolloutError(
+                f"it holds weight version {member.weight_version}, not {lost.version}"
+            )
     except BaseException:
         await member.aclose()
         raise
     return member
+
+
+async def _reported_released(
+    member: EngineState, lost: LostState, tags: Sequence[MemoryTag]
+) -> set[MemoryTag]:
+    """The tags that an engine reports as released.
+
+    Raises:
+        RolloutError: it reports none, or others than the phase of its group says.
+    """
+    expected = set(released_in(lost.phase, tags))
+    reported = (await member.engine.server_info()).released
+    moves = lost.unfinished in _MOVE_MEMORY
+    if reported is None and (expected or moves):
+        raise RolloutError("it does not report what memory it has released")
+    if reported is not None and not moves and set(reported) != expected:
+        raise RolloutError(
+            f"it has released {', '.join(sorted(reported)) or 'nothing'}, and its group is "
+            f"{lost.phase}"
+        )
+    return {tag for tag in tags if tag in (reported or ())}

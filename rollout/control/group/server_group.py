@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from engines.launch import EngineLauncher, RunningEngine
+from engines.protocol.plain_text import describe
 from rollout.config import Drain
 from rollout.control.engine.catch_up import bring_to_phase
 from rollout.control.engine.drain import flush, pause
@@ -35,14 +36,18 @@ from rollout.control.engine.stop import log_tail
 from rollout.control.group.adapters import GroupAdapters
 from rollout.control.group.command_runner import CommandRunner, now
 from rollout.control.group.engine_boots import EngineBoots
-from rollout.control.group.engine_recovery import EngineRecovery, adopt_running_engines
+from rollout.control.group.engine_recovery import (
+    EngineRecovery,
+    LostState,
+    adopt_running_engines,
+)
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.probe import GroupProbe, probe_all
 from rollout.control.group.push_path_check import PushPathCheck, check_snapshots, take_snapshot
 from rollout.control.group.scaling import EngineScaling
 from rollout.control.group.verify import collect_fingerprints, verify_group, why_no_engine_holds
 from rollout.control.group.weight_update import WeightUpdater
-from rollout.core.errors import EngineFailure
+from rollout.core.errors import EngineFailure, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, run_to_completion
 from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.observability.timeline.recorder import Timeline
@@ -146,21 +151,31 @@ class ServerGroup:
         return await self.status()
 
     async def take_over(
-        self, known: GroupStatus, processes: Mapping[str, RunningEngine], version: int | None
+        self, lost: LostState, processes: Mapping[str, RunningEngine]
     ) -> GroupStatus:
-        """Continue from the phase of a lost group, with its engines.
+        """Continue from the phase of a lost group, with the engines that confirm it.
 
         Args:
-            known: the last known status of the lost group, in the last phase it completed.
             processes: the running process of each engine.
-            version: the weight version an engine must hold to be reused; None ends all engines,
-                and recovery restarts them.
         """
         budget_s = 2 * self._settings.health.probe_timeout_s
         await adopt_running_engines(
-            self._engines, self._starter, self._slots, known, processes, version, budget_s
+            self._engines,
+            self._starter,
+            self._slots,
+            processes,
+            lost,
+            self._policy.tags if self._traits.needs_offload else (),
+            self._traits,
+            budget_s,
         )
-        self._commands.phase = Phase(known.phase)
+        self._commands.phase = lost.phase
+        if lifecycle.must_finish(lost.unfinished):
+            assert lost.unfinished is not None
+            try:
+                await self.run(lost.unfinished)
+            except RolloutError as error:  # the command is called again, and fails with the reason
+                logger.error("group %s: %s", self.name, describe(error))
         return await self.status()
 
     async def stop(self) -> None:

@@ -67,6 +67,7 @@ class RecoveryMonitor:
     """The background tasks of one server: probe, listen, recover.
 
     Args:
+        lost_groups: those that were seen to be lost; see ``GroupRegistry.lost``.
         router_failures: waits until the router has removed engines from routing, at most this
             long; returns them, with the reason of each.
         has_sources: a weight store is configured.
@@ -80,6 +81,7 @@ class RecoveryMonitor:
         name: str,
         config: HealthConfig,
         groups: Mapping[str, ServerGroup],
+        lost_groups: dict[str, ServerGroup],
         terms: Mapping[str, GroupTerms],
         server: MonitoredServer,
         router_failures: Callable[[float], Awaitable[list[tuple[str, str]]]],
@@ -91,7 +93,7 @@ class RecoveryMonitor:
         self._config = config
         self._has_sources = has_sources or config.weights_path is not None
         self._groups = groups
-        self._lost_groups: dict[str, ServerGroup] = {}
+        self._lost_groups = lost_groups
         self._server = server
         self._router_failures = router_failures
         self._lock = lock
@@ -220,7 +222,7 @@ class RecoveryMonitor:
             return
         try:
             async with self._lock.held(OWNER):
-                await self._replace_lost_groups()
+                await self.replace_lost_groups()
                 await self._actions.fence_dead()
                 self._actions.boot(self._plan())
                 await self._actions.admit(self._groups)
@@ -229,8 +231,12 @@ class RecoveryMonitor:
         except LifecycleError as error:  # another command has held the lock for too long
             logger.warning("server %s: %s", self._name, error)
 
-    async def _replace_lost_groups(self) -> None:
-        lost, self._lost_groups = self._lost_groups, {}  # the next probe finds those still lost
+    async def replace_lost_groups(self) -> None:
+        """Put other groups in the place of those that are lost; the caller holds the lock."""
+        if not self._config.recover:
+            return
+        lost = dict(self._lost_groups)
+        self._lost_groups.clear()  # the next probe finds those still lost
         for name, group in lost.items():
             if group is not self._groups[name]:
                 continue  # a late reply: another group has replaced it already

@@ -41,6 +41,7 @@ class GateControl:
         state: open, holding or closed, as the lifecycle has set it.
         paused_s: of the step that has ended last; see ``Step``.
         leaving: engines about to be removed: they only finish their requests.
+        epoch: number of the members that were published last.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class GateControl:
         self._config = config
         self._timeline = timeline
         self._publishing = asyncio.Lock()
-        self._epoch = 0
+        self.epoch = 0
         self._cursor = 0
 
     @property
@@ -145,7 +146,7 @@ class GateControl:
         async with self._publishing:  # or an older list could get a newer epoch
             statuses = await self._registry.statuses()
             routing = out, returning = self._recovery.routing()
-            self._epoch += 1
+            self.epoch += 1
             members = [
                 replace(
                     self._member(status.worker_type, engine, out),
@@ -155,7 +156,7 @@ class GateControl:
                 for status in statuses.values()
                 for engine in status.engines
             ]
-            await self._router.set_members(self._epoch, members)
+            await self._router.set_members(self.epoch, members)
             self._recovery.published = routing
             self._note_waiting(members)
             return statuses

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig
+from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
@@ -30,9 +31,7 @@ _REPLACE_TIMEOUT_S = 90.0
 class ActorFactory(Protocol):
     """Creates a new actor for a group whose actor is lost."""
 
-    def make_group(
-        self, name: str, known: GroupStatus, version: int | None
-    ) -> Awaitable[ServerGroup]:
+    def make_group(self, name: str, lost: LostState) -> Awaitable[ServerGroup]:
         """A group in the place of a lost one; see ``ServerGroup.take_over``."""
         ...
 
@@ -43,6 +42,7 @@ class GroupRegistry:
     Attributes:
         phases: the phase of each group.
         traits: the traits of each group, for the lifecycle table.
+        lost: groups whose actor was seen to have died; another one may have replaced it.
     """
 
     def __init__(self, name: str, config: ServerConfig, groups: Mapping[str, ServerGroup]) -> None:
@@ -60,6 +60,7 @@ class GroupRegistry:
         self._margins_s = {
             group: group_margin_s(config.groups[group].engine) for group in self.groups
         }
+        self.lost: dict[str, ServerGroup] = {}
         self._last_known: dict[str, GroupStatus] = {}
 
     async def statuses(self) -> dict[str, GroupStatus]:
@@ -73,9 +74,13 @@ class GroupRegistry:
             async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 status = await group.status()
         except Exception as error:  # a lost group must not hide the others
+            if isinstance(error, ActorLost) and error.is_dead:
+                self.lost[name] = group
             known = self._last_known.get(name)
             if known is None:
                 raise
+            # Commands have changed its phase since it was read.
+            self._last_known[name] = known = self.last_known(name)
             return _as_lost(known, describe(error))
         self._last_known[name] = status
         return status
@@ -102,7 +107,7 @@ class GroupRegistry:
         return list(self._last_known.values())
 
     async def replace_lost(
-        self, name: str, factory: ActorFactory | None, version: int | None
+        self, name: str, factory: ActorFactory | None, unfinished: Command | None, version: int
     ) -> None:
         """Create and start a group in the place of a lost one; see ``ServerGroup.take_over``.
 
@@ -111,9 +116,9 @@ class GroupRegistry:
         """
         if factory is None:
             raise ActorLost(f"group {name} is lost; stop this deployment and launch it again")
-        known = self.last_known(name)
+        lost = LostState(self.last_known(name), unfinished, version)
         async with asyncio.timeout(_REPLACE_TIMEOUT_S + self._margins_s[name]):
-            group = await factory.make_group(name, known, version)
+            group = await factory.make_group(name, lost)
             status = await group.start()
         self.groups[name] = group
         self._last_known[name] = status

@@ -21,9 +21,11 @@ from typing import Any
 import orjson
 
 from engines.process.process_identity import identify
-from engines.protocol import ProcessIdentity
+from engines.protocol import Endpoint, ProcessIdentity
 from rollout.core.errors import RolloutError
-from rollout.core.types import GroupStatus
+from rollout.core.machine import sync_folder
+from rollout.core.types import EngineStatus, GroupStatus
+from rollout.rules.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,24 @@ class EngineEntry:
     weight_version: int | None
     fence_reason: str = ""
     processes: tuple[ProcessIdentity, ...] = ()
+    is_stale: bool = False
+    process_name: str = ""
+
+    def status(self, phase: str) -> EngineStatus:
+        """Its last known status, in this phase of its group."""
+        return EngineStatus(
+            self.engine_id,
+            Endpoint.of_url(self.url),
+            phase,
+            self.weight_version,
+            (),
+            self.node_id,
+            pid=self.processes[0].pid if self.processes else None,
+            fence_reason=self.fence_reason,
+            is_stale=self.is_stale,
+            processes=self.processes,
+            process_name=self.process_name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,10 @@ class JournalRecord:
         page_needs_key: for viewing.
         phases: the phase of each group after the last command.
         doing: the command that runs; empty for none.
+        unfinished: by group, the command that it may have begun and not ended.
         gate: state of the router's gate.
+        has_pushed, has_served, has_adapters, base_version: of the last push; see ``LastPush``.
+        expected_version: see ``PhaseRunner``.
         is_ended: it was stopped in order, and has no leftovers.
         written_at_s: seconds since 1970.
     """
@@ -78,13 +101,29 @@ class JournalRecord:
     page_needs_key: bool = False
     phases: dict[str, str] = field(default_factory=dict)
     doing: str = ""
+    unfinished: dict[str, str] = field(default_factory=dict)
     gate: str = "closed"
     weight_version: int = 0
+    has_pushed: bool = False
+    has_served: bool = True
+    has_adapters: bool = False
+    base_version: int = 0
+    expected_version: int = 0
     router_url: str = ""
     engines: tuple[EngineEntry, ...] = ()
     is_ended: bool = False
     written_at_s: float = 0.0
     format: int = FORMAT
+
+    @property
+    def why_lost(self) -> str:
+        """Why no other process can continue this server; empty if one can."""
+        if self.is_ended:
+            return "it was stopped before"
+        if self.has_adapters:
+            return "the adapters that it had got were in its memory"
+        is_starting = Phase.STARTING in self.phases.values()
+        return "it was lost while it started" if is_starting or not self.engines else ""
 
 
 def entries_of(statuses: Sequence[GroupStatus]) -> tuple[EngineEntry, ...]:
@@ -98,6 +137,8 @@ def entries_of(statuses: Sequence[GroupStatus]) -> tuple[EngineEntry, ...]:
             engine.weight_version,
             engine.fence_reason,
             engine.processes,
+            engine.is_stale,
+            engine.process_name,
         )
         for status in statuses
         for engine in status.engines
@@ -183,13 +224,8 @@ def _replace(path: Path, content: bytes, durable: bool) -> None:
             file.flush()
             os.fsync(file.fileno())
     part.replace(path)
-    if not durable:
-        return
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    if durable:
+        sync_folder(path.parent)
 
 
 def read(path: Path) -> JournalRecord:

@@ -17,7 +17,7 @@ from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.adapter_versions import AdapterVersions
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
-from rollout.control.server.journal import ServerJournal, entries_of
+from rollout.control.server.journal import JournalRecord, ServerJournal, entries_of
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.fanout import barrier
 from rollout.core.types import EngineStatus, PhaseReport, StepReport
@@ -46,6 +46,7 @@ class PhaseRunner:
         doing: the command that runs; empty for none.
         expected_version: the gate stays closed until a push of this version or a newer one.
         next_adapter: a push that is staged as soon as the engines generate, and then published.
+        unfinished: by group, the command that it may have begun and not ended.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PhaseRunner:
         self.expected_version = 0
         self.next_adapter: WeightPush | None = None
         self._adapters = adapters
+        self.unfinished: dict[str, Command] = {}
         self._update = update
         self._margin_s = margin_s
         self._journal = journal
@@ -106,6 +108,19 @@ class PhaseRunner:
     def start_at(self, version: int) -> None:
         """The engines hold this version from the start."""
         self._last_push = LastPush(version, base_version=version)
+
+    def continue_at(self, record: JournalRecord) -> None:
+        """Continue where a lost server of the same run was.
+
+        The contents of its last push are unknown, so none counts as equal to them.
+        """
+        self._last_push = LastPush(
+            record.weight_version,
+            Manifest({}) if record.has_pushed else None,
+            record.has_served,
+            base_version=record.base_version,
+        )
+        self.expected_version = record.expected_version
 
     @property
     def has_pushed(self) -> bool:
@@ -189,9 +204,10 @@ class PhaseRunner:
         self._last_push = replace(last, manifest=Manifest(last.manifest.tensors, fingerprints))
 
     async def _refresh_phases(self) -> None:
-        """After a failure, read the phases: a late command may have changed a group."""
+        """After a failure, read the phases: a late command may have changed a group, or lost it."""
         if self._has_failed:
             await self._registry.refresh_phases()
+            await self._recovery.replace_lost_groups()
 
     # -- one command ------------------------------------------------------------------------
 
@@ -206,6 +222,9 @@ class PhaseRunner:
         names = list(names)
         await self._prepare(command, names)
         self._order += 1
+        for name in names:
+            if not lifecycle.spoils_weights(self.unfinished.get(name)):
+                self.unfinished[name] = command
         self.doing = command.value
         started = asyncio.get_running_loop().time()
         try:
@@ -268,6 +287,7 @@ class PhaseRunner:
             )
             for name, report in reports.items():
                 self._registry.phases[name] = Phase(report.phase)
+                self.unfinished.pop(name, None)
             staged = await self._stage_next() if command is Command.CONTINUE else ()
         return [*reports.values(), *staged]
 
@@ -327,7 +347,13 @@ class PhaseRunner:
                 phases={name: phase.value for name, phase in self._registry.phases.items()},
                 doing=self.doing,
                 gate=self._gate.state,
+                unfinished={name: command.value for name, command in self.unfinished.items()},
                 weight_version=self.weight_version,
+                has_pushed=self.has_pushed,
+                has_served=self._last_push.has_served,
+                has_adapters=bool(self._last_push.adapters),
+                base_version=self._last_push.base_version,
+                expected_version=self.expected_version,
                 router_url=self._gate.router_url,
                 engines=entries_of(self._registry.all_last_known()),
             )

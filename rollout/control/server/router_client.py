@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from engines.protocol import Endpoint
@@ -68,6 +69,21 @@ class RouterClient:
         starting = self._router.start()
         self._endpoint = await self._within("start", starting, _START_TIMEOUT_S)
         return self._endpoint
+
+    async def rejoin(self, endpoint: Endpoint) -> int:
+        """Use the router that outlived a lost server; returns the epoch of its members."""
+        self._endpoint = endpoint
+        epoch: int = await self._within("stats", self._find_serving(), _START_TIMEOUT_S)
+        return epoch
+
+    async def _find_serving(self) -> int:
+        while True:
+            for router in self._routers:
+                with suppress(ActorLost):  # it stands by
+                    epoch = int((await router.stats())["epoch"])
+                    self._router = router
+                    return epoch
+            await asyncio.sleep(_AGAIN_S)
 
     def serves(self, number: int) -> tuple[Members | None, str, dict[str, Any]]:
         """Another router serves now.  What it begins with: see ``RouterHost.begin_as``."""

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.group.server_group import ServerGroup
@@ -28,7 +29,7 @@ from rollout.control.server.adapter_versions import AdapterVersions
 from rollout.control.server.elastic import ElasticSlots
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import ActorFactory, GroupRegistry
-from rollout.control.server.journal import ServerJournal
+from rollout.control.server.journal import JournalRecord, ServerJournal
 from rollout.control.server.phase_runner import PhaseRunner
 from rollout.control.server.router_client import RouterClient
 from rollout.control.server.snapshot import take_snapshot
@@ -128,6 +129,7 @@ class RolloutServer:
             name,
             config.health,
             registry.groups,
+            registry.lost,
             terms,
             self,
             client.failures,
@@ -168,34 +170,69 @@ class RolloutServer:
         async with self._lock.held("start"):
             try:
                 await self._phase_runner.write_journal()
-                if self._page is not None:
-                    page = await self._page.start(self)
-                    if self._journal is not None:
-                        self._journal.keep(page=page, page_needs_key=bool(self._config.page.key))
-                        await self._phase_runner.write_journal(durable=False)
-                # The router first: an occupied port is found before engines load.
-                await self._router.start()
-                self._expected = await asyncio.to_thread(
-                    read_checkpoint_manifest, self._config.model_path
-                )
-                statuses = await barrier(
-                    {name: group.start() for name, group in self._registry.groups.items()}
-                )
-                self._adopt_start_version(statuses)
-                if self._store is not None:
-                    await self._store.start()
-                self._registry.have_started(statuses)
-                self._recovery.start(
-                    {
-                        name: [engine.engine_id for engine in status.engines]
-                        for name, status in statuses.items()
-                    }
-                )
+                await self._start_page()
+                await self._phase_runner.write_journal(durable=False)
+                self._adopt_start_version(await self._start_parts(self._router.start()))
                 await self._open_or_expect(expect_version)
             except BaseException:
                 await self.stop()
                 raise
         return await self.status()
+
+    async def continue_lost(self, record: JournalRecord) -> None:
+        """Continue in the place of a lost server of the same run.
+
+        Its groups take over the engines that confirm their state.  The gate opens if it was open
+        and no command was under way; otherwise a command leads on.  No command runs meanwhile.
+
+        Args:
+            record: the last one of the lost server.
+        """
+        try:
+            self._phase_runner.continue_at(record)
+            await self._start_page()
+            await self._start_parts(self._rejoin_router(record.router_url))
+            await self._recovery.probe_once()  # engines that were not reused are dead
+            await self._gate.publish_members()
+            if record.gate == "open" and not record.unfinished:
+                await self._phase_runner.open_gate()
+            else:
+                why = "the process of the server was lost, and another one continues"
+                is_held = record.gate == "holding" and not record.unfinished
+                await self._gate.shut("holding" if is_held else "closed", why, "continue")
+        except PhaseFailed as error:
+            await self._gate.shut("closed", str(error), "continue")
+        except BaseException:
+            await self.stop()
+            raise
+        await self._phase_runner.write_journal()
+
+    async def _start_page(self) -> None:
+        if self._page is not None:
+            page = await self._page.start(self)
+            if self._journal is not None:
+                self._journal.keep(page=page, page_needs_key=bool(self._config.page.key))
+
+    async def _rejoin_router(self, url: str) -> None:
+        self._gate.epoch = await self._router.rejoin(Endpoint.of_url(url))
+
+    async def _start_parts(self, router: Awaitable[object]) -> Mapping[str, GroupStatus]:
+        # The router first: an occupied port is found before engines load.
+        await router
+        self._expected = await asyncio.to_thread(read_checkpoint_manifest, self._config.model_path)
+        statuses = await barrier(
+            {name: group.start() for name, group in self._registry.groups.items()}
+        )
+        if self._store is not None:
+            await self._store.start()
+        self._registry.have_started(statuses)
+        self._recovery.start(
+            {
+                name: [engine.engine_id for engine in status.engines]
+                for name, status in statuses.items()
+            }
+        )
+        return statuses
 
     async def _open_or_expect(self, version: int) -> None:
         runner = self._phase_runner
@@ -487,16 +524,17 @@ class RolloutServer:
     async def replace_lost_group(self, name: str) -> None:
         """Create another group in the place of one whose actor is lost; the caller holds the lock.
 
-        If no command ran, its engines are reused.  Else they are ended, and recovery restarts
-        them.
+        Its engines are reused that confirm their state.  The others are ended, and recovery
+        restarts them.
 
         Raises:
             ActorLost: there is no actor factory.
         """
-        # With an open gate, every engine has completed its last command.
-        is_at_rest = self._gate.state == "open"
-        version = self.base_version if is_at_rest else None
-        await self._registry.replace_lost(name, self._actor_factory, version)
+        unfinished = self._phase_runner.unfinished
+        await self._registry.replace_lost(
+            name, self._actor_factory, unfinished.get(name), self.base_version
+        )
+        unfinished.pop(name, None)
         await self._registry.groups[name].know_adapters(list(self._adapters.pushes.values()))
         await self.publish_members()
 

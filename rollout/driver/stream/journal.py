@@ -19,6 +19,7 @@ from pathlib import Path
 import orjson
 
 from rollout.core.errors import ConfigError
+from rollout.core.machine import sync_folder
 from rollout.core.pending import in_own_thread
 from rollout.driver.stream.saved_state import Changes, SavedState, State
 
@@ -118,11 +119,7 @@ class JournalFiles:
         except OSError:
             part.unlink(missing_ok=True)
             raise
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self.folder)
         for number in numbers[:-1]:
             self._path(number).unlink(missing_ok=True)
 

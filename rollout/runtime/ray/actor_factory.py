@@ -6,31 +6,20 @@ is killed before another replaces it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from engines.launch import AttachedEngine, RunningEngine
 
-from rollout.config import RouterConfig
 from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
-from rollout.core.types import EngineSlot, EngineStatus, GroupStatus, NodeShare
-from rollout.router.host import RouterHost, new_run
-from rollout.router.state.state_file import StateFile
-from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProcess
-from rollout.runtime.ray.engine_launcher import EnginePlacement
+from rollout.core.types import EngineSlot, NodeShare
+from rollout.router.host import RouterHost
+from rollout.rules.deadlines import kill_timeout_s
+from rollout.runtime.ray.engine_launcher import EnginePlacement, end_host
 from rollout.runtime.ray.handles import remote_group, remote_router
-from rollout.runtime.ray.remote_call import RemoteCall
-
-logger = logging.getLogger(__name__)
-
-_QUERY_TIMEOUT_S = 5.0
-# One serves, and one is ready to: a process that Ray restarts needs two seconds.
-_NUM_ROUTERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +27,13 @@ class ServerParts:
     """The arguments for the actors of a server.
 
     Attributes:
-        router_class, group_class: Ray actor classes, with the options that place them.
-        routers: their state.
+        routers: their actors; they outlive a lost server.
+        group_class: a Ray actor class, with the options that place it.
         groups: settings and slots by group.
     """
 
-    router_class: Any
+    routers: Sequence[Any]
     group_class: Any
-    routers: StateFile
     groups: Mapping[str, tuple[GroupSettings, Sequence[EngineSlot]]]
     placement: EnginePlacement
 
@@ -55,29 +43,30 @@ class LostGroup:
     """A lost group, for the group that replaces it.
 
     Attributes:
-        known: its last known status.
+        state: see ``ServerGroup.take_over``.
         hosts: by engine, the node and the actor of each part; none for attached engines.
-        version: see ``ServerGroup.take_over``.
     """
 
-    known: GroupStatus
+    state: LostState
     hosts: Mapping[str, Sequence[tuple[str, Any]]]
-    version: int | None
 
 
 class ServerActors:
-    """The actors of one server; an ``ActorFactory``."""
+    """The actors of one server; an ``ActorFactory``.
 
-    def __init__(self, name: str, router: RouterConfig, parts: ServerParts) -> None:
+    Args:
+        lost: the groups of a lost server, in whose place this one is; None for a new one.
+    """
+
+    def __init__(
+        self, name: str, parts: ServerParts, lost: Mapping[str, LostState] | None = None
+    ) -> None:
         self._name = name
         self._parts = parts
-        make, shared = parts.router_class.remote, {"run": new_run(), "state": parts.routers}
-        owner = parts.placement.owner
-        self._routers: list[Any] = [
-            make(router, number=number, server=owner, **shared) for number in range(_NUM_ROUTERS)
-        ]
         self._groups: dict[str, Any] = {
-            group: parts.group_class.remote(settings, slots, parts.placement)
+            group: parts.group_class.remote(
+                settings, slots, parts.placement, LostGroup(lost[group], {}) if lost else None
+            )
             for group, (settings, slots) in parts.groups.items()
         }
         self._hosts: dict[str, list[tuple[str, Any]]] = {}
@@ -90,68 +79,41 @@ class ServerActors:
 
     def routers(self) -> list[RouterHost]:
         """The first one is to serve, and another one in its place when it is lost."""
-        return [remote_router(router, f"{self._name}/router") for router in self._routers]
+        return [remote_router(router, f"{self._name}/router") for router in self._parts.routers]
 
     def host_engine(
         self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
     ) -> list[Any]:
         """See ``RolloutServerActor.host_engine``."""
         placement = self._parts.placement
+        for _, lost in self._hosts.get(engine_id, []):
+            ray.kill(lost)
         made = [(share.node_id, placement.make(share, takes)) for share in shares]
         self._hosts[engine_id] = made
         return [actor for _, actor in made]
 
-    async def make_group(self, name: str, known: GroupStatus, version: int | None) -> ServerGroup:
+    async def make_group(self, name: str, lost: LostState) -> ServerGroup:
         """A group with the engines of the lost one."""
         ray.kill(self._groups[name])
         settings, slots = self._parts.groups[name]
-        processes = {one.process_name or one.engine_id: one.engine_id for one in known.engines}
+        known = lost.known.engines
+        processes = {one.process_name or one.engine_id: one.engine_id for one in known}
         for slot in slots:
             for process in {slot.engine_id, slot.standby_name} - processes.keys():
                 for _, actor in self._hosts.pop(process, []):  # it may be sleeping
-                    ray.kill(actor)
+                    await end_host(actor, kill_timeout_s(settings.group.engine))
         hosts = {
             engine_id: self._hosts[process]
             for process, engine_id in processes.items()
             if process in self._hosts
         }
         self._groups[name] = self._parts.group_class.remote(
-            settings, slots, self._parts.placement, LostGroup(known, hosts, version)
+            settings, slots, self._parts.placement, LostGroup(lost, hosts)
         )
         return self.groups()[name]
 
     def end(self) -> None:
         """Kill all actors, after their server has stopped."""
         hosts = [actor for parts in self._hosts.values() for _, actor in parts]
-        for actor in (*hosts, *self._groups.values(), *reversed(self._routers)):
+        for actor in (*hosts, *self._groups.values(), *reversed(self._parts.routers)):
             ray.kill(actor)
-
-
-async def running_engines(lost_group: LostGroup, kill_timeout_s: float) -> dict[str, RunningEngine]:
-    """The engines of a lost group, for the group that replaces it."""
-    found: dict[str, RunningEngine] = {}
-    for engine in lost_group.known.engines:
-        hosts = lost_group.hosts.get(engine.engine_id)
-        if hosts is None:
-            found[engine.engine_id] = AttachedEngine(engine.endpoint, engine.engine_id)
-        else:
-            parts = (_part(engine, rank, *host) for rank, host in enumerate(hosts))
-            found[engine.engine_id] = RayEngine(
-                engine.engine_id, await asyncio.gather(*parts), kill_timeout_s
-            )
-    return found
-
-
-async def _part(known: EngineStatus, rank: int, node_id: str, actor: Any) -> EnginePart:
-    """What its actor has started; without a reply, what is known of it."""
-    name = f"engine {known.engine_id}"
-    started: StartedProcess | None = None
-    try:
-        async with asyncio.timeout(_QUERY_TIMEOUT_S):
-            started = await RemoteCall[StartedProcess | None](actor.started.remote(), name)
-    except Exception as error:
-        logger.warning("%s: its actor does not report what it has started: %s", name, error)
-    if started is None:
-        pid = known.pid if rank == 0 else None
-        started = StartedProcess(known.endpoint, pid, known.processes[rank : rank + 1])
-    return EnginePart(node_id, actor, started)

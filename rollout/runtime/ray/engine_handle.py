@@ -1,19 +1,22 @@
 """One running engine on Ray: a process on each of its nodes, each owned by an actor.
 
 Always true: ``kill`` and ``stop`` return only after each process of the engine has ended or its
-node is lost, also if its actor was lost before.
+node is lost, also if its actor was lost before.  An engine outlives its actors: other ones adopt
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
+from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunLauncher, RunningEngine
 from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
+from engines.protocol.plain_text import describe
 
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
@@ -22,6 +25,8 @@ from rollout.runtime.ray.remote_call import RemoteCall
 
 if TYPE_CHECKING:
     from rollout.weights.push.host_copies import HostCopies
+
+logger = logging.getLogger(__name__)
 
 _MEASURE_TIMEOUT_S = 5.0
 # Of the deadline for a kill, together less than all: the actor's part, and without it the node's.
@@ -61,6 +66,18 @@ class EngineActor:
         started = await self.started()
         assert started is not None
         return started
+
+    async def adopt(self, spec: EngineSpec, lost: StartedProcess) -> StartedProcess:
+        """Own the process of an actor that was lost.
+
+        Raises:
+            ConfigError: such engines end with their actor.
+            EngineNotReady: it has ended, or runs elsewhere.
+        """
+        if not isinstance(self._launcher, RunLauncher) or len(lost.processes) != 1:
+            raise ConfigError(f"engine {spec.engine_id} has ended with its actor")
+        self._engine = await self._launcher.adopt(spec, lost.endpoint, lost.processes[0])
+        return lost
 
     async def started(self) -> StartedProcess | None:
         engine = self._engine
@@ -102,7 +119,11 @@ class EngineActor:
 
 @dataclass(frozen=True, slots=True)
 class EnginePart:
-    """The part of an engine on one node."""
+    """The part of an engine on one node.
+
+    Attributes:
+        actor: None if it was lost and no other one adopted the engine.
+    """
 
     node_id: str
     actor: Any
@@ -115,11 +136,20 @@ class RayEngine:
     Args:
         parts: in order of rank; the first takes the requests.
         kill_timeout_s: deadline for a kill; see ``EngineSpec``.
+        adopt: lets other actors adopt these parts; returns the new ones.
     """
 
-    def __init__(self, engine_id: str, parts: Sequence[EnginePart], kill_timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        parts: Sequence[EnginePart],
+        kill_timeout_s: float,
+        adopt: Callable[[Sequence[EnginePart]], Coroutine[Any, Any, Sequence[EnginePart]]],
+    ) -> None:
         self.engine_id = engine_id
         self.parts = tuple(parts)
+        self._adopt = adopt
+        self._adopting: asyncio.Task[Sequence[EnginePart]] | None = None
         self.endpoint = self.parts[0].started.endpoint
         self.pid = self.parts[0].started.pid
         self.node_ids = tuple(part.node_id for part in self.parts)
@@ -155,12 +185,28 @@ class RayEngine:
         return path
 
     async def is_alive(self) -> bool:
+        """Whether all its processes run.
+
+        Raises:
+            ActorLost: it is unknown, until other actors have adopted it.
+        """
         try:
             return all(await self._all(lambda part: part.actor.is_alive.remote()))
         except ActorLost as error:
-            if error.is_dead:  # the engine's guard ends it with its owner
-                return False
-            raise
+            if not error.is_dead:
+                raise
+            if self._adopting is None:
+                logger.warning("%s; another actor adopts the engine", error)
+                self._adopting = asyncio.create_task(self._adopt(self.parts))
+            if not self._adopting.done():
+                raise
+        adopting, self._adopting = self._adopting, None
+        try:
+            self.parts = tuple(adopting.result())
+        except Exception as error:
+            logger.error("engine %s is not adopted: %s", self.engine_id, describe(error))
+            return False
+        return True
 
     async def log_tail(self, lines: int = 20) -> str:
         async with asyncio.timeout(_MEASURE_TIMEOUT_S):
@@ -182,23 +228,28 @@ class RayEngine:
         await self._end_parts(kill)
 
     async def _end_parts(self, call: Callable[[EnginePart], Awaitable[Any]]) -> list[Any]:
+        if self._adopting is not None:
+            self._adopting.cancel()
+            await asyncio.wait([self._adopting])
+
         async def end(part: EnginePart) -> Any:
             try:
-                return await call(part)
+                if part.actor is not None:
+                    return await call(part)
             except (ActorLost, TimeoutError):
-                # The guard ends the engine of a dead actor; a hung actor is killed first.
-                ray.kill(part.actor)
-                await confirm_ended(
-                    self.engine_id, part.node_id, part.started.processes, self._node_s
-                )
-                return True
+                ray.kill(part.actor)  # it may only hang
             finally:
-                ray.kill(part.actor)
+                if part.actor is not None:
+                    ray.kill(part.actor)
+            await confirm_ended(self.engine_id, part.node_id, part.started.processes, self._node_s)
+            return True
 
         done = await barrier({str(rank): end(part) for rank, part in enumerate(self.parts)})
         return list(done.values())
 
     async def _all(self, call: Callable[[EnginePart], Any]) -> list[Any]:
+        if any(part.actor is None for part in self.parts):
+            raise ActorLost(f"{self._name} has lost its actor", actor=self._name, is_dead=True)
         calls = [self._call(call(part)) for part in self.parts]
         return list(await asyncio.gather(*calls))
 

@@ -7,21 +7,29 @@ HTTP: an actor call in between would cost 0.3 ms of CPU.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
-from engines.launch import EngineLauncher, EngineSpec, RunningEngine
+from engines.launch import AttachedEngine, EngineLauncher, EngineSpec, RunningEngine
+from engines.protocol.plain_text import describe
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.core.fanout import whole_or_none
-from rollout.core.types import EngineSlot, NodeShare
+from rollout.core.types import EngineSlot, EngineStatus, NodeShare
 from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProcess
 from rollout.runtime.ray.nodes import LOOPBACK, current_share, node_addresses
 from rollout.runtime.ray.remote_call import RemoteCall
 
+logger = logging.getLogger(__name__)
+
 _GPU_IDS_TIMEOUT_S = 60.0
+_QUERY_TIMEOUT_S = 5.0
+# An engine without an owner ends a little later.
+_ADOPT_TIMEOUT_S = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +78,7 @@ class RayLauncher:
         slot = self._slots[spec.engine_id]
         if not slot.bundle_indices:  # attached: there is no process to own
             return await self._placement.launcher.launch(spec)
-        group = self._placement.placement_group
-        shares = [
-            await current_share(spec.engine_id, group, share, _GPU_IDS_TIMEOUT_S)
-            for share in slot.shares
-        ]
+        shares = await self._current_shares(slot)
         hosts = await _hosts(shares)
         actors = await self._make_actors(slot, shares, spec.engine_id)
         name = f"engine {spec.engine_id}"
@@ -89,14 +93,72 @@ class RayLauncher:
                 for part, actor in zip(specs, actors, strict=True)
             )
         except BaseException:
-            for actor in actors:
-                ray.kill(actor)
+            await asyncio.gather(*(end_host(actor, spec.kill_timeout_s) for actor in actors))
             raise
         parts = [
             EnginePart(share.node_id, actor, process)
             for share, actor, process in zip(shares, actors, started, strict=True)
         ]
-        return RayEngine(spec.engine_id, parts, spec.kill_timeout_s)
+        return self._engine(spec, parts)
+
+    async def find(
+        self, spec: EngineSpec, known: EngineStatus, hosts: Sequence[tuple[str, Any]]
+    ) -> RunningEngine:
+        """An engine of a lost group; other actors adopt it if its own are lost too.
+
+        Args:
+            known: its last known status.
+            hosts: node and actor of each of its parts; none if they are not known.
+        """
+        slot = self._slots[spec.engine_id]
+        if not slot.bundle_indices:
+            return AttachedEngine(known.endpoint, spec.engine_id)
+        nodes = hosts or [(share.node_id, None) for share in slot.shares]
+        parts: Sequence[EnginePart] = await asyncio.gather(
+            *(_part(known, rank, *host) for rank, host in enumerate(nodes))
+        )
+        if any(part.actor is None for part in parts):
+            try:
+                parts = await self._adopt(spec, parts)
+            except Exception as error:
+                logger.warning("engine %s is not adopted: %s", spec.engine_id, describe(error))
+        return self._engine(spec, parts)
+
+    def _engine(self, spec: EngineSpec, parts: Sequence[EnginePart]) -> RayEngine:
+        adopt = partial(self._adopt, spec)
+        return RayEngine(spec.engine_id, parts, spec.kill_timeout_s, adopt)
+
+    async def _adopt(self, spec: EngineSpec, lost: Sequence[EnginePart]) -> list[EnginePart]:
+        """The parts of an engine whose actors are lost, with other actors.
+
+        Raises:
+            Exception: it has ended, or its nodes are lost.
+        """
+        slot, name = self._slots[spec.engine_id], f"engine {spec.engine_id}"
+        async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+            shares = await self._current_shares(slot)
+            actors = await self._make_actors(slot, shares, spec.engine_id)
+            try:
+                specs = _per_node(spec, shares, [part.started.endpoint.host for part in lost])
+                started = await whole_or_none(
+                    RemoteCall[StartedProcess](actor.adopt.remote(of_part, part.started), name)
+                    for of_part, actor, part in zip(specs, actors, lost, strict=True)
+                )
+            except BaseException:
+                for actor in actors:
+                    ray.kill(actor)
+                raise
+        return [
+            EnginePart(share.node_id, actor, process)
+            for share, actor, process in zip(shares, actors, started, strict=True)
+        ]
+
+    async def _current_shares(self, slot: EngineSlot) -> list[NodeShare]:
+        group = self._placement.placement_group
+        return [
+            await current_share(slot.engine_id, group, share, _GPU_IDS_TIMEOUT_S)
+            for share in slot.shares
+        ]
 
     async def _make_actors(
         self, slot: EngineSlot, shares: Sequence[NodeShare], process_name: str
@@ -112,6 +174,33 @@ class RayLauncher:
             server.host_engine.remote(process_name, tuple(shares), takes), name
         )
         return made
+
+
+async def _part(known: EngineStatus, rank: int, node_id: str, actor: Any) -> EnginePart:
+    """What its actor has started; what is known of it, if the actor is lost or owns nothing yet."""
+    name = f"engine {known.engine_id}"
+    if actor is not None:
+        try:
+            async with asyncio.timeout(_QUERY_TIMEOUT_S):
+                call = RemoteCall[StartedProcess | None](actor.started.remote(), name)
+                if (started := await call) is not None:
+                    return EnginePart(node_id, actor, started)
+        except Exception as error:
+            logger.warning("%s: its actor does not report what it has started: %s", name, error)
+    pid = known.pid if rank == 0 else None
+    started = StartedProcess(known.endpoint, pid, known.processes[rank : rank + 1])
+    return EnginePart(node_id, None, started)
+
+
+async def end_host(actor: Any, timeout_s: float) -> None:
+    """End the engine of an actor, if it has one, and the actor; a lost actor is ended."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await RemoteCall(actor.kill.remote(), "of an engine")
+    except Exception as error:
+        logger.warning("an engine may not have ended: %s", describe(error))
+    finally:
+        ray.kill(actor)
 
 
 def _takes_of_bundle(slot: EngineSlot) -> dict[str, float]:

@@ -23,9 +23,13 @@ from rollout.weights.push.weight_push import WeightPush
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_GROUP_LOST = "with health.recover another replaces it; repeat the command then"
-_SERVER_LOST = (
-    "its router, groups and engines have ended with it; stop this deployment, launch it again"
+_GROUP_LOST = "with health.recover another replaces it; then call again"
+_SERVER_LOST = "it cannot go on; stop this deployment, launch it again"
+# Ray repeats those that a server which starts again has lost: they do nothing twice.  A push is not
+# among them: what its sender streams comes once.
+_REPEATED = (
+    *("status", "observe", "config", "expected_manifest", "fingerprint_methods", "log_tail"),
+    *("give_memory", "serve", "check_hold_weights", "advance", "make_idle", "run"),
 )
 
 
@@ -48,7 +52,7 @@ class RemoteActor:
         return partial(self._submit, method)
 
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> RemoteCall[Any]:
-        object_ref = getattr(self._actor, method).remote(*args, **kwargs)
+        object_ref = _method(self._actor, method).remote(*args, **kwargs)
         return RemoteCall(object_ref, self._name, self._if_dead)
 
 
@@ -61,6 +65,11 @@ class RemoteServer(RemoteActor):
     def stop(self) -> RemoteCall[None]:
         """Stop the server, and end the actors it created."""
         return self._submit("end")
+
+
+def _method(actor: Any, name: str) -> Any:
+    method = getattr(actor, name)
+    return method.options(max_task_retries=-1) if name in _REPEATED else method
 
 
 def remote_server(actor: Any, name: str) -> RolloutServer:
@@ -97,7 +106,7 @@ class RayCaller:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[T]:
-        object_ref = getattr(self._actor, method.__name__).remote(*args, **kwargs)
+        object_ref = _method(self._actor, method.__name__).remote(*args, **kwargs)
         return Pending(
             object_ref.future(),
             object_ref=object_ref,

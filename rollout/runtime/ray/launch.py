@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
-from engines.launch import EngineLauncher, LocalLauncher
+from engines.launch import EngineLauncher, LocalLauncher, RunProcess
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.config import RolloutConfig, ServerConfig
+from rollout.config import RolloutConfig, RouterConfig, ServerConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment
-from rollout.core.errors import ConfigError
-from rollout.core.pending import LoopThread
+from rollout.control.server.journal import read
+from rollout.core.errors import ConfigError, EngineFailure, RolloutError
+from rollout.core.pending import LoopThread, in_own_thread
 from rollout.core.types import EngineSlot
+from rollout.router.host import new_run
 from rollout.router.state.state_file import StateFile
 from rollout.rules.deadlines import kill_timeout_s
 from rollout.rules.placement import assign_slots, plan_of, trainer_slots
@@ -37,6 +41,7 @@ from rollout.runtime.ray.actors import RolloutServerActor, ServerGroupActor
 from rollout.runtime.ray.engine_handle import EngineActor
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import RayCaller, remote_server
+from rollout.runtime.ray.nodes import confirm_ended
 from rollout.runtime.ray.placement_group import ExistingGroup, remove_unused, reserve, still_used
 from rollout.runtime.ray.router_actor import RouterActor
 from rollout.runtime.ray.store_agents import end_agents, place_agents
@@ -49,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 _STOP_MARGIN_S = 20.0
 _UNUSED_TIMEOUT_S = 5.0
+_LEFTOVER_TIMEOUT_S = 30.0
+# One serves, and one is ready to: a process that Ray restarts needs two seconds.
+_NUM_ROUTERS = 2
 
 
 def launch_ray(
@@ -84,7 +92,9 @@ def launch_ray(
         slots = assign_slots(plan, granted)
         # The share of an engine in its bundle is set when it is placed.
         engine_class = ray.remote(EngineActor)
-        placement = EnginePlacement(group, engine_class, launcher or LocalLauncher())
+        # Its engines outlive the actors, and end with this process.
+        launcher = launcher or LocalLauncher(RunProcess.this_one())
+        placement = EnginePlacement(group, engine_class, launcher)
         actors = {
             name: _make_server(config, name, slots, placement, undo) for name in config.servers
         }
@@ -163,21 +173,38 @@ def _make_server(
         sources = (StoreSource(terms, agents, server.model_path),)
     run = RunFolder.of(config)
     journal = server_journal(config, name, "ray")
+    undo.journals.append(journal.path)
+    namespace = config.cluster.namespace
+    make = ray.remote(**control | {"max_restarts": -1})
+    state, owner = undo.keeps(StateFile.make()), (namespace, full_name)
+    routers = make_routers(make(RouterActor).remote, server.router, state, owner)
+    for router in routers:
+        undo.owns(router)
     parts = ServerParts(
-        router_class=ray.remote(**control | {"max_restarts": -1})(RouterActor),
+        routers=routers,
         group_class=ray.remote(**control)(ServerGroupActor),
-        routers=undo.keeps(StateFile.make()),
         groups={
             group: (group_settings(config, name, group, sources), slots[name, group])
             for group in started_groups(config, name)
         },
-        placement=replace(placement, owner=(config.cluster.namespace, full_name)),
+        placement=replace(placement, owner=owner),
     )
     return undo.owns(
-        ray.remote(**control)(RolloutServerActor)
-        .options(name=full_name, namespace=config.cluster.namespace)
-        .remote(name, run, server, parts, journal, terms, agents)
+        make(RolloutServerActor)
+        .options(name=full_name, namespace=namespace)
+        .remote(name, run, server, undo.keeps_ref(ray.put(parts)), journal, terms, agents)
     )
+
+
+def make_routers(
+    make: Callable[..., Any], config: RouterConfig, state: StateFile, server: tuple[str, str]
+) -> list[Any]:
+    """The actors of a server's routers, which outlive the server."""
+    run = new_run()
+    return [
+        make(config, number=number, run=run, state=state, server=server)
+        for number in range(_NUM_ROUTERS)
+    ]
 
 
 def _full_name(config: RolloutConfig, server: str) -> str:
@@ -185,11 +212,28 @@ def _full_name(config: RolloutConfig, server: str) -> str:
     return f"rollout-{config.run_id}-{server}"
 
 
+async def end_leftovers(journals: Sequence[Path]) -> None:
+    """End the engines of servers that were lost before they had ended them."""
+    for path in journals:
+        try:
+            record = read(path)
+        except RolloutError:  # it was lost before it wrote any
+            continue
+        for engine in () if record.is_ended else record.engines:
+            try:
+                await confirm_ended(
+                    engine.engine_id, engine.node_id, engine.processes, _LEFTOVER_TIMEOUT_S
+                )
+            except EngineFailure as error:
+                logger.error("%s", error)
+
+
 class _Undo:
     """Undoes a launch in reverse order.  Actors are killed: one with a hung call cannot exit.
 
     Attributes:
         placement_group: the group that this launch has reserved; never an existing one.
+        journals: of the servers; they list the engines of one that could not end them.
     """
 
     def __init__(self, lock: RunLock) -> None:
@@ -198,7 +242,14 @@ class _Undo:
         self.started_ray = False
         self.placement_group: Any = None
         self.agents: list[RemoteAgents] = []
+        self.journals: list[Path] = []
         self._states: list[StateFile] = []
+        self._object_refs: list[Any] = []
+
+    def keeps_ref(self, object_ref: Any) -> Any:
+        """Keep the arguments of an actor, which Ray needs to start it again."""
+        self._object_refs.append(object_ref)
+        return object_ref
 
     def keeps(self, state: StateFile) -> StateFile:
         """Keep a file that is in memory as long as this process has it."""
@@ -215,6 +266,7 @@ class _Undo:
                 end_agents(agents)
             for actor in reversed(self._actors):
                 ray.kill(actor)
+            in_own_thread(lambda: asyncio.run(end_leftovers(self.journals)), "end").result()
             is_unused = self.placement_group is None or remove_unused(
                 self.placement_group, timeout_s=_UNUSED_TIMEOUT_S
             )

@@ -21,6 +21,8 @@ from rollout.core.errors import ActorLost, RolloutError
 
 T = TypeVar("T")
 
+_CALL_AGAIN = "it cannot be reached now, or starts again; call again: nothing is done twice"
+
 
 class RemoteCall(Generic[T]):
     """A submitted actor call: await it anywhere, or take its ``object_ref``.
@@ -58,7 +60,8 @@ def peel(error: BaseException, actor: str, if_dead: str = "") -> BaseException:
     if isinstance(error, RayActorError):
         # A dead or unreachable actor may have executed the call.
         is_dead = isinstance(error, ActorDiedError)
-        hint = f" ({if_dead})" if is_dead and if_dead else ""
+        why = if_dead if is_dead else _CALL_AGAIN
+        hint = f" ({why})" if why else ""
         return ActorLost(f"actor {actor}: {first_line(error)}{hint}", actor=actor, is_dead=is_dead)
     if isinstance(error, TaskCancelledError):
         return RolloutError(f"actor {actor}: the call was cancelled")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
 from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
@@ -34,6 +35,13 @@ logger = logging.getLogger(__name__)
 _BIND_WITHIN_S = 5.0
 _BIND_AGAIN_S = 0.005
 _START_AGAIN_S = 0.05
+
+
+def was_restarted() -> bool:
+    """Whether Ray has started this actor again."""
+    with warnings.catch_warnings():  # Ray itself calls what it deprecates
+        warnings.simplefilter("ignore")
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 class RouterActor(RouterHost):
@@ -64,8 +72,7 @@ class RouterActor(RouterHost):
             keep_what_is_loaded()
             switch_threads_often()
             keep_freed_memory()
-            is_new = not ray.get_runtime_context().was_current_actor_reconstructed
-            if self._state is not None and (number or not is_new):
+            if self._state is not None and (number or was_restarted()):
                 self.why_not_serving = "it stands by"
                 # Ray may not carry out a call that an actor makes to itself while it starts.
                 stand_by = partial(self._stand_by, self._state)

@@ -49,3 +49,24 @@ async def test_a_command_that_fails_leaves_the_lock_free() -> None:
             raise ValueError("boom")
     async with lock.held("onload"):
         assert lock.owner == "onload"
+
+
+@virtual_time
+async def test_after_a_stop_a_command_is_refused_at_once_also_while_another_one_hangs() -> None:
+    lock = CommandLock(900)
+    async with lock.held("offload"):
+        lock.why_ended = "the server was stopped"
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(LifecycleError, match=r"^cannot onload: the server was stopped$"):
+            async with lock.held("onload"):
+                pytest.fail("a stopped server runs commands")
+        assert asyncio.get_running_loop().time() == began
+
+
+@virtual_time
+async def test_commands_wait_until_they_may_begin() -> None:
+    lock = CommandLock(900)
+    lock.opened.clear()
+    asyncio.get_running_loop().call_later(5, lock.opened.set)
+    async with lock.held("offload"):
+        assert asyncio.get_running_loop().time() >= 5

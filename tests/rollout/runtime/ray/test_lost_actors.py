@@ -85,7 +85,8 @@ def test_a_group_lost_while_it_is_offloaded_starts_its_engines_again_when_the_me
     world.crash_newest("ServerGroupActor")
 
     def are_fenced() -> bool:
-        return all("was lost while" in one.fence_reason for one in engines(policy).values())
+        why = "does not report what memory it has released"  # as SGLang
+        return all(why in one.fence_reason for one in engines(policy).values())
 
     assert wait_until(are_fenced, TIMEOUT_S), engines(policy)
     assert policy.status().result(TIMEOUT_S).phase == "offloaded"
@@ -100,7 +101,7 @@ def test_a_group_lost_while_it_is_offloaded_starts_its_engines_again_when_the_me
     assert generate(policy.url) == 200
 
 
-def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on(
+def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on_with_its_engines(
     world: World, policy: ServerHandle
 ) -> None:
     before = engines(policy)
@@ -111,17 +112,15 @@ def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on(
         world.crash_newest("ServerGroupActor")
         with pytest.raises(ActorLost, match="policy/main"):
             offloading.result(TIMEOUT_S)
+        served["main-0"].open("flush_cache")
     status = policy.status().result(TIMEOUT_S)
     assert status.gate == "closed"
-    # What it did when it was lost is not known, so its engines are new ones.
-    assert wait_until(
-        lambda: all(
-            one.endpoint != before[name].endpoint and not one.fence_reason
-            for name, one in engines(policy).items()
-        ),
-        TIMEOUT_S,
-    ), engines(policy)
     window(policy)
+    after = engines(policy)
+    assert [one.fence_reason for one in after.values()] == ["", ""]
+    assert {name: one.endpoint for name, one in after.items()} == {
+        name: one.endpoint for name, one in before.items()
+    }
     assert generate(policy.url) == 200
 
 

@@ -1,0 +1,193 @@
+"""Our own processes are killed over Ray, in each phase: the engines stay, and the run goes on.
+
+An engine that is stopped (SIGSTOP) holds a command under way until an actor is killed.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout import RolloutConfig, launch
+from rollout.config.run_dir import JOURNAL_FILE, RunFolder
+from rollout.control.server.journal import read
+from rollout.core.errors import RolloutError
+from rollout.core.types import EngineStatus
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from tests.support.processes import wait_until
+from tests.support.ray_worlds import RayWorld
+
+pytestmark = [
+    pytest.mark.embedded,
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+]
+HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 3.0, "backoff_s": 0.1}
+TIMEOUT_S = 90.0
+
+
+class Run:
+    """A run with two engines, and what a test does to it."""
+
+    def __init__(
+        self, world: RayWorld, deployment: DeploymentHandle, weights: dict[str, Any]
+    ) -> None:
+        self.world = world
+        self.policy: ServerHandle = deployment["policy"]
+        self.weights = weights
+        self.journal = RunFolder.of(deployment.config).of_server("policy") / JOURNAL_FILE
+        self.version = self.policy.weight_version
+        self.reasons: set[str] = set()
+
+    def engines(self) -> list[EngineStatus]:
+        (group,) = self.policy.status().result(TIMEOUT_S).groups
+        return list(group.engines)
+
+    def pids(self) -> list[int | None]:
+        return [one.pid for one in self.engines()]
+
+    def are_well(self) -> bool:
+        engines = self.engines()
+        self.reasons |= {one.fence_reason for one in engines if one.fence_reason}
+        return not any(one.fence_reason or one.is_stale for one in engines)
+
+    def push(self) -> None:
+        self.policy.serve_weights(self.weights).result(TIMEOUT_S)
+        self.version += 1
+
+    def reach(self, phase: str) -> None:
+        """Go to a phase at rest, from serving."""
+        if phase == "offloaded":
+            self.policy.give_memory().result(TIMEOUT_S)
+
+    def interrupt(self, command: str, role: str) -> None:
+        """Kill while an engine holds a command under way.
+
+        The call ends with an error.  Ray repeats one that a server has lost, unless it is a push.
+        """
+        calls = {
+            "pause": self.policy.give_memory,
+            "release": self.policy.phases.release_memory_occupation,
+            "resume_weights": self.policy.phases.onload_weights,
+            "update_weights": lambda: self.policy.phases.update_weights(self.weights),
+        }
+        if command == "release":
+            self.policy.phases.pause_generation().result(TIMEOUT_S)
+            self.policy.phases.flush_cache().result(TIMEOUT_S)
+        elif command in ("resume_weights", "update_weights"):
+            self.policy.give_memory().result(TIMEOUT_S)
+        if command == "update_weights":
+            self.policy.phases.onload_weights().result(TIMEOUT_S)
+        pid = self.pids()[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            pending = calls[command]()
+            assert wait_until(lambda: read(self.journal).doing == command, TIMEOUT_S)
+            self.world.crash_newest(role)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        if role == SERVER and command != "update_weights":
+            pending.result(TIMEOUT_S)
+            return
+        with pytest.raises(RolloutError, match="again"):
+            pending.result(TIMEOUT_S)
+
+    def kill(self, *roles: str) -> None:
+        """SIGKILL at the same time; returns when others have taken their place."""
+        before = {role: self.world.pids(role) for role in roles}
+        for role in roles:
+            self.world.crash_newest(role)
+        for role, pids in before.items():
+            assert wait_until(
+                lambda role=role, pids=pids: (
+                    len(self.world.pids(role)) == len(pids) and self.world.pids(role) != pids
+                ),
+                TIMEOUT_S,
+            ), f"no other {role}"
+
+    def check_serves(self) -> None:
+        """All engines serve the published version, and no other one."""
+        assert wait_until(self.are_well, TIMEOUT_S), self.engines()
+        assert [one.weight_version for one in self.engines()] == [self.version] * 2
+        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+        served = set()
+        for _ in range(8):
+            reply = httpx.post(f"{self.policy.url}/generate", json=body, trust_env=False)
+            assert reply.status_code == 200, reply.text
+            served.add(reply.headers["x-weight-version"])
+        assert served == {str(self.version)}
+
+
+@pytest.fixture(scope="module")
+def run(ray_cluster: RayWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Each test hands it back serving."""
+    with launched(ray_cluster, tmp_path_factory.mktemp("kills")) as made:
+        yield made
+
+
+@contextmanager
+def launched(world: RayWorld, folder: Path) -> Iterator[Run]:
+    from safetensors.torch import load_file
+
+    from rollout.testing.tiny_model import make_tiny_model
+
+    model_path = make_tiny_model(folder / "model")
+    policy = {
+        "model_path": str(model_path),
+        "groups": {"main": {"num_engines": 2, "engine": {"cpus": 0.5}}},
+        "health": HEALTH,
+        "weights": {"store": {"spare_bytes": 0}},
+        "page": {"enabled": True},
+    }
+    config = RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
+    with launch(config, backend="ray") as deployment:
+        made = Run(world, deployment, load_file(model_path / "model.safetensors"))
+        made.push()
+        yield made
+
+
+GROUP, ENGINE, STORE = "ServerGroupActor", "EngineActor", "StoreAgentActor"
+SERVER = "RolloutServerActor"  # with its groups, its router and the actors of its engines
+OURS = [(GROUP,), (ENGINE,), (STORE,), (SERVER,), (GROUP, ENGINE), (SERVER, STORE)]
+
+
+@pytest.mark.parametrize("phase", ["serving", "offloaded"])
+@pytest.mark.parametrize("roles", OURS, ids="+".join)
+def test_at_rest_the_engines_stay(run: Run, roles: tuple[str, ...], phase: str) -> None:
+    run.reach(phase)
+    before = run.pids()
+    run.kill(*roles)
+    assert wait_until(run.are_well, TIMEOUT_S), run.engines()
+    if phase == "serving":
+        run.check_serves()
+    run.push()
+    run.check_serves()
+    assert run.pids() == before, run.reasons
+
+
+@pytest.mark.parametrize("role", [GROUP, SERVER])
+@pytest.mark.parametrize("command", ["pause", "release", "resume_weights"])
+def test_a_command_under_way_is_called_again_and_the_engines_stay(
+    run: Run, command: str, role: str
+) -> None:
+    before = run.pids()
+    run.interrupt(command, role)
+    if command != "resume_weights":
+        run.policy.give_memory().result(TIMEOUT_S)
+    run.push()
+    run.check_serves()
+    assert run.pids() == before
+
+
+@pytest.mark.parametrize("role", [GROUP, SERVER])
+def test_half_a_push_never_serves(run: Run, role: str) -> None:
+    run.interrupt("update_weights", role)
+    run.push()
+    run.check_serves()

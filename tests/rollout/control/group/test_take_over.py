@@ -1,0 +1,180 @@
+"""A group in the place of a lost one reuses the engines that confirm their state, and no others."""
+
+from functools import partial
+
+import pytest
+
+from engines.fake import FakeLauncher
+from engines.fake.launcher import make_engine
+from engines.protocol import MemoryTag, PauseMode
+from rollout.control.group.engine_recovery import LostState
+from rollout.control.group.server_group import ServerGroup
+from rollout.rules.lifecycle import (
+    SERVE_WEIGHTS,
+    Command,
+    GroupTraits,
+    Phase,
+    groups_that_need,
+)
+from tests.support.builders import make_group, push
+from tests.support.virtual_time import virtual_time
+
+TRAITS = {"main": GroupTraits(needs_offload=True)}
+COMMANDS = (
+    Command.PAUSE,
+    Command.FLUSH,
+    Command.RELEASE,
+    Command.RESUME_WEIGHTS,
+    Command.UPDATE_WEIGHTS,
+    Command.VERIFY,
+    Command.RESUME_KV,
+    Command.CONTINUE,
+)
+
+
+def proving() -> tuple[ServerGroup, FakeLauncher]:
+    """A group whose engines report what they have released."""
+    return make_group(2, launcher=FakeLauncher(partial(make_engine, reports_released=True)))
+
+
+async def walk(group: ServerGroup, commands: tuple[Command, ...], version: int) -> None:
+    for command in commands:
+        await group.run(command, push=push(version), version=version)
+
+
+async def taken_over(
+    lost: ServerGroup,
+    launcher: FakeLauncher,
+    version: int,
+    unfinished: Command | None = None,
+) -> ServerGroup:
+    """Another group with the engines of this one, which is never called again."""
+    group, _ = make_group(2, launcher=launcher)
+    state = LostState(await lost.status(), unfinished, version)
+    await group.take_over(state, launcher.processes)
+    return group
+
+
+async def serves(group: ServerGroup, version: int) -> None:
+    """From any phase, with a push: what a repeated call does."""
+    name = group.name
+    for command in SERVE_WEIGHTS:
+        phases = {name: Phase((await group.status()).phase)}
+        if command is Command.UPDATE_WEIGHTS or groups_that_need(command, phases, TRAITS):
+            await group.run(command, push=push(version), version=version)
+    status = await group.status()
+    assert status.phase == "serving"
+    assert {one.weight_version for one in status.engines} == {version}
+    assert all(one.is_verified and not one.fence_reason for one in status.engines)
+
+
+@virtual_time
+@pytest.mark.parametrize("num", range(len(COMMANDS) + 1))
+async def test_at_rest_in_any_phase_all_engines_are_reused(num: int) -> None:
+    lost, launcher = proving()
+    await lost.start()
+    await walk(lost, COMMANDS[:num], 1)
+    status = await lost.status()
+    version = 1 if num > COMMANDS.index(Command.UPDATE_WEIGHTS) else 0
+    group = await taken_over(lost, launcher, version)
+    assert [one.fence_reason for one in (await group.status()).engines] == ["", ""]
+    assert (await group.status()).phase == status.phase
+    assert [one.released for one in (await group.status()).engines] == [
+        one.released for one in status.engines
+    ]
+    await serves(group, 2)
+    assert len(launcher.specs) == 2
+
+
+UNDER_WAY = {
+    Command.PAUSE: ("pause_generation", [PauseMode.ABORT]),
+    Command.FLUSH: ("flush_cache", []),
+    Command.RELEASE: ("release_memory_occupation", [list(MemoryTag)]),
+    Command.RESUME_WEIGHTS: ("resume_memory_occupation", [[MemoryTag.WEIGHTS]]),
+    Command.RESUME_KV: (
+        "resume_memory_occupation",
+        [[tag for tag in MemoryTag if tag is not MemoryTag.WEIGHTS]],
+    ),
+    Command.CONTINUE: ("continue_generation", []),
+    Command.VERIFY: ("weights_checker", []),
+}
+
+
+@virtual_time
+@pytest.mark.parametrize("command", UNDER_WAY)
+async def test_a_command_under_way_is_finished_on_the_engines_that_had_not(
+    command: Command,
+) -> None:
+    lost, launcher = proving()
+    await lost.start()
+    await walk(lost, COMMANDS[: COMMANDS.index(command)], 1)
+    version = 1 if COMMANDS.index(command) > COMMANDS.index(Command.UPDATE_WEIGHTS) else 0
+    method, args = UNDER_WAY[command]
+    engine = launcher["main-0"]
+    await getattr(engine, method)(*args)
+    group = await taken_over(lost, launcher, version, command)
+    status = await group.status()
+    assert [one.fence_reason for one in status.engines] == ["", ""]
+    assert len({one.released for one in status.engines}) == 1
+    await serves(group, 2)
+    assert len(launcher.specs) == 2
+
+
+@virtual_time
+async def test_after_half_a_push_no_engine_is_believed() -> None:
+    lost, launcher = proving()
+    await lost.start()
+    await walk(lost, COMMANDS[:4], 1)
+    group = await taken_over(lost, launcher, 0, Command.UPDATE_WEIGHTS)
+    engines = (await group.status()).engines
+    assert all("update_weights had begun" in one.fence_reason for one in engines)
+    assert all(launcher[one.engine_id].death_reason for one in engines)
+
+
+@virtual_time
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("update_weight_version", "it holds weight version 7, not 0"),
+        ("pause_generation", "it takes no requests, and its group is serving"),
+        ("die", "it is dead"),
+    ],
+)
+async def test_an_engine_that_is_not_as_the_record_says_is_ended(lie: str, why: str) -> None:
+    lost, launcher = proving()
+    await lost.start()
+    engine = launcher["main-1"]
+    if lie == "die":
+        engine.die("it is dead")
+        why = "ended"
+    elif lie == "pause_generation":
+        await engine.pause_generation(PauseMode.ABORT)
+    else:
+        await engine.update_weight_version("7")
+    group = await taken_over(lost, launcher, 0)
+    believed, fenced = (await group.status()).engines
+    assert believed.fence_reason == ""
+    assert why in fenced.fence_reason
+    assert engine.death_reason
+
+
+@virtual_time
+async def test_an_engine_that_has_released_what_its_group_uses_is_ended() -> None:
+    lost, launcher = proving()
+    await lost.start()
+    await walk(lost, (Command.PAUSE, Command.FLUSH), 0)
+    await launcher["main-1"].release_memory_occupation(list(MemoryTag))
+    group = await taken_over(lost, launcher, 0)
+    believed, fenced = (await group.status()).engines
+    assert believed.fence_reason == ""
+    assert "and its group is flushed" in fenced.fence_reason
+
+
+@virtual_time
+async def test_an_engine_that_reports_no_released_memory_is_not_believed_while_offloaded() -> None:
+    lost, launcher = make_group(2)  # as SGLang
+    await lost.start()
+    await walk(lost, (Command.PAUSE, Command.FLUSH, Command.RELEASE), 0)
+    group = await taken_over(lost, launcher, 0)
+    reasons = [one.fence_reason for one in (await group.status()).engines]
+    assert all("does not report what memory it has released" in reason for reason in reasons)
