@@ -78,6 +78,7 @@ class HttpGenerationClient:
         self._url = url.rstrip("/")
         self._generate_url = self._url + "/generate"
         self._timeout_s = timeout_s
+        self._has_met = False  # else it may be a wrong URL, which is not tried again
         # Each caller holds a slot of the limiter, so the connector needs no limit.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -129,6 +130,8 @@ class HttpGenerationClient:
                         yield reply
                 return
             except Disconnected as error:
+                if not self._has_met:
+                    raise
                 await lost.wait(error, began_s)
                 if clock() >= until_s:
                     raise
@@ -148,6 +151,7 @@ class HttpGenerationClient:
                 headers=self._headers_of(request),
                 timeout=aiohttp.ClientTimeout(total=left_s),
             ) as response:
+                self._has_met = True
                 if response.status != 200:
                     after = response.headers.get("retry-after", "")
                     raise _error_of_status(response.status, await response.read(), after)
@@ -158,6 +162,7 @@ class HttpGenerationClient:
                 f"no reply within {timeout_s:g} s", kind=FailureKind.LOST
             ) from None
         except (aiohttp.ClientError, OSError) as error:
+            self._has_met |= not isinstance(error, aiohttp.ClientConnectorError)
             raise Disconnected(f"{type(error).__name__}: {error}", kind=FailureKind.LOST) from None
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollout.core.errors import RolloutError
+from rollout.driver.client import http_client
 from rollout.runtime.local import launch_local
 from tests.support.public_names import parameters, public_calls
 from tests.support.served_fakes import TIMEOUT_S, launched
@@ -61,7 +62,8 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[On]:
 
 
 @pytest.mark.parametrize("name", MISUSE)
-def test_a_wrong_call_has_a_clear_error(name: str, on: On) -> None:
+def test_a_wrong_call_has_a_clear_error(name: str, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "_RECONNECT_S", 0.1)
     case: Case = MISUSE[name]
     with pytest.raises(case.error, match=case.words) as raised:
         case.call(on)

@@ -12,6 +12,7 @@ import pytest
 import rollout
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.core.errors import ConfigError, GenerationFailed
+from rollout.driver.client import http_client
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.chat_models import write_chat_model
@@ -72,7 +73,10 @@ def test_two_sessions_have_ids_of_their_own_and_a_wrong_id_is_refused(
     policy.session("unused").close().result(TIMEOUT_S)
 
 
-def test_a_router_that_is_gone_is_named(policy: ServerHandle) -> None:
+def test_a_router_that_is_gone_is_named(
+    policy: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "_RECONNECT_S", 0.1)
     session = policy.session("s")
     session._url = "http://127.0.0.1:9/sessions/s"
     with pytest.raises(GenerationFailed, match=r"127\.0\.0\.1:9"):

@@ -20,6 +20,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from engines.fake.launcher import make_engine
 from engines.protocol import VersionSpan
 from rollout.core.errors import ConfigError, GenerationFailed
+from rollout.driver.client import http_client
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support import builders
@@ -196,7 +197,10 @@ def test_a_late_reply_is_given_up_and_ends_at_its_engine(policy: ServerHandle) -
     assert wait_until(with_requests(policy, 0), TIMEOUT_S)
 
 
-def test_requests_fail_with_the_reason_when_the_run_has_ended(tmp_path: Path) -> None:
+def test_requests_fail_with_the_reason_when_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "_RECONNECT_S", 0.1)
     with launched(tmp_path) as run:
         policy = run["policy"]
         assert policy.url
