@@ -204,14 +204,25 @@ class EngineConnection(asyncio.Protocol):
             self._unwritten = None
             return
         self._transport.write(piece)
-        asyncio.get_running_loop().call_soon(self._write_on)
+        asyncio.get_running_loop().call_soon(self._handle, self._write_on)
 
     def pause_writing(self) -> None:
         self._is_full = True
 
     def resume_writing(self) -> None:
         self._is_full = False
-        self._write_on()
+        self._handle(self._write_on)
+
+    def _handle(self, step: Callable[[], None]) -> None:
+        """Do what the loop has called for; an error in it ends the request."""
+        handler = self._handler
+        try:
+            step()
+        except Exception as error:
+            if handler is None:
+                self.close()
+            else:
+                self._on_router_error(handler, error)
 
     def drop(self) -> None:
         self._handler = None
@@ -230,7 +241,7 @@ class EngineConnection(asyncio.Protocol):
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             if self._unread:
-                asyncio.get_running_loop().call_soon(self._read_on)
+                asyncio.get_running_loop().call_soon(self._handle, self._read_on)
             elif not self._transport.is_closing():
                 self._transport.resume_reading()
 
@@ -260,7 +271,7 @@ class EngineConnection(asyncio.Protocol):
                 if len(data) > MANY_BYTES:  # the loop would read on until the socket is empty
                     assert self._transport is not None
                     self._transport.pause_reading()
-                    asyncio.get_running_loop().call_soon(self._read_more)
+                    asyncio.get_running_loop().call_soon(self._handle, self._read_more)
                 self._parse(data)
         except Exception as error:
             self._on_router_error(handler, error)
@@ -277,14 +288,11 @@ class EngineConnection(asyncio.Protocol):
             return
         data, self._unread = self._unread[:_MOST_READ], self._unread[_MOST_READ:]
         self._read_more()
-        try:
-            self._parse(data)
-        except Exception as error:
-            self._on_router_error(handler, error)
+        self._parse(data)
         if self._handler is None:
             self._unread = b""
         elif self._unread:
-            asyncio.get_running_loop().call_soon(self._read_on)
+            asyncio.get_running_loop().call_soon(self._handle, self._read_on)
         elif self._end_of_data is not None:
             self.connection_lost(*self._end_of_data)
 

@@ -34,7 +34,6 @@ NOT_OF_A_REQUEST = frozenset(
             "_connect",
         ),
         *("data_received", "connection_lost", "connection_made", "eof_received"),
-        *("_read_on", "_read_more", "_write_on"),
         *("pause_writing", "resume_writing", "abort", "_advance"),
         *("on_router_error", "_on_router_error", "log_router_error"),
         "<genexpr>",  # which is entered again to be closed
@@ -43,6 +42,7 @@ NOT_OF_A_REQUEST = frozenset(
 OUTSIDE = frozenset(
     {
         *("Proxy._sweep", "ReadPacing._pause", "ClientConnection._close_if_idle"),
+        "ClientConnection._read_more",
         *("ClientConnection.__init__", "ClientConnection.connection_made"),
         *("Gate.set_state", "Gate.set_members", "Proxy.stop_live"),
     }
