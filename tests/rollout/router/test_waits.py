@@ -37,7 +37,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 pytestmark = pytest.mark.slow
 
-CPU_S = 0.02
+CPU_S = 0.05
 WAIT_S = 0.05
 PER_HELD_BYTE = 8.0
 NUM_SESSIONS, NUM_TOKENS = 8, 65_536
