@@ -184,7 +184,7 @@ class _Server(StillServer):
         """Nothing is recorded."""
 
 
-_REASONS = ("push whole tensors", "nothing was updated", "payload", "did not load it")
+_REASONS = ("push whole tensors", "nothing was updated", "payload", "did not load it", "is damaged")
 
 
 async def check_faults(
