@@ -104,8 +104,8 @@ class RouterActor(RouterHost):
         self._config = self._config.model_copy(update={"port": port})
         endpoint = await self._start_soon()
         call = (await asyncio.wrap_future(server)).router_serves
-        told = await call.options(max_task_retries=-1).remote(self._number)
-        await self.begin_as(*told)
+        state = await call.options(max_task_retries=-1).remote(self._number)
+        await self.begin_as(*state)
         logger.warning("router %d serves at %s in the place of a lost one", self._number, endpoint)
 
     async def _start_soon(self) -> Endpoint:

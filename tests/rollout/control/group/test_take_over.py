@@ -10,6 +10,8 @@ from engines.protocol import MemoryTag, PauseMode
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
 from rollout.rules.lifecycle import (
+    GIVE_MEMORY,
+    SERVE_UPDATED,
     SERVE_WEIGHTS,
     Command,
     GroupTraits,
@@ -20,16 +22,7 @@ from tests.support.builders import make_group, push
 from tests.support.virtual_time import virtual_time
 
 TRAITS = {"main": GroupTraits(needs_offload=True)}
-COMMANDS = (
-    Command.PAUSE,
-    Command.FLUSH,
-    Command.RELEASE,
-    Command.RESUME_WEIGHTS,
-    Command.UPDATE_WEIGHTS,
-    Command.VERIFY,
-    Command.RESUME_KV,
-    Command.CONTINUE,
-)
+COMMANDS = (*GIVE_MEMORY, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
 
 
 def proving() -> tuple[ServerGroup, FakeLauncher]:

@@ -140,8 +140,8 @@ def test_a_lost_router_is_replaced_on_its_port_and_told_what_the_last_one_knew(
     killed_s = time.monotonic()
     assert wait_until(lambda: generate(url) == 200, TIMEOUT_S)
     print(f"a router serves {time.monotonic() - killed_s:.3f} s after the last one was killed")
-    told = httpx.get(url + "/engines", trust_env=False).json()
-    assert (told["gate"]["state"], told["gate"]["weight_version"]) == ("open", version), told
+    state = httpx.get(url + "/engines", trust_env=False).json()
+    assert (state["gate"]["state"], state["gate"]["weight_version"]) == ("open", version), state
     assert policy.status().result(TIMEOUT_S).router_url == url
     assert window(policy) == version + 1
     assert generate(url) == 200
@@ -158,10 +158,10 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
 
     def gate() -> str:
         try:
-            told = httpx.get(url + "/engines", timeout=10, trust_env=False).json()
+            state = httpx.get(url + "/engines", timeout=10, trust_env=False).json()
         except httpx.TransportError:
             return "gone"
-        return str(told["gate"]["state"])
+        return str(state["gate"]["state"])
 
     assert wait_until(lambda: gate() == "holding", TIMEOUT_S)
     assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
