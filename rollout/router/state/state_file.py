@@ -3,7 +3,8 @@
 Always true: one process at a time has its lock, which the kernel takes back when that process ends.
 The memory is that of the process which made the file and of those that have opened it; when all
 have ended, nothing is left.  It is at most ``max_bytes``.  A record is there as a whole, or not:
-its length is written last, and no record without a length is read.
+its length is written last, and no record without a length is read.  What must not be written in
+part is a machine word, which one instruction writes: a process may be killed between any two.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 _PORT = struct.Struct("<I")
-# Its block's size as a power of two, its kind, number, owner and length.
-_HEAD = struct.Struct("<BBxxIQI")
-_LENGTH = struct.Struct("<I")
-_AT_LENGTH = _HEAD.size - _LENGTH.size
+# Three words: the block's size as a power of two, with the record's kind and number; its owner; its
+# length.  The first one of a block is written before anything else in it.
+_WORD = 8
+_HEAD = 3 * _WORD
 _FIRST = 4096
 _LEAST_ORDER = 9
 _STEP = 1 << 20
@@ -67,6 +68,7 @@ class StateFile:
         self._max_bytes = max_bytes
         self._opened = -1
         self._map: mmap.mmap | None = None
+        self._words = memoryview(bytearray()).cast("Q")
         self._end = self._reserved = _FIRST
         self._free: dict[int, list[int]] = {}
         self._num_owners = 0
@@ -110,10 +112,12 @@ class StateFile:
 
     def records(self) -> list[Record]:
         """Those of earlier processes; to be called first."""
-        self._map = found = mmap.mmap(self._file, self._max_bytes)
+        self._map = mmap.mmap(self._file, self._max_bytes)
+        self._words = memoryview(self._map).cast("Q")
         records, at = list[Record](), _FIRST
-        while at < self._max_bytes - _HEAD.size:
-            order, kind, number, owner, length = _HEAD.unpack_from(found, at)
+        while at < self._max_bytes - _HEAD:
+            first, owner, length = self._words[at // _WORD : at // _WORD + 3]
+            order, kind, number = first & 0xFF, first >> 8 & 0xFF, first >> 32
             if not order:
                 break
             if length:
@@ -138,38 +142,38 @@ class StateFile:
             room: bytes that it may have after ``extend``.
         """
         mapped, length = self._map, len(data)
-        order = max(_LEAST_ORDER, (max(room, length) + _HEAD.size - 1).bit_length())
+        order = max(_LEAST_ORDER, (max(room, length) + _HEAD - 1).bit_length())
         free = self._free.get(order)
-        at = free.pop() if free else self._new(1 << order)
+        at = free.pop() if free else self._new(order)
         if at and mapped is not None:
-            begin = at + _HEAD.size
+            begin, head = at + _HEAD, at // _WORD
             mapped[begin : begin + length] = data
-            _HEAD.pack_into(mapped, at, order, kind, number, owner, length)
+            self._words[head] = order | kind << 8 | number << 32
+            self._words[head + 1] = owner
+            self._words[head + 2] = length
         return at
 
     def extend(self, at: int, begin: int, data: bytes) -> None:
         """Write more of a record, behind its first ``begin`` bytes, into the room that it has."""
         mapped, end = self._map, begin + len(data)
         if mapped is not None:
-            mapped[at + _HEAD.size + begin : at + _HEAD.size + end] = data
-            _LENGTH.pack_into(mapped, at + _AT_LENGTH, end)
+            mapped[at + _HEAD + begin : at + _HEAD + end] = data
+            self._words[at // _WORD + 2] = end
 
     def read(self, at: int) -> bytes:
         """The record at a place."""
         assert self._map is not None
-        length = _HEAD.unpack_from(self._map, at)[4]
-        begin = at + _HEAD.size
-        return self._map[begin : begin + int(length)]
+        begin = at + _HEAD
+        return self._map[begin : begin + self._words[at // _WORD + 2]]
 
     def remove(self, at: int) -> None:
         """Remove the record at a place; 0 is none."""
         if at and self._map is not None:
-            order = self._map[at]
-            _HEAD.pack_into(self._map, at, order, 0, 0, 0, 0)
-            self._free.setdefault(order, []).append(at)
+            self._words[at // _WORD + 2] = 0
+            self._free.setdefault(self._map[at], []).append(at)
 
-    def _new(self, num_bytes: int) -> int:
-        at, end = self._end, self._end + num_bytes
+    def _new(self, order: int) -> int:
+        at, end = self._end, self._end + (1 << order)
         try:
             if self._map is None or end > self._max_bytes:
                 raise OSError(f"it has {self._max_bytes} bytes at most")
@@ -188,6 +192,8 @@ class StateFile:
             self.num_lost += 1
             return 0
         self._end = end
+        # Another process finds the end of this block even if its record is never written.
+        self._words[at // _WORD] = order
         return at
 
     def close(self) -> None:

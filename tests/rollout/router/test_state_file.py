@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import signal
-import time
+import sys
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from rollout.router.state import state_file
 from rollout.router.state.state_file import Kind, StateFile
 from rollout.router.state.stored_replies import StoredReplies
 
@@ -47,24 +51,50 @@ def test_another_process_finds_the_records_that_were_not_removed(state: StateFil
     assert contents(state) == expected
 
 
-def test_a_process_that_is_killed_leaves_whole_records_alone(state: StateFile) -> None:
-    for attempt in range(5):
-        child = os.fork()
-        if not child:
-            mine = StateFile(state.path, 1 << 20)
-            mine.records()
-            number = attempt * 10**6
-            while True:
-                number += 1
-                place = mine.put(Kind.EVENTS, 1, number, b"%d " % number * (number % 400 + 1))
-                mine.remove(place if number % 3 else 0)
-                if not place:
-                    number += 10**8  # the file is full
-        time.sleep(0.05)  # it is killed anywhere
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    for (_, number), data in contents(state).items():
-        assert data == b"%d " % number * (number % 400 + 1)
+@pytest.mark.parametrize("num_lines", range(1, 50))
+def test_a_process_that_is_killed_at_any_line_leaves_whole_records(
+    state: StateFile, num_lines: int
+) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            write_until_killed(state.path, num_lines)
+        finally:
+            os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    before = contents(state)
+    assert before.keys() <= {(1, 1), (1, 2)}
+    assert all(data in (LONG, LONG + LONG) for data in before.values())
+    after = StateFile(state.path, 1 << 20)
+    after.records()
+    for number in (3, 4):
+        assert after.put(Kind.EVENTS, 1, number, b"short")
+        before[1, number] = b"short"
+        assert contents(state) == before
+
+
+LONG = b"long" * 400
+
+
+def write_until_killed(path: str, num_lines: int) -> None:
+    mine, left = StateFile(path, 1 << 20), num_lines
+    mine.records()
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != state_file.__file__:
+            return None
+        left -= event == "line"
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    sys.settrace(count)
+    for number in itertools.cycle((1, 2)):
+        place = mine.put(Kind.EVENTS, 1, number, LONG, room=2 * len(LONG))
+        mine.extend(place, len(LONG), LONG)
+        if number == 1:
+            mine.remove(place)
 
 
 def test_what_does_not_fit_is_reported_once_and_counted(
