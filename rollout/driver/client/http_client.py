@@ -7,11 +7,12 @@ times as much CPU for each.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -78,7 +79,7 @@ class HttpGenerationClient:
         self._url = url.rstrip("/")
         self._generate_url = self._url + "/generate"
         self._timeout_s = timeout_s
-        self._has_met = False  # else it may be a wrong URL, which is not tried again
+        self._outage = Outage(has_served=False)
         # Each caller holds a slot of the limiter, so the connector needs no limit.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -117,12 +118,10 @@ class HttpGenerationClient:
     ) -> AsyncGenerator[GenerateReply, None]:
         """The reply as it comes; a lost connection is opened again, with the same request."""
         clock = asyncio.get_running_loop().time
-        lost = Reconnection(clock())
         until_s = clock() + (request.timeout_s or self._timeout_s)
-        while True:
-            began_s = clock()
+        for num_tries in itertools.count(1):
             try:
-                async with self._posted(request, until_s - began_s, more) as response:
+                async with self._posted(request, until_s - clock(), more) as response:
                     if not more:
                         yield _read_reply(await response.read(), response)
                         return
@@ -130,9 +129,7 @@ class HttpGenerationClient:
                         yield reply
                 return
             except Disconnected as error:
-                if not self._has_met:
-                    raise
-                await lost.wait(error, began_s)
+                await self._outage.wait(error, num_tries)
                 if clock() >= until_s:
                     raise
 
@@ -151,7 +148,7 @@ class HttpGenerationClient:
                 headers=self._headers_of(request),
                 timeout=aiohttp.ClientTimeout(total=left_s),
             ) as response:
-                self._has_met = True
+                self._outage.end()
                 if response.status != 200:
                     after = response.headers.get("retry-after", "")
                     raise _error_of_status(response.status, await response.read(), after)
@@ -162,7 +159,8 @@ class HttpGenerationClient:
                 f"no reply within {timeout_s:g} s", kind=FailureKind.LOST
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            self._has_met |= not isinstance(error, aiohttp.ClientConnectorError)
+            if not isinstance(error, aiohttp.ClientConnectorError):
+                self._outage.end()
             raise Disconnected(f"{type(error).__name__}: {error}", kind=FailureKind.LOST) from None
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -282,45 +280,53 @@ class HttpGenerationClient:
             return b""
 
 
-@dataclass(slots=True)
-class Reconnection:
-    """The lost connections of one request, which is sent again unchanged.
+class Outage:
+    """For how long a router has taken no connection of any of its client's requests.
 
-    Attributes:
-        since_s: when the router was seen last.
+    Args:
+        has_served: else its URL may be wrong, and no request is sent again.
     """
 
-    since_s: float
-    num: int = 0
+    def __init__(self, *, has_served: bool) -> None:
+        self._has_served = has_served
+        self._since_s: float | None = None
 
-    async def wait(self, error: Exception, began_s: float) -> None:
-        """Wait until the next try.
+    def end(self) -> None:
+        """The router has taken a connection."""
+        self._has_served = True
+        self._since_s = None
+
+    async def wait(self, error: Exception, num_tries: int) -> None:
+        """Wait until a request is sent again, unchanged.
 
         Args:
-            began_s: of the try that has failed with ``error``.
+            error: of the last try.
+            num_tries: of this request so far.
 
         Raises:
-            ``error``: there is none.
+            ``error``: the outage is too long, or the connection broke too often.
         """
-        now_s = asyncio.get_running_loop().time()
-        if now_s > began_s + _RECONNECT_AGAIN_S:  # it was connected
-            self.since_s = now_s
-        self.num += 1
-        if now_s >= self.since_s + _RECONNECT_S or self.num > _MOST_CONNECTIONS:
+        if not self._has_served:
             raise error
-        await asyncio.sleep(_RECONNECT_AGAIN_S * min(self.num, 8))
+        now_s = asyncio.get_running_loop().time()
+        if self._since_s is None:
+            self._since_s = now_s
+        if now_s >= self._since_s + _RECONNECT_S or num_tries > _MOST_CONNECTIONS:
+            raise error
+        await asyncio.sleep(_RECONNECT_AGAIN_S * min(num_tries, 8))
 
 
 async def reconnecting(work: Callable[[], Awaitable[T]]) -> T:
     """What ``work`` returns, which may be done again when a connection was lost."""
-    clock = asyncio.get_running_loop().time
-    lost = Reconnection(clock())
-    while True:
-        began_s = clock()
+    outage = Outage(has_served=True)
+    for num_tries in itertools.count(1):
         try:
             return await work()
         except aiohttp.ClientConnectionError as error:
-            await lost.wait(error, began_s)
+            if not isinstance(error, aiohttp.ClientConnectorError):
+                outage.end()
+            await outage.wait(error, num_tries)
+    raise AssertionError
 
 
 def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateReply:

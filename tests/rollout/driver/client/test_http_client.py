@@ -13,6 +13,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import FinishReason, SamplingParams, VersionSpan
 from rollout.core.errors import ConfigError, RolloutError
+from rollout.driver.client import http_client
 from rollout.driver.client.generation_client import (
     EngineLoad,
     FailureKind,
@@ -336,6 +337,30 @@ async def test_a_request_whose_router_was_lost_is_sent_again_with_the_same_id(
     assert reply.output_ids == (7,)
     assert [one["rid"] for one in got] == [REQUEST.rid] * 3
     assert got[0] == got[1] == got[2]
+
+
+async def test_all_requests_wait_once_for_a_router_that_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_client, "_RECONNECT_S", 0.5)
+    now_s = asyncio.get_running_loop().time
+
+    async def handler(request: web.Request) -> web.Response:
+        return whole_reply("0")
+
+    async with serving(handler) as client:
+        await client.generate(REQUEST)
+        client._generate_url = "http://127.0.0.1:1/generate"  # nothing listens there
+        began_s = now_s()
+        failed = await asyncio.gather(
+            *(client.generate(REQUEST) for _ in range(200)), return_exceptions=True
+        )
+        assert all(isinstance(one, GenerationError) for one in failed)
+        assert now_s() - began_s > 0.5
+        began_s = now_s()
+        with pytest.raises(GenerationError):
+            await client.generate(REQUEST)
+        assert now_s() - began_s < 0.4
 
 
 async def test_an_abort_waits_for_a_router_that_was_lost() -> None:
