@@ -4,7 +4,7 @@ Always true: one process at a time has its lock, which the kernel takes back whe
 The memory is that of the process which made the file and of those that have opened it; when all
 have ended, nothing is left.  It is at most ``max_bytes``.  A record is there as a whole, or not:
 its length is written last, and no record without a length is read.  What must not be written in
-part is a machine word, which one instruction writes: a process may be killed between any two.
+part is a number of eight bytes: one instruction writes it, and a process is killed between two.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 _PORT = struct.Struct("<I")
-# Three words: the block's size as a power of two, with the record's kind and number; its owner; its
-# length.  The first one of a block is written before anything else in it.
-_WORD = 8
-_HEAD = 3 * _WORD
+# Three numbers: the block's size as a power of two, with the record's kind and number; its owner;
+# its length.  The first one of a block is written before anything else in it.
+_NUMBER_BYTES = 8
+_HEAD = 3 * _NUMBER_BYTES
 _FIRST = 4096
 _LEAST_ORDER = 9
 _STEP = 1 << 20
@@ -68,7 +68,7 @@ class StateFile:
         self._max_bytes = max_bytes
         self._opened = -1
         self._map: mmap.mmap | None = None
-        self._words = memoryview(bytearray()).cast("Q")
+        self._numbers = memoryview(bytearray()).cast("Q")
         self._end = self._reserved = _FIRST
         self._free: dict[int, list[int]] = {}
         self._num_owners = 0
@@ -113,10 +113,10 @@ class StateFile:
     def records(self) -> list[Record]:
         """Those of earlier processes; to be called first."""
         self._map = mmap.mmap(self._file, self._max_bytes)
-        self._words = memoryview(self._map).cast("Q")
+        self._numbers = memoryview(self._map).cast("Q")
         records, at = list[Record](), _FIRST
         while at < self._max_bytes - _HEAD:
-            first, owner, length = self._words[at // _WORD : at // _WORD + 3]
+            first, owner, length = self._numbers[at // _NUMBER_BYTES : at // _NUMBER_BYTES + 3]
             order, kind, number = first & 0xFF, first >> 8 & 0xFF, first >> 32
             if not order:
                 break
@@ -146,11 +146,11 @@ class StateFile:
         free = self._free.get(order)
         at = free.pop() if free else self._new(order)
         if at and mapped is not None:
-            begin, head = at + _HEAD, at // _WORD
+            begin, head = at + _HEAD, at // _NUMBER_BYTES
             mapped[begin : begin + length] = data
-            self._words[head] = order | kind << 8 | number << 32
-            self._words[head + 1] = owner
-            self._words[head + 2] = length
+            self._numbers[head] = order | kind << 8 | number << 32
+            self._numbers[head + 1] = owner
+            self._numbers[head + 2] = length
         return at
 
     def extend(self, at: int, begin: int, data: bytes) -> None:
@@ -158,18 +158,18 @@ class StateFile:
         mapped, end = self._map, begin + len(data)
         if mapped is not None:
             mapped[at + _HEAD + begin : at + _HEAD + end] = data
-            self._words[at // _WORD + 2] = end
+            self._numbers[at // _NUMBER_BYTES + 2] = end
 
     def read(self, at: int) -> bytes:
         """The record at a place."""
         assert self._map is not None
         begin = at + _HEAD
-        return self._map[begin : begin + self._words[at // _WORD + 2]]
+        return self._map[begin : begin + self._numbers[at // _NUMBER_BYTES + 2]]
 
     def remove(self, at: int) -> None:
         """Remove the record at a place; 0 is none."""
         if at and self._map is not None:
-            self._words[at // _WORD + 2] = 0
+            self._numbers[at // _NUMBER_BYTES + 2] = 0
             self._free.setdefault(self._map[at], []).append(at)
 
     def _new(self, order: int) -> int:
@@ -193,7 +193,7 @@ class StateFile:
             return 0
         self._end = end
         # Another process finds the end of this block even if its record is never written.
-        self._words[at // _WORD] = order
+        self._numbers[at // _NUMBER_BYTES] = order
         return at
 
     def close(self) -> None:
