@@ -24,9 +24,12 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.kinds import chaos_for
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(120)]
+# With Ray in ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_kept_group.py``.
+BY_RAY_IN_CHAOS = chaos_for("ray")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,7 @@ def test_the_group_of_one_push_is_that_of_the_next(
     assert all(one < 5 for one in more), more
 
 
+@BY_RAY_IN_CHAOS
 def test_pushes_of_the_handle_and_of_its_pusher_go_through_one_group(
     policy: ServerHandle, push: Callable[[], str], model_path: Path
 ) -> None:
@@ -142,6 +146,7 @@ def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
     assert push() == with_it
 
 
+@BY_RAY_IN_CHAOS
 def test_an_engine_that_stands_still_between_two_pushes_is_left_behind(
     policy: ServerHandle, push: Callable[[], str]
 ) -> None:
@@ -159,6 +164,7 @@ def test_an_engine_that_stands_still_between_two_pushes_is_left_behind(
     assert groups(policy) == [[with_it], [with_it]]
 
 
+@BY_RAY_IN_CHAOS
 def test_an_engine_that_is_removed_leaves_and_the_others_make_another(
     policy: ServerHandle, push: Callable[[], str]
 ) -> None:
@@ -175,6 +181,7 @@ def test_an_engine_that_is_removed_leaves_and_the_others_make_another(
     assert groups(policy) == [[with_it], [with_it]]
 
 
+@BY_RAY_IN_CHAOS
 def test_an_engine_that_was_told_to_leave_behind_our_back_is_asked_to_join_again(
     policy: ServerHandle, push: Callable[[], str]
 ) -> None:
@@ -188,6 +195,7 @@ def test_an_engine_that_was_told_to_leave_behind_our_back_is_asked_to_join_again
     assert groups(policy) == [[another], [another]]
 
 
+@BY_RAY_IN_CHAOS
 def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
     policy: ServerHandle, push: Callable[[], str], model_path: Path
 ) -> None:
@@ -207,6 +215,7 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
     assert push() not in ("", name)
 
 
+@BY_RAY_IN_CHAOS
 def test_an_engine_that_is_killed_in_a_push_ends_it_at_once(
     policy: ServerHandle, push: Callable[[], str], model_path: Path
 ) -> None:

@@ -14,11 +14,14 @@ from rollout.control.server.server import RolloutServer
 from rollout.observability.timeline.export import chrome_trace
 from rollout.observability.timeline.span import Kind
 from rollout.weights.format.manifest import read_checkpoint_manifest
+from tests.support.kinds import chaos_for
 from tests.support.rank_processes import BUCKET_BYTES, Ranks, errors, served_seed, tiny_policy
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
 
 RANK_TIMEOUT_S = 4
+# With both in ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_rank_push.py``.
+UNTIED_IN_CHAOS = chaos_for("untied")
 
 
 @pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
@@ -69,6 +72,7 @@ def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) 
 
 
 @pytest.mark.slow
+@UNTIED_IN_CHAOS
 def test_all_ranks_offload_together_or_not_at_all(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
     ranks.do("push", seed=15)
@@ -85,6 +89,7 @@ def test_all_ranks_offload_together_or_not_at_all(run: DeploymentHandle, ranks: 
 
 
 @pytest.mark.slow
+@UNTIED_IN_CHAOS
 def test_the_report_has_the_seconds_and_bytes_of_every_rank(
     run: DeploymentHandle, ranks: Ranks
 ) -> None:
@@ -105,6 +110,7 @@ def test_the_report_has_the_seconds_and_bytes_of_every_rank(
 
 
 @pytest.mark.slow
+@UNTIED_IN_CHAOS
 def test_the_trace_of_a_push_has_a_lane_for_every_rank(
     run: DeploymentHandle, ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -126,6 +132,7 @@ def test_the_trace_of_a_push_has_a_lane_for_every_rank(
 
 
 @pytest.mark.slow
+@UNTIED_IN_CHAOS
 def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
     for number, transport in enumerate(("tensor", "distributed", "distributed"), 1):
@@ -143,6 +150,7 @@ def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ra
 
 
 @pytest.mark.slow
+@UNTIED_IN_CHAOS
 def test_tensors_are_cast_before_they_are_gathered(run: DeploymentHandle, ranks: Ranks) -> None:
     said = ranks.do("push_wide", seed=40)
     assert len({one.get("version", one.get("error")) for one in said}) == 1
@@ -151,6 +159,7 @@ def test_tensors_are_cast_before_they_are_gathered(run: DeploymentHandle, ranks:
 
 
 @pytest.mark.slow
+@UNTIED_IN_CHAOS
 def test_a_generator_is_consumed_bucket_by_bucket(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
     said = ranks.do("streamed", seed=9)

@@ -1,7 +1,8 @@
 """What kills or wedges SGLang, tried on every kind of engine.
 
 The fake crashes on the same calls; the embedded engine rejects them.  Each row ends one real
-engine, so the next one starts while a row is tried.
+engine, so the next one starts while a row is tried; real SGLang has the other rows in ``make
+test-chaos PYTEST_ARGS=tests/engines/contract/test_contract_deaths.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineError, EngineHung, EngineRejected, EngineUnreachable
 from tests.support.contract import ENDLESS, PROMPT, VOCABULARY, Bench, Pool, client, payload
-from tests.support.kinds import not_for
+from tests.support.kinds import chaos_for, not_for
 from tests.support.processes import shared_memory_of
 
 pytestmark = pytest.mark.timeout(400)
@@ -158,16 +159,18 @@ class Row:
         embedded: the status the embedded engine refuses it with; 0 where it is not tried.
         fake: what happens to the fake; None where it does not simulate that: it has neither
             peers nor tensors.
+        is_usual: whether the usual run tries it on SGLang too.
     """
 
     act: Act
     embedded: int
     sglang: str = "dies"
     fake: str | None = "dies"
+    is_usual: bool = False
 
 
 ROWS = [
-    Row(release_while_a_request_runs, 409),
+    Row(release_while_a_request_runs, 409, is_usual=True),
     Row(release_while_requests_are_frozen, 409),
     Row(resume_what_is_not_released, 409),
     Row(resume_everything_when_some_is_released, 409),
@@ -175,16 +178,16 @@ ROWS = [
     Row(generate_while_the_cache_is_released, 409),
     Row(update_while_the_weights_are_released, 409),
     Row(check_while_the_weights_are_released, 409),
-    Row(update_with_a_wrong_shape, 400),
+    Row(update_with_a_wrong_shape, 400, is_usual=True),
     # A list without payloads kills it; a payload without tensors does not.
-    Row(update_with_a_payload_of_nothing, 400, sglang="takes it", fake="takes it"),
+    Row(update_with_a_payload_of_nothing, 400, sglang="takes it", fake="takes it", is_usual=True),
     Row(update_without_a_payload, 400),
     Row(update_with_what_cannot_be_read, 400),
     Row(update_with_tensors_of_another_process, 400, fake=None),
     Row(generate_outside_the_vocabulary, 400),
     # The embedded engine waits for the peer too, and says so when the time is over.
-    Row(join_a_group_that_nobody_else_joins, 0, sglang="wedges", fake=None),
-    Row(abort_what_is_frozen, 409, sglang="hangs", fake="hangs"),
+    Row(join_a_group_that_nobody_else_joins, 0, sglang="wedges", fake=None, is_usual=True),
+    Row(abort_what_is_frozen, 409, sglang="hangs", fake="hangs", is_usual=True),
 ]
 
 
@@ -199,8 +202,9 @@ def spare(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 def without(row: Row) -> list[pytest.MarkDecorator]:
-    """The kinds of engine that the row is not for."""
+    """The kinds of engine that the row is not for, or not usually."""
     marks = [not_for("fake", "fake-http")] if row.fake is None else []
+    marks += [] if row.is_usual else [chaos_for("sglang")]
     # Waits as long as the real one; the difference is in its own tests.
     return marks + ([not_for("embedded", "embedded-gpu")] if row.embedded == 0 else [])
 

@@ -18,6 +18,7 @@ from rollout.core.errors import ConfigError, PlacementError
 from rollout.core.types import EngineStatus, NodeShare, TrainerSlot
 from rollout.runtime.handle import DeploymentHandle
 from tests.support.builders import push
+from tests.support.kinds import chaos_for
 from tests.support.pages import run_code
 from tests.support.processes import wait_until
 from tests.support.ray_worlds import NUM_GPUS, RayWorld, World, stub_world
@@ -183,6 +184,7 @@ def test_the_code_of_the_page_on_shared_gpus(stub: World, tmp_path: Path) -> Non
         made["deployment"].stop()
 
 
+@chaos_for("ray")
 def test_by_default_all_bundles_with_a_gpu_are_used(world: World, tmp_path: Path) -> None:
     with (
         group_of(world, {"CPU": 1}, ONE_GPU, ONE_GPU) as group,
@@ -233,7 +235,7 @@ def test_each_slot_names_the_gpu_of_its_engine_however_bundles_were_granted(
             world.ray.kill(rank)
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=chaos_for("ray"))])
 def test_an_engine_restarts_while_a_trainer_holds_its_whole_bundles(
     world: World, tmp_path: Path, shares: bool
 ) -> None:

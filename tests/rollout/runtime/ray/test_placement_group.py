@@ -12,6 +12,7 @@ from rollout.config import GroupConfig
 from rollout.core.errors import PlacementError
 from rollout.core.types import NodeShare
 from rollout.rules.placement import Bundle, PlacementPlan, assign_slots, plan_placement
+from tests.support.kinds import chaos_for
 from tests.support.processes import wait_until
 from tests.support.ray_worlds import NUM_GPUS, World, stub_world
 from tests.support.served_fakes import TIMEOUT_S, launched
@@ -80,6 +81,7 @@ def test_gpus_that_somebody_else_holds_are_missed_in_words_and_no_longer_asked_f
     assert all_free(world)
 
 
+@chaos_for("ray")
 def test_engines_start_on_the_gpus_of_their_slots(world: World, tmp_path: Any) -> None:
     groups = {"main": {"num_engines": 2, "engine": {"kind": "sglang", "gpus": 2}}}
     cluster = {"trainer_gpus": 4}
