@@ -67,7 +67,7 @@ ON_OTHERS = (
 )
 IN_USUAL_RUN = {
     "embedded": [("kill", "release")],
-    "sglang": [("freeze", "pause"), ("kill", "update")],
+    "sglang": [("kill", "update")],
     "vllm": [],
 }
 CASES = [

@@ -29,14 +29,12 @@ def test_an_engine_comes_back_with_the_current_policy_while_the_trainer_is_stopp
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        pytest.param("sglang", {}, marks=[pytest.mark.sglang, pytest.mark.timeout(400)]),
-        pytest.param(
-            "vllm",
-            FOR_VLLM,
-            marks=[pytest.mark.vllm, pytest.mark.chaos, pytest.mark.timeout(900)],
-        ),
+        pytest.param("sglang", {}, marks=pytest.mark.sglang),
+        pytest.param("vllm", FOR_VLLM, marks=pytest.mark.vllm),
     ],
 )
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
 def test_a_real_engine_comes_back_with_the_current_policy_while_the_trainer_is_stopped(
     kind: str, shape: dict[str, int], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 NUM_PROMPTS = 24
 
 
-@pytest.mark.parametrize("backend", ["sglang", "sglang-oai"])
+@pytest.mark.parametrize("backend", ["sglang", pytest.param("sglang-oai", marks=pytest.mark.chaos)])
 def test_sglangs_benchmark_runs_through_the_router(
     policy: RealPolicy, tmp_path: Path, backend: str
 ) -> None:

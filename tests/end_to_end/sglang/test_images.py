@@ -79,6 +79,7 @@ def test_an_image_seen_before_a_push_is_seen_by_the_new_tower_after_it(tmp_path:
                 assert gaps[0] < 1e-3 < 0.1 < gaps[1], gaps
 
 
+@pytest.mark.chaos
 async def test_an_attached_engine_that_has_embeddings_although_it_says_not_is_fenced(
     tmp_path: Path,
 ) -> None:

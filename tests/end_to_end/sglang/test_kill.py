@@ -121,7 +121,10 @@ async def check_comes_back(policy: RealPolicy, killed: EngineStatus) -> None:
     assert policy.is_whole()
 
 
-@pytest.mark.parametrize("name", ["sglang::scheduler", "sglang::detokenizer"])
+@pytest.mark.parametrize(
+    "name",
+    ["sglang::scheduler", pytest.param("sglang::detokenizer", marks=pytest.mark.chaos)],
+)
 async def test_no_request_fails_though_another_process_of_an_engine_is_killed(
     policy: RealPolicy, name: str
 ) -> None:

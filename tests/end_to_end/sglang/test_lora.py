@@ -308,6 +308,7 @@ class Boastful(EngineClient):
         return replace(await super().server_info(), enable_weights_cpu_backup=True)
 
 
+@pytest.mark.chaos
 def test_forced_past_the_policy_the_fingerprints_fence_the_engine(
     trainer: Trainer, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from tests.support.offload_load import NUM_CLIENTS, offload_under_load
 from tests.support.real_policy import RealPolicy
 from tests.support.referee import Referee
 
-NUM_CYCLES = int(os.environ.get("ROLLOUT_SGLANG_CYCLES", "25"))
+NUM_CYCLES = int(os.environ.get("ROLLOUT_SGLANG_CYCLES", "8"))
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300 + 20 * NUM_CYCLES)]
 

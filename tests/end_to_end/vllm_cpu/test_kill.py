@@ -53,9 +53,11 @@ def parallel(models: list[Path], tmp_path: Path) -> Iterator[RealPolicy]:
         yield policy
 
 
+@pytest.mark.chaos
 async def test_so_they_are_though_one_of_two_tensor_parallel_workers_is_killed(
     parallel: RealPolicy,
 ) -> None:
+    """``make test-chaos PYTEST_ARGS=tests/end_to_end/vllm_cpu/test_kill.py``."""
     await check_kill(parallel, "VLLM::Worker_TP1")
 
 

@@ -122,8 +122,12 @@ async def test_a_model_that_cannot_be_loaded_ends_with_sglangs_words(
     assert "config.json" in failed.value.log_tail or "model_type" in failed.value.log_tail
 
 
+@pytest.mark.chaos
 async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Path) -> None:
-    """Two launchers on one machine, as two nodes would have them; one rank each."""
+    """Two launchers on one machine, as two nodes would have them; one rank each.
+
+    ``tests/end_to_end/sglang/test_two_nodes.py`` has one over Ray in the usual run.
+    """
     first, second = LocalLauncher(), LocalLauncher()
     nodes: dict[str, Any] = {
         "num_nodes": 2,
@@ -155,6 +159,7 @@ async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Pat
         await asyncio.gather(leader.stop(10.0), follower.stop(10.0))
 
 
+@pytest.mark.chaos
 async def test_replicas_take_weights_from_disk_only_and_one_answers_a_flush_for_all(
     contract_models: Models, tmp_path: Path
 ) -> None:
