@@ -119,7 +119,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     remove_leftovers(Path("/dev/shm"))  # of ranks that were killed
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.chaos)])
 def test_an_actor_that_is_killed_at_a_bucket_ends_the_push_on_the_others(
     run: DeploymentHandle, ranks: Ranks, folder: Path, rank: int
 ) -> None:

@@ -104,10 +104,18 @@ def come_back_without_the_trainer(run: DeploymentHandle, ranks: Ranks, seed: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared_memory", "distributed", "tensor"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "shared_memory",
+        pytest.param("distributed", marks=pytest.mark.chaos),
+        pytest.param("tensor", marks=pytest.mark.chaos),
+    ],
+)
 def test_a_killed_engine_has_what_all_ranks_pushed_while_they_are_stopped(
     tmp_path: Path, transport: str
 ) -> None:
+    """Of the others: ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_rank_store.py``."""
     store = {"spare_bytes": 0, "unit_bytes": 20_000}
     with (
         launched(tmp_path, transport=transport, store=store) as run,

@@ -160,14 +160,22 @@ def check(model_path: Path, folder: Path, group: dict[str, Any], backend: str, n
 
 
 @pytest.mark.embedded
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    ("backend", "num"),
+    [
+        ("local", 3),
+        pytest.param("ray", 1, marks=pytest.mark.ray),
+        pytest.param("local", 12, marks=pytest.mark.chaos),
+        pytest.param("ray", 6, marks=[pytest.mark.ray, pytest.mark.chaos]),
+    ],
+)
 def test_random_kills_lose_no_request_give_no_old_answer_and_leave_no_process(
-    request: pytest.FixtureRequest, tmp_path: Path, backend: str
+    request: pytest.FixtureRequest, tmp_path: Path, backend: str, num: int
 ) -> None:
+    """The long runs: ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_standby.py``."""
     from rollout.testing.tiny_model import make_tiny_model
 
     if backend == "ray":
         request.getfixturevalue("ray_cluster")
     model_path = make_tiny_model(tmp_path / "model")
-    num = 9 if backend == "local" else 5
     print(check(model_path, tmp_path / "logs", {"engine": {"cpus": 0.5}}, backend, num))

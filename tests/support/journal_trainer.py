@@ -1,8 +1,8 @@
 """A training script over fake engines that may be killed at any moment, and started again.
 
-``python -m tests.support.journal_trainer FOLDER HOOK``: it trains until the source ends, saves a
-checkpoint in every second step, and continues from the last one.  ``FOLDER/tokens`` gets a byte
-for each token that an engine generates, ``FOLDER/checkpoint`` what was trained on.
+``python -m tests.support.journal_trainer FOLDER HOOK NUM_PROMPTS``: it trains until the source
+ends, saves a checkpoint in every second step, and continues from the last one.  ``FOLDER/tokens``
+gets a byte for each token that an engine generates, ``FOLDER/checkpoint`` what was trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.builders import push
 from tests.support.driving import source
 from tests.support.served_fakes import config
 
-NUM_PROMPTS, NUM_TOKENS, TOKEN_S, IN_FLIGHT = 60, 60, 0.05, 16
+NUM_TOKENS, TOKEN_S, IN_FLIGHT = 60, 0.05, 16
 BATCH: dict[str, Any] = {
     "num_groups": 4,
     "group_size": 2,
@@ -62,7 +62,7 @@ async def turns(session: Session) -> None:
         session.observe(OBSERVED, " tool ")
 
 
-def main(folder: Path, hook: str) -> None:
+def main(folder: Path, hook: str, num_prompts: int) -> None:
     """Train until the source ends."""
     CountingEngine.descriptor = os.open(folder / "tokens", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     checkpoint = folder / "checkpoint"
@@ -78,7 +78,7 @@ def main(folder: Path, hook: str) -> None:
         with rollout.Driver(
             policy.url, hooks=hooks, max_in_flight=IN_FLIGHT, journal=folder / "journal"
         ) as driver:
-            data = source(NUM_PROMPTS, num_epochs=1)
+            data = source(num_prompts, num_epochs=1)
             print("begun", flush=True)
             while groups := driver.rollout(step + 1, data, **BATCH).result(60):
                 step += 1
@@ -101,4 +101,4 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -45,7 +45,7 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.local import launch_local
 from tests.support.processes import wait_until
 
-NUM_LANES = 10
+MOST_LANES = 10
 RANK_TIMEOUT_S = 6.0
 GATHER_TIMEOUT_S = 8.0
 # A rank may take the deadline of a gather, that of rank 0, its own, and what a busy machine adds.
@@ -351,15 +351,16 @@ def kill_often(folder: Path, num_kills: int, seed: int) -> None:
     )
     figures = Figures()
     started = time.monotonic()
+    num_lanes = min(MOST_LANES, max(1, num_kills // 3))
     lanes = [
         Lane(folder / f"lane-{number}", seed * 1000 + number, 2 + number % 2, forks, figures)
-        for number in range(NUM_LANES)
+        for number in range(num_lanes)
     ]
     failed: list[BaseException] = []
 
     def run(lane: Lane) -> None:
         try:
-            lane.run(num_kills // NUM_LANES)
+            lane.run(num_kills // num_lanes)
         except BaseException as error:
             failed.append(error)
         finally:

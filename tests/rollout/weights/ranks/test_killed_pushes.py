@@ -87,8 +87,20 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 QUICK = [("copied", "shared_memory"), ("streamed", "shared_memory")]
+# The other pairs are in ``make test-chaos``.
+USUAL = [
+    ("copied", "disk"),
+    ("streamed", "distributed"),
+    ("streamed", "tensor"),
+    ("all ranks", "several"),
+    ("a generator", "shared_memory"),
+]
 SLOW = [
-    pytest.param(how, route, marks=pytest.mark.slow)
+    pytest.param(
+        how,
+        route,
+        marks=[pytest.mark.slow, *([] if (how, route) in USUAL else [pytest.mark.chaos])],
+    )
     for how in ("copied", "streamed", "all ranks", "a generator")
     for route in ROUTES
     # A broadcast sends no copies.
