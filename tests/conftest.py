@@ -104,6 +104,8 @@ def left_behind(run_id: str, shared_memory_before: set[str]) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     optional_packages.pytest_collection_modifyitems(items)
     kinds.leave_out(config, items)
+    # By its name it would be the last, and one process would run it while the others have nothing.
+    items.sort(key=lambda item: item.path.stem != "test_distributions")
 
 
 @pytest.fixture(scope="session", autouse=True)

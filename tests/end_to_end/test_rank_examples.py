@@ -33,6 +33,10 @@ def no_files_of_killed_ranks() -> Iterator[None]:
     remove_leftovers(SHARED_MEMORY)
 
 
+# Of a run that is ended before it has learned.
+FEW = ("--prompts", "4")
+
+
 def command(name: str, model: Path, out: Path, *more: str) -> list[str]:
     options = ("--model", str(model), "--out", str(out), *more)
     return [*COMMANDS[name], f"examples/{name}.py", *options]
@@ -65,8 +69,8 @@ def test_the_ranks_learn_and_write_what_the_quickstart_writes(
 
 
 @both
-def test_ctrl_c_ends_everything(name: str, warm_started: Path, tmp_path: Path) -> None:
-    with program(*command(name, warm_started, tmp_path)) as example:
+def test_ctrl_c_ends_everything(name: str, untaught: Path, tmp_path: Path) -> None:
+    with program(*command(name, untaught, tmp_path, *FEW)) as example:
         example.wait_for("step  1", 150)
         ranks = ranks_of(example, name)
         assert len(ranks) == 2
@@ -82,9 +86,9 @@ def test_ctrl_c_ends_everything(name: str, warm_started: Path, tmp_path: Path) -
 @both
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
 def test_the_end_of_one_rank_ends_everything(
-    name: str, rank: int, warm_started: Path, tmp_path: Path
+    name: str, rank: int, untaught: Path, tmp_path: Path
 ) -> None:
-    with program(*command(name, warm_started, tmp_path)) as example:
+    with program(*command(name, untaught, tmp_path, *FEW)) as example:
         example.wait_for("step  1", 150)
         os.kill(ranks_of(example, name)[rank], signal.SIGKILL)
         ends_with_all_it_started(example)

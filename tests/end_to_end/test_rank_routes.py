@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
         yield deployment
 
 
-@pytest.fixture
-def ranks(run: DeploymentHandle, tmp_path: Path) -> Iterator[Ranks]:
-    found = Ranks(run, tmp_path, 2)
+@pytest.fixture(scope="module")
+def ranks(run: DeploymentHandle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    found = Ranks(run, tmp_path_factory.mktemp("ranks"), 2)
     yield found
     found.end()
 
