@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.weights.routes.buffers import remove_leftovers
+from tests.support.kinds import chaos_for
 from tests.support.processes import ROOT, Program, program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
@@ -85,9 +86,11 @@ def test_ctrl_c_ends_everything(name: str, untaught: Path, tmp_path: Path) -> No
 
 @both
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
+@chaos_for("ray_trainer_grpo")
 def test_the_end_of_one_rank_ends_everything(
     name: str, rank: int, untaught: Path, tmp_path: Path
 ) -> None:
+    """All four: ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_rank_examples.py``."""
     with program(*command(name, untaught, tmp_path, *FEW)) as example:
         example.wait_for("step  1", 150)
         os.kill(ranks_of(example, name)[rank], signal.SIGKILL)
