@@ -268,8 +268,10 @@ def main() -> None:
             (folder / "delays").mkdir()
             result |= {"boot_s": BOOT_S, "step_delay_s": measure_delays(folder / "delays")}
         if "journal" in arguments.families:
-            num_steps = arguments.by_size(smoke=1, quick=2, full=10)
-            result["driver_journal"] = journal.measure(folder / "journal", num_steps)
+            size = arguments.by_size(
+                smoke=(1, 32), quick=(2, journal.NUM_TOKENS), full=(10, journal.NUM_TOKENS)
+            )
+            result["driver_journal"] = journal.measure(folder / "journal", *size)
     result |= {"machine": machine("torch", "transformers")}
     publish(result, as_json=arguments.as_json, title="seconds from kill to verified")
 

@@ -16,8 +16,8 @@ from tests.support.builders import write_checkpoint
 NUM_TOKENS, IN_FLIGHT = 256, 64
 
 
-def measure(folder: Path, num_steps: int) -> dict[str, Any]:
-    """CPU milliseconds per request of 256 tokens, 64 in flight, and bytes on disk.
+def measure(folder: Path, num_steps: int, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    """CPU milliseconds per request of so many tokens, 64 in flight, and bytes on disk.
 
     ``failover`` is what the journal needs of the router, without the journal.
     """
@@ -29,13 +29,15 @@ def measure(folder: Path, num_steps: int) -> dict[str, Any]:
     ):
         place = folder / name
         place.mkdir(parents=True)
-        result[f"{name}_cpu_ms"] = _cpu_ms(place, num_steps, failover, journal)
+        result[f"{name}_cpu_ms"] = _cpu_ms(place, num_steps, num_tokens, failover, journal)
     sizes = [path.stat().st_size for path in folder.glob("journal/journal/0/*.jsonl")]
     result["journal_bytes"] = sum(sizes) / ((num_steps + 1) * IN_FLIGHT)
     return result
 
 
-def _cpu_ms(folder: Path, num_steps: int, failover: str, has_journal: bool) -> float:
+def _cpu_ms(
+    folder: Path, num_steps: int, num_tokens: int, failover: str, has_journal: bool
+) -> float:
     engine = {"kind": "fake", "gpus": 0, "options": {"token-s": 0.02}}
     policy = {
         "model_path": write_checkpoint(folder),
@@ -46,7 +48,7 @@ def _cpu_ms(folder: Path, num_steps: int, failover: str, has_journal: bool) -> f
     config = rollout.RolloutConfig.from_dict(
         {"log_dir": str(folder), "servers": {"policy": policy}}
     )
-    sampling = rollout.SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    sampling = rollout.SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     batch: dict[str, Any] = {"num_groups": IN_FLIGHT // 8, "group_size": 8, "sampling": sampling}
     data = rollout.PromptData([{"input_ids": list(range(1, 513))}])
     with (

@@ -41,6 +41,8 @@ from rollout.weights.format.manifest import TensorSpec
 
 _BYTES_OF_CHANGE = 6
 _MOST_BYTES = 256 << 20
+# Less than this is the size of ``--smoke``.
+_SMALL_BYTES = 64 << 20
 _RATE, _BURST = "1gbit", "256kb"
 _TRAINER, _ENGINE = "rollout-bench-trainer", "rollout-bench-engine"
 _ADDRESSES = {_TRAINER: "10.77.0.1", _ENGINE: "10.77.0.2"}
@@ -68,7 +70,8 @@ def _measure(num_bytes: int, repeats: int) -> dict[str, Any]:
             for way in ("full", "delta", "auto", "peer"):
                 changed = [partial(pushing.change, density)] * (repeats + 1)
                 rows[f"{density:g}_{way}"] = _row(pushing, way, changed)
-    trained, steps = _training(num_steps=repeats + 1)
+    is_smoke = num_bytes < _SMALL_BYTES
+    trained, steps = _training(hidden_size=64 if is_smoke else 512, num_steps=repeats + 1)
     with _far_engine(trained) as pushing:
         for way in ("full", "delta", "peer"):
             rows[f"trained_{way}"] = _row(pushing, way, steps)
@@ -142,14 +145,18 @@ def _far_engine(tensors: dict[str, torch.Tensor]) -> Iterator[_Far]:
                 pushing.close()
 
 
-def _training(num_steps: int) -> tuple[dict[str, torch.Tensor], list[Callable[[], int]]]:
+def _training(
+    hidden_size: int, num_steps: int
+) -> tuple[dict[str, torch.Tensor], list[Callable[[], int]]]:
     """The bfloat16 tensors of a model, and steps that change them; each returns how many."""
     from transformers import AutoModelForCausalLM
 
     from rollout.testing.tiny_model import make_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
-        path = make_tiny_model(Path(folder) / "model", "qwen3", hidden_size=512, num_layers=4)
+        path = make_tiny_model(
+            Path(folder) / "model", "qwen3", hidden_size=hidden_size, num_layers=4
+        )
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     masters = dict(model.named_parameters())

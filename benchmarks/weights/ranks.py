@@ -29,10 +29,9 @@ from rollout.config.run_dir import RunFolder
 NUMS_OF_RANKS = (1, 2, 4)
 # Two engines, and four ranks with the tensors whole and in shards, must fit into memory together.
 _MOST_BYTES = 512 << 20
-# Less than this is the size of ``--smoke``: 4 ranks take half a minute to start.
+# Less than this is the size of ``--smoke``, with one engine: 4 ranks take half a minute to start.
 _SMALL_BYTES = 64 << 20
 _NUM_BUCKETS = 16
-_NUM_ENGINES = 2
 
 
 def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         is_smoke = num_bytes < _SMALL_BYTES
-        nums_of_ranks = NUMS_OF_RANKS[:2] if is_smoke else NUMS_OF_RANKS
+        nums_of_ranks = NUMS_OF_RANKS[1:2] if is_smoke else NUMS_OF_RANKS
         model = _model(Path(folder), shape, min(num_bytes, _MOST_BYTES))
         with safe_open(model / "model.safetensors", "pt") as file:
             sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
@@ -52,7 +51,8 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
         figures = Rows(f"ranks.{shape}")
         figures["tensors"], figures["bytes"] = len(sizes), sum(sizes)
         figures["bucket_bytes"] = bucket_bytes
-        with launch(_config(model, Path(folder), bucket_bytes)) as deployment:
+        config = _config(model, Path(folder), bucket_bytes, num_engines=1 if is_smoke else 2)
+        with launch(config) as deployment:
             for num_ranks in nums_of_ranks:
                 with _ranks(deployment, model, num_ranks) as ranks:
                     found = ranks.measure(sum(sizes), repeats)
@@ -92,10 +92,10 @@ def _model(folder: Path, shape: str, num_bytes: int) -> Path:
     )
 
 
-def _config(model: Path, folder: Path, bucket_bytes: int) -> RolloutConfig:
+def _config(model: Path, folder: Path, bucket_bytes: int, num_engines: int) -> RolloutConfig:
     policy = {
         "model_path": str(model),
-        "groups": {"main": {"num_engines": _NUM_ENGINES, "engine": {"cpus": 0.5}}},
+        "groups": {"main": {"num_engines": num_engines, "engine": {"cpus": 0.5}}},
         "weights": {"bucket_bytes": bucket_bytes},
     }
     return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})

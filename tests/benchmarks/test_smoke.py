@@ -52,7 +52,7 @@ STORE = {
     "disk_warm_safe_open": RATE,
     "disk_cold": RATE,
 }
-NUMS_OF_RANKS = ("1", "2")
+NUMS_OF_RANKS = ("2",)
 RANKS = {
     "tensors": None,
     "bytes": None,
