@@ -20,7 +20,7 @@ import pytest
 from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineStatus
 from tests.support.contract import CPU_OPTIONS
-from tests.support.kinds import not_for
+from tests.support.kinds import chaos_for, not_for
 from tests.support.models import plain_models
 from tests.support.nvml import NvmlDouble, logical_gpus
 from tests.support.processes import wait_until
@@ -193,6 +193,7 @@ def test_a_killed_engine_leaves_its_gpu_and_comes_back_to_it(
 
 
 @pytest.mark.slow
+@chaos_for("sglang")
 def test_an_engine_killed_while_offloaded_leaves_the_gpu_to_the_trainer_until_the_onload(
     policy: GpuPolicy, whole: list[int]
 ) -> None:

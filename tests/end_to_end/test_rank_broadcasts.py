@@ -157,8 +157,15 @@ def test_a_frozen_sender_ends_the_push_of_the_others(run: DeploymentHandle, rank
     the_next_push_works(run, ranks, 86)
 
 
-@pytest.mark.parametrize("far", ["main-1", "all"])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "far"),
+    [
+        (0, "main-1"),
+        (1, "all"),
+        pytest.param(0, "all", marks=pytest.mark.chaos),
+        pytest.param(1, "main-1", marks=pytest.mark.chaos),
+    ],
+)
 def test_an_engine_that_is_killed_in_a_broadcast_ends_it_on_all_ranks(
     run: DeploymentHandle, ranks: Ranks, number: int, far: str
 ) -> None:

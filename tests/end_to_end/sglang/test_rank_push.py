@@ -40,9 +40,24 @@ def check_generates(policy: ServerHandle, model: Path) -> None:
     assert answer["output_ids"][: len(wanted)] == wanted
 
 
-def test_an_engine_that_is_killed_in_a_bucket_takes_the_next_push(
-    models: list[Path], tmp_path: Path
+def kill_in_a_bucket(policy: ServerHandle, ranks: Ranks, model: Path) -> None:
+    before = engine_of(policy)
+    said = ranks.do("push_model", path=str(model), pid=before.pid)
+    assert len(errors(said)) == 1, said
+    assert before.engine_id in said[0]["error"]
+
+    def is_back() -> bool:
+        now = engine_of(policy)
+        return now.pid not in (None, before.pid) and now.is_stale
+
+    assert wait_until(is_back, 120)
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.chaos)])
+def test_an_engine_takes_the_pushes_of_two_ranks_also_after_it_was_killed_in_a_bucket(
+    models: list[Path], tmp_path: Path, is_killed: bool
 ) -> None:
+    """With the kill: ``make test-chaos PYTEST_ARGS=tests/end_to_end/sglang/test_rank_push.py``."""
     config = real_config(
         models[0],
         tmp_path,
@@ -57,16 +72,8 @@ def test_an_engine_that_is_killed_in_a_bucket_takes_the_next_push(
             said = ranks.do("push_model", path=str(models[1]))
             assert [one.get("version") for one in said] == [1, 1], said
             check_generates(policy, models[1])
-            before = engine_of(policy)
-            said = ranks.do("push_model", path=str(models[2]), pid=before.pid)
-            assert len(errors(said)) == 1, said
-            assert before.engine_id in said[0]["error"]
-
-            def is_back() -> bool:
-                now = engine_of(policy)
-                return now.pid not in (None, before.pid) and now.is_stale
-
-            assert wait_until(is_back, 120)
+            if is_killed:
+                kill_in_a_bucket(policy, ranks, models[2])
             said = ranks.do("push_model", path=str(models[2]))
             assert [one.get("version") for one in said] == [policy.weight_version] * 2, said
             check_generates(policy, models[2])

@@ -17,9 +17,10 @@ from engines.protocol.errors import EngineRejected
 from rollout.weights.routes.broadcast import leave_group
 from tests.engines.conftest import FAKE_VLLM, KINDS, VLLM
 from tests.support.contract import PROMPT, Bench
-from tests.support.kinds import not_for
+from tests.support.kinds import chaos_for, not_for
 
-pytestmark = pytest.mark.timeout(400)
+# That the embedded engine is on a logical GPU makes no difference here.
+pytestmark = [pytest.mark.timeout(400), chaos_for("embedded-gpu")]
 
 NOWHERE = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
 
