@@ -8,6 +8,7 @@ import pytest
 from tests.support.processes import program, wait_until
 
 pytestmark = [pytest.mark.timeout(900)]
+FEW = ("--steps", "4", "--engines", "1")
 
 
 def learns(out: Path, engine: str, *more: str) -> tuple[float, float]:
@@ -25,7 +26,7 @@ def learns(out: Path, engine: str, *more: str) -> tuple[float, float]:
 
 @pytest.mark.sglang
 def test_accuracy_climbs_on_real_sglang(warm_started: Path, tmp_path: Path) -> None:
-    before, after = learns(tmp_path, "sglang", "--model", str(warm_started), "--steps", "4")
+    before, after = learns(tmp_path, "sglang", "--model", str(warm_started), *FEW)
     assert before < 0.5
     assert after > before + 0.2
 
@@ -33,7 +34,7 @@ def test_accuracy_climbs_on_real_sglang(warm_started: Path, tmp_path: Path) -> N
 @pytest.mark.vllm
 def test_accuracy_climbs_on_real_vllm(tmp_path: Path) -> None:
     """With the model that the example makes for it, whose heads are large enough."""
-    before, after = learns(tmp_path, "vllm", "--steps", "4", "--engines", "1")
+    before, after = learns(tmp_path, "vllm", *FEW)
     assert before < 0.5
     assert after > before + 0.2
 
