@@ -112,7 +112,7 @@ class RecoveryMonitor:
         Args:
             engines: ids of the started engines, by group.
         """
-        if self._config.recover and self._task is None:
+        if self.is_on and self._task is None:
             self.tracker.add_all(engines)
             self._task = asyncio.create_task(self._run(), name=f"recovery:{self._name}")
 
@@ -187,7 +187,7 @@ class RecoveryMonitor:
     def _may_return(self) -> set[str]:
         """Engines that may serve again without a command: dead ones with restarts left, while the
         published weights can be restored; for the others, the next probe decides."""
-        if not self._config.recover:
+        if not self.is_on:
             return set()
         is_checkpoint = self._server.base_version == 0
         return self.tracker.may_return(
@@ -231,9 +231,14 @@ class RecoveryMonitor:
         except LifecycleError as error:  # another command has held the lock for too long
             logger.warning("server %s: %s", self._name, error)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether what is lost comes back: ``health.recover``."""
+        return self._config.recover
+
     async def replace_lost_groups(self) -> None:
         """Put other groups in the place of those that are lost; the caller holds the lock."""
-        if not self._config.recover:
+        if not self.is_on:
             return
         lost = dict(self._lost_groups)
         self._lost_groups.clear()  # the next probe finds those still lost

@@ -18,7 +18,7 @@ from rollout.control.server.adapter_versions import AdapterVersions
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.journal import JournalRecord, ServerJournal, entries_of
-from rollout.core.errors import LifecycleError, PhaseFailed
+from rollout.core.errors import ActorLost, LifecycleError, PhaseFailed
 from rollout.core.fanout import barrier
 from rollout.core.types import EngineStatus, PhaseReport, StepReport
 from rollout.observability.timeline.recorder import Timeline
@@ -361,7 +361,8 @@ class PhaseRunner:
     async def _after_failure(self, command: Command, error: BaseException) -> None:
         """Close the gate after a failed phase; groups keep the phase they reached.
 
-        A refused command leaves the gate as it is, but other groups may have run it.
+        It holds if an actor was lost that comes back: the caller repeats the command.  A refused
+        command leaves the gate as it is, but other groups may have run it.
         """
         cancelled = isinstance(error, asyncio.CancelledError)
         reason = f"{command} was cancelled" if cancelled else describe(error)
@@ -369,7 +370,9 @@ class PhaseRunner:
         self._has_failed = True
         reactions: list[Callable[[], Awaitable[object]]] = [self._gate.publish_members]
         if self._gate.state != "open" and not isinstance(error, LifecycleError):
-            reactions.insert(0, lambda: self._gate.shut("closed", reason, command.value))
+            is_repeated = isinstance(error, ActorLost) and self._recovery.is_on
+            state = "holding" if is_repeated else "closed"
+            reactions.insert(0, lambda: self._gate.shut(state, reason, command.value))
         for react in reactions:
             try:
                 await react()

@@ -198,8 +198,9 @@ class RolloutServer:
                 await self._phase_runner.open_gate()
             else:
                 why = "the process of the server was lost, and another one continues"
-                is_held = record.gate == "holding" and not record.unfinished
-                await self._gate.shut("holding" if is_held else "closed", why, "continue")
+                # What was under way is called again, and requests wait for it.
+                state = "closed" if record.gate == "closed" else "holding"
+                await self._gate.shut(state, why, "continue")
         except PhaseFailed as error:
             await self._gate.shut("closed", str(error), "continue")
         except BaseException:
