@@ -122,9 +122,9 @@ class RayWorld(World):
         os.kill(max(mine, key=lambda one: one["StartTime"])["Pid"], signal.SIGKILL)
 
     def pids(self, class_name: str) -> list[int]:
-        """Of the processes of the live actors of a class."""
+        """Of the processes of the live actors of a class, without those that start again."""
         mine = [one for one in self._alive() if one["ActorClassName"] == class_name]
-        return sorted(one["Pid"] for one in mine)
+        return sorted(one["Pid"] for one in mine if one["Pid"])
 
     def _alive(self) -> list[dict[str, Any]]:
         # The public ray.util.state asks the dashboard, which tests do without.
