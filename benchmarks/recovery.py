@@ -16,6 +16,9 @@ the CPU, cold and with a standby, where they are installed (``rollout sglang-cpu
 by the phase of the death.  It is measured in virtual time over fake engines whose boot takes
 ``boot_s``, so that it holds waiting alone, and no work of this machine.
 
+``lost_actors`` is what follows when an actor of ours is killed: see
+``benchmarks.rollout.lost_actors``.
+
 ``driver_journal`` is what a request costs that survives the training script: see
 ``benchmarks.rollout.journal``.
 """
@@ -35,7 +38,7 @@ from typing import Any
 import psutil
 
 from benchmarks.report import Arguments, machine, parse_arguments, publish
-from benchmarks.rollout import journal
+from benchmarks.rollout import journal, lost_actors
 from engines.fake import FakeLauncher, faults
 from engines.fake.launcher import FakeRunningEngine
 from engines.launch import EngineSpec
@@ -51,7 +54,7 @@ from tests.support.real_policy import one_engine
 from tests.support.virtual_time import virtual_time
 
 PARTS = ("detect", "boot", "admit", "restore", "verify", "total", "beyond_load")
-FAMILIES = ("embedded", "sglang", "vllm", "delays", "journal")
+FAMILIES = ("embedded", "sglang", "vllm", "delays", "actors", "journal")
 BOOT_S = 60.0
 HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "backoff_s": 0.01, "max_backoff_s": 0.01}
 EMBEDDED: Mapping[str, Any] = {"engine": {"cpus": 0.5}}
@@ -267,12 +270,15 @@ def main() -> None:
         if "delays" in arguments.families:
             (folder / "delays").mkdir()
             result |= {"boot_s": BOOT_S, "step_delay_s": measure_delays(folder / "delays")}
+        if "actors" in arguments.families:
+            num_kills = arguments.by_size(smoke=1, quick=3, full=20)
+            result["lost_actors"] = lost_actors.measure(folder / "actors", num_kills)
         if "journal" in arguments.families:
             size = arguments.by_size(
                 smoke=(1, 32), quick=(2, journal.NUM_TOKENS), full=(10, journal.NUM_TOKENS)
             )
             result["driver_journal"] = journal.measure(folder / "journal", *size)
-    result |= {"machine": machine("torch", "transformers")}
+    result |= {"machine": machine("torch", "transformers", "ray")}
     publish(result, as_json=arguments.as_json, title="seconds from kill to verified")
 
 

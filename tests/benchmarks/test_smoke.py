@@ -88,6 +88,10 @@ ROUTER = {
 }
 NUMS_OF_ENGINES = {"4", "64", "1024"}
 TURNS = {"first_s", "turns_per_s", "cpu_ms_per_turn", "errors"}
+LOST_ACTOR = {
+    *("kills", "serving_s", "worst_serving_s", "command_s", "worst_command_s"),
+    *("lost_requests", "lost_tokens"),
+}
 RECOVERY = {
     *("kills", "detect", "boot", "admit", "restore", "verify", "total", "beyond_load"),
     *("worst_total", "worst_beyond_load"),
@@ -150,6 +154,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "disk": RECOVERY,
         "standby": RECOVERY | {"asleep_bytes"},
         "boot_s": None,
+        "lost_actors": dict.fromkeys(("none", "router", "group", "server"), LOST_ACTOR),
         "driver_journal": {"plain_cpu_ms", "failover_cpu_ms", "journal_cpu_ms", "journal_bytes"},
         "step_delay_s": {
             "generate",
@@ -239,7 +244,7 @@ MARKS = {
     "embedded": [pytest.mark.embedded],
     "gpu": [pytest.mark.embedded],
     "lifecycle": [pytest.mark.ray],
-    "recovery": [pytest.mark.embedded],
+    "recovery": [pytest.mark.ray, pytest.mark.embedded],
     "router": [pytest.mark.ray, pytest.mark.embedded],
     "weights": [pytest.mark.embedded],
 }
