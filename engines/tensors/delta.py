@@ -119,6 +119,24 @@ def apply_delta(tensor: torch.Tensor, positions: torch.Tensor, values: torch.Ten
         tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
 
 
+def apply_all(
+    name: str, dtype: str, shape: Sequence[int], content: memoryview, deltas: Sequence[bytes]
+) -> None:
+    """Change the bytes of a tensor by several deltas, the oldest first.
+
+    Raises:
+        ValueError: one is damaged or of another tensor; those before it are applied.
+    """
+    for one in deltas:
+        flat = torch.frombuffer(bytearray(one), dtype=torch.uint8)
+        delta, positions, values = read_delta(name + SUFFIX, flat)
+        if (delta.dtype, list(delta.shape)) != (dtype, list(shape)):
+            raise ValueError(f"the delta of {name!r} is for {delta.dtype} {delta.shape}")
+        if delta.num_changed:
+            whole = torch.frombuffer(content, dtype=torch.uint8).view(values.dtype)
+            apply_delta(whole, positions, values)
+
+
 def _fingerprint(head: bytes, body: torch.Tensor) -> bytes:
     hasher = start_with(head)
     content: Any = body.numpy()  # numpy's types hide that it is a buffer

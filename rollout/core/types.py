@@ -290,6 +290,7 @@ class StoreStatus:
         node_bytes: bytes it holds on each node that answers.
         write_s: seconds that the last write took.
         num_dropped: pushes that were not stored because a later push came first.
+        sent_bytes: of the last write, to nodes whose memory the server's process cannot map.
     """
 
     is_on: bool
@@ -299,6 +300,7 @@ class StoreStatus:
     node_bytes: Mapping[str, int] = field(default_factory=dict)
     write_s: float = 0.0
     num_dropped: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,10 @@ import pytest
 from rollout import RolloutConfig, launch
 from rollout.core.types import EngineStatus, StoreStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.weights.store.agents import LocalAgents
+from rollout.weights.store.node.agent import StoreAgent
+from rollout.weights.store.transfer.unit_client import AgentClient
+from rollout.weights.store.transfer.unit_server import AgentServer
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -139,3 +143,47 @@ def test_what_is_not_pushed_survives_an_offload_and_a_kill_without_the_trainer(
         os.kill(before.pid, signal.SIGKILL)
         assert wait_until(lambda: is_back(policy, before), 60)
         assert greedy(policy) == at_start
+
+
+def test_a_killed_engine_gets_every_bit_from_a_node_that_was_sent_deltas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    from rollout.testing.tiny_model import make_tiny_model
+    from tests.support.random_deltas import changed, checksums_of, fingerprints
+
+    servers: list[AgentServer] = []
+    agents_here = LocalAgents.agents
+
+    def agents_elsewhere(self: LocalAgents) -> dict[str, Any]:
+        found = {}
+        for node, agent in agents_here(self).items():
+            assert isinstance(agent, StoreAgent)
+            servers.append(AgentServer(agent))
+            client = AgentClient(node, servers[-1].address, agent.settings.token)
+            monkeypatch.setattr(client, "_has_its_files", lambda: False)
+            found[node] = client
+        return found
+
+    monkeypatch.setattr(LocalAgents, "agents", agents_elsewhere)
+    model_path = make_tiny_model(tmp_path / "model", "qwen3")
+    weights = load_file(model_path / "model.safetensors")
+    settings = {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000}
+    with launched(model_path, tmp_path, **settings) as deployment:
+        policy = deployment["policy"]
+        sent = []
+        for _ in range(3):
+            weights = changed(weights, 0.01)
+            policy.serve_weights(weights).result(60)
+            assert wait_until(lambda: store(policy).version == policy.weight_version, 20)
+            sent.append(store(policy).sent_bytes)
+        assert max(sent[1:]) < 0.1 * sent[0]
+        before = the_engine(policy)
+        assert before.pid is not None
+        os.kill(before.pid, signal.SIGKILL)
+        assert wait_until(lambda: is_back(policy, before), 60)
+        held = checksums_of(the_engine(policy), "embedded")
+        assert held == fingerprints(weights, held)
+    for server in servers:
+        server.close()

@@ -54,6 +54,20 @@ _MOST_INLINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class PushDeltas:
+    """What a push changes of an earlier version.
+
+    Attributes:
+        base: that version.
+        deltas: tensor -> its delta, as in ``engines.tensors.delta``; None for a tensor that was
+            sent whole.  Equal tensors are left out.
+    """
+
+    base: int
+    deltas: dict[str, bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPush:
     """A push of new weights.
 
@@ -70,6 +84,7 @@ class WeightPush:
             compute them.
         checks_path: the engines compare what they hold after the push with what they held before.
         routes: engine id -> its own route, where they differ; a bucket then has several payloads.
+        deltas: of copies for the store, besides the whole tensors in ``buckets``; None for none.
     """
 
     version: int
@@ -81,6 +96,7 @@ class WeightPush:
     canary: tuple[tuple[float, ...], ...] = ()
     checks_path: bool = False
     routes: Mapping[str, EngineRoute] = field(default_factory=dict)
+    deltas: PushDeltas | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", checked_version(self.version))

@@ -17,7 +17,7 @@ from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.lora_check import warn_of_base
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
 from rollout.weights.push.push import PushRequest
-from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
+from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV, PushDeltas
 from rollout.weights.ranks.device_copies import DeviceCopies
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
@@ -31,7 +31,7 @@ from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.bucket_bytes import fingerprints_of
-from rollout.weights.tensors.delta_base import DeltaPush
+from rollout.weights.tensors.delta_base import DeltaPush, deltas_in
 from rollout.weights.tensors.finite_check import check_finite
 from rollout.weights.tensors.sources import (
     Pairs,
@@ -51,6 +51,7 @@ class Follower:
 
     Attributes:
         resources: what the push holds in this process; the caller closes it.
+        deltas: what engines get of it as deltas, if the store gets copies.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Follower:
         self._copies: BufferWriter | DeviceCopies | None = None
         self._plan: PushPlan | None = None
         self.delta_push: DeltaPush | None = None
+        self.deltas: PushDeltas | None = None
 
     @cached_property
     def source(self) -> PlannedSource | StreamedSource:
@@ -179,6 +181,8 @@ class Follower:
         known = {} if expected is None else expected.tensors
         self.delta_push = DeltaPush(plan.terms.version, base, known)
         copies.begin(self.delta_push)
+        if base is not None and plan.store is not None:
+            self.deltas = PushDeltas(base, {})
 
     def _end(self, plan: PushPlan, buffers: ShmBufferPool | PushBuffers) -> RankEnd:
         rank = self.rank
@@ -245,6 +249,8 @@ class Follower:
         changes = (
             pairs if self.delta_push is None else self.rank.delta_base.take(self.delta_push, pairs)
         )
+        if self.deltas is not None:
+            self.deltas.deltas.update(deltas_in(changes))
         if changes is not pairs:
             self.figures.density = self.rank.delta_base.density
         return changes

@@ -27,7 +27,7 @@ from rollout.weights.format.lora_check import prefixed_manifest
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.stream_server import PushStreamServer
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_push import PushDeltas, WeightPush
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.follower import Follower, digest_of
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
@@ -494,7 +494,8 @@ def push_of_one_rank(
         # Without the leader, which has the tensors.
         figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
         take_base = partial(rank.delta_base.succeed, follower.delta_push)
-        succeeded = partial(_succeeded, leader.copies, take_base, figures, version, routes, server)
+        offer = partial(offer_copies, leader.copies, follower.deltas, version, server)
+        succeeded = partial(_succeeded, take_base, offer, figures, version, routes, server)
         return Push(made, follower.resources, succeeded)
     except BaseException:
         follower.resources.close()
@@ -512,16 +513,16 @@ def _copied(leader: Leader) -> WeightPush:
 
 
 def offer_copies(
-    copies: CopiedPush | None, version: int, server: ServerPort
+    copies: CopiedPush | None, deltas: PushDeltas | None, version: int, server: ServerPort
 ) -> Pending[None] | None:
     """Offer the copies of a push that has succeeded to the store; None without copies."""
-    push = None if copies is None else copies.push(version)
+    push = None if copies is None else copies.push(version, deltas)
     return None if push is None else server.offer_to_store(push)
 
 
 def _succeeded(
-    copies: CopiedPush | None,
     take_base: Callable[[], None],
+    offer: Callable[[], object],
     figures: PushFigures,
     version: int,
     routes: str,
@@ -529,7 +530,7 @@ def _succeeded(
 ) -> Sequence[PushStage]:
     """After the push of one process: leave its copies to the store, and figures to the timeline."""
     take_base()
-    offer_copies(copies, version, server)
+    offer()
     figures.wanted(time.monotonic())
     server.record_push(figures.spans(version))
     return figures.stages(routes)

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
-from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.push.weight_push import PushDeltas, WeightPush
 from rollout.weights.ranks.messages import BroadcastDone, Share
 from rollout.weights.routes.route import BroadcastTask, Payload, StreamedBucket
 from rollout.weights.routes.shared_memory import ByPath
@@ -256,11 +256,12 @@ class CopiedPush:
                 self._paths.append(copy["path"])
                 self._fingerprints |= copy["fingerprints"]
 
-    def push(self, version: int) -> WeightPush | None:
+    def push(self, version: int, deltas: PushDeltas | None = None) -> WeightPush | None:
         """The copies as a push that the store can read; None if they are not complete."""
         if self._why_not:
             logger.warning("store: weight version %d is not kept: %s", version, self._why_not)
             return None
         manifest = Manifest(Manifest.of(self._specs).tensors, self._fingerprints)
         payloads = [{"path": path} for path in self._paths]
-        return WeightPush(version, manifest, payloads, ByPath(), contents=WeightUpdate.FULL)
+        full = WeightUpdate.FULL
+        return WeightPush(version, manifest, payloads, ByPath(), contents=full, deltas=deltas)

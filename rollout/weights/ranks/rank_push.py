@@ -136,8 +136,9 @@ class RankPush:
         if self._leader is None:
             return
         version = self._leader.plan.terms.version
+        copies, deltas = self._leader.copies, self._follower.deltas
         try:
-            if (offered := offer_copies(self._leader.copies, version, self._server)) is not None:
+            if (offered := offer_copies(copies, deltas, version, self._server)) is not None:
                 offered.result()
         except RolloutError as error:
             logger.warning("store: weight version %d is not kept: %s", version, error)

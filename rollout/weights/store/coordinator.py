@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.store.delta_chain import DeltaChain
 from rollout.weights.store.layout.commit import NodeState, Write, current_write, nodes_to_commit
 from rollout.weights.store.layout.placement import assign_replicas, make_units
 from rollout.weights.store.layout.record import StoreRecord
@@ -37,6 +38,7 @@ from rollout.weights.store.transfer.unit_client import AgentClient
 logger = logging.getLogger(__name__)
 
 _VERIFIED = AssemblyRequest()
+_WHOLE = DeltaChain()
 T = TypeVar("T")
 # Here or behind a connection; every call ends within its deadline.
 Agent = StoreAgent | AgentClient
@@ -47,6 +49,9 @@ class Coordinator:
 
     Args:
         agents: by node; the order does not matter.
+
+    Attributes:
+        sent_bytes: of the last write, to nodes whose files this process cannot map.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class Coordinator:
         self._unit_bytes = unit_bytes
         self._segment_bytes = segment_bytes
         self._last: tuple[list[str], Mapping[str, TensorSpec], StoreRecord] | None = None
+        self._kept: StoreRecord | None = None
+        self.sent_bytes = 0
 
     # -- current write ----------------------------------------------------------------------
 
@@ -159,6 +166,7 @@ class Coordinator:
         manifest: Manifest,
         buckets: Iterable[Iterable[tuple[str, TensorContent]]],
         fingerprints: Mapping[str, str] | None = None,
+        chain: DeltaChain = _WHOLE,
     ) -> StoreRecord:
         """Write a version; it is current when this returns.
 
@@ -167,6 +175,7 @@ class Coordinator:
                 next one is taken.
             fingerprints: of the push.  The bytes read now must have the same, because their
                 memory may have been overwritten meanwhile.
+            chain: what nodes that keep the current version get in place of whole tensors.
 
         Raises:
             WeightsUnavailable: it cannot be kept; the current version stays.
@@ -182,14 +191,17 @@ class Coordinator:
         )
         write = Write(number, version, uuid.uuid4().hex[:12])
         record, paths = self._begin(write, manifest, current, failed)
+        chain = _WHOLE if current is None else chain.since(current.version)
+        based = self._nodes_with(record, current, states) if chain.links else []
         sinks: dict[str, NodeSink] = {}
         for node, files in paths.items():
+            base = current if node in based else None
             try:
-                sinks[node] = self._agents[node].sink(record, files)
+                sinks[node] = self._agents[node].sink(record, files, base)
             except AGENT_ERRORS as error:
                 failed[node] = str(error)
         check_covered(record, sinks, failed)
-        writer = SegmentWriter(record, sinks)
+        writer = SegmentWriter(record, sinks, chain.of, based)
         try:
             for bucket in buckets:
                 writer.take(bucket)
@@ -202,6 +214,7 @@ class Coordinator:
         check_covered(record, sealed, failed)
         if not self._each(sealed, failed, lambda agent: agent.commit(write)):
             raise WeightsUnavailable(f"{write} was committed by no node{failure_text(failed)}")
+        self._kept, self.sent_bytes = record, writer.sent_bytes
         if failed:
             logger.warning("store: %s is kept without some nodes%s", write, failure_text(failed))
         return record
@@ -221,6 +234,19 @@ class Coordinator:
                 return record, paths
             nodes = [node for node in nodes if node not in refused]
         raise WeightsUnavailable(f"no node can keep {write}{failure_text(failed)}")
+
+    def _nodes_with(
+        self, record: StoreRecord, current: Write | None, states: Mapping[str, NodeState]
+    ) -> list[str]:
+        """The nodes that keep, of the current write, the same units that they get of this one."""
+        kept = self._kept
+        if kept is None or kept.write != current or kept.units != record.units:
+            return []
+        return [
+            node
+            for node, units in record.kept.items()
+            if current in states[node].sealed and kept.kept.get(node) == units
+        ]
 
     def _outline(self, write: Write, manifest: Manifest, nodes: list[str]) -> StoreRecord:
         """The record to write. The last plan is reused if nothing has changed: planning many

@@ -25,6 +25,7 @@ from rollout.core.types import StoreStatus
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.coordinator import Coordinator
+from rollout.weights.store.delta_chain import DeltaChain
 from rollout.weights.store.layout.commit import Write
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node.writer import AGENT_ERRORS, TensorContent
@@ -90,6 +91,7 @@ class WeightStore:
         self._agents = agents
         self._coordinator: Coordinator | None = None
         self._next: WeightPush | None = None
+        self._chain = DeltaChain()
         self._reads: int | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -133,14 +135,14 @@ class WeightStore:
         """Write this push when the store is free, unless a later one comes first.
 
         Partial pushes and adapters are ignored: the store keeps full weights.  So are pushes whose
-        buckets are gone: the trainer offers copies of them.
+        buckets are gone or have payloads by name: the trainer offers copies of them.
         """
-        is_whole = push.contents_under(self._update) is WeightUpdate.FULL
+        is_whole = push.contents_under(self._update) is WeightUpdate.FULL and not push.routes
         if self._outcomes.is_off or not self._tasks or not is_whole or not push.buckets:
             return
         if self._next is not None:
             self._outcomes.num_dropped += 1
-        self._next = push
+        self._next, self._chain = push, self._chain.then(push)
         self._idle.clear()
         self._wake.set()
 
@@ -180,11 +182,13 @@ class WeightStore:
                 else describe(error)
             )
             self._outcomes.failed(f"weight version {push.version} is not kept: {why}")
+            self._chain = DeltaChain()
             if self._outcomes.is_off:
                 self._next = None
             return
         finally:
             self._reads = None
+        self._chain = self._chain.since(push.version)
         self._outcomes.succeeded(record.write, asyncio.get_running_loop().time() - started)
 
     async def _in_thread(self, push: WeightPush) -> StoreRecord:
@@ -192,13 +196,13 @@ class WeightStore:
         assert self._coordinator is not None
         coordinator = self._coordinator
         buckets = _AwaitedBuckets(push.buckets, asyncio.get_running_loop())
-        fingerprints = push.manifest.fingerprints
+        fingerprints, chain = push.manifest.fingerprints, self._chain
 
         def write() -> StoreRecord:
             with suppress(OSError):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             return coordinator.write(
-                push.version, push.manifest, buckets.one_by_one(), fingerprints
+                push.version, push.manifest, buckets.one_by_one(), fingerprints, chain
             )
 
         return await _in_own_thread(write, buckets.give_up)
@@ -227,6 +231,7 @@ class WeightStore:
             node_bytes=nodes,
             write_s=done.write_s,
             num_dropped=done.num_dropped,
+            sent_bytes=self._coordinator.sent_bytes if self._coordinator else 0,
         )
 
 

@@ -19,6 +19,7 @@ from engines.tensors.delta import (
     SUFFIX,
     Delta,
     bits_of,
+    is_delta,
     make_delta,
 )
 from rollout.weights.format.manifest import TensorSpec
@@ -154,3 +155,11 @@ class DeltaBase:
         positions = np.concatenate(found) if found else np.empty(0, np.int32)
         self.num_changed += len(positions)
         return positions if len(positions) <= most else None
+
+
+def deltas_in(changes: Pairs) -> dict[str, bytes | None]:
+    """Tensor -> its delta in what ``DeltaBase.take`` made of a bucket; None for a whole one."""
+    return {
+        name.removesuffix(SUFFIX): content.numpy().tobytes() if is_delta(name) else None
+        for name, content in changes
+    }

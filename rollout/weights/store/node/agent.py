@@ -22,6 +22,7 @@ from rollout.core.errors import WeightsUnavailable
 from rollout.core.machine import room_on, since_boot_s
 from rollout.rules.host_room import why_no_room
 from rollout.weights.store.layout.commit import NodeState, Write
+from rollout.weights.store.layout.placement import tensor_ranges
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node import lease
 from rollout.weights.store.node.assembly import (
@@ -165,8 +166,10 @@ class StoreAgent:
         with self._exclusive():
             return {name: str(path) for name, path in self._slots.begin(record, current).items()}
 
-    def sink(self, record: StoreRecord, paths: Mapping[str, str]) -> FileSink:
-        """Receives the bytes of a write, for a writer in this process."""
+    def sink(
+        self, record: StoreRecord, paths: Mapping[str, str], base: Write | None = None
+    ) -> FileSink:
+        """Receives the bytes of a write, for a writer in this process; all tensors whole."""
         return FileSink(paths, self._slots.mapped_files, self._files)
 
     def seal(self, record: StoreRecord) -> None:
@@ -191,6 +194,21 @@ class StoreAgent:
                 raise WeightsUnavailable(f"node {self.node} does not keep unit {unit} of {write}")
             path = self._slots.segment_path(write, found[0])
             yield path, found[0].units[unit], record.units[unit].num_bytes
+
+    @contextmanager
+    def kept(self, write: Write) -> Iterator[Mapping[str, memoryview]]:
+        """The bytes of each tensor of a sealed write that this node keeps; they do not change
+        meanwhile."""
+        with self._slots.pinned(write) as record:
+            segments = {one.file: one for one in record.segments_of(self.node)}
+            mapped = {
+                file: self._slots.mapped_files.of(self._slots.segment_path(write, segment)).view
+                for file, segment in segments.items()
+            }
+            yield {
+                place.tensor.name: mapped[place.file][place.offset : place.offset + place.num_bytes]
+                for place in tensor_ranges(record.units, tuple(segments.values()))
+            }
 
     def read(self, write: Write, unit: int, into: memoryview) -> None:
         """One unit's bytes, for a peer in this process."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -77,6 +77,14 @@ class NodeSink(Protocol):
         ...
 
     def put(self, piece: memoryview) -> None: ...
+    def rebuild(self, place: TensorRange, deltas: Sequence[bytes], fingerprint: str) -> None:
+        """This tensor is that of the write that the sink begins from, with these deltas.
+
+        Args:
+            fingerprint: of the result.
+        """
+        ...
+
     def close(self) -> None:
         """The write is complete, or has failed."""
         ...
@@ -105,6 +113,9 @@ class FileSink:
         self._files.put(self._region, self._offset, piece)
         self._offset += len(piece)
 
+    def rebuild(self, place: TensorRange, deltas: Sequence[bytes], fingerprint: str) -> None:
+        raise AssertionError(f"{place.tensor.name}: to copy it whole is quicker")
+
     def close(self) -> None:
         self._region = None
 
@@ -127,12 +138,26 @@ class FileSink:
 class SegmentWriter:
     """Writes one version.
 
+    Args:
+        deltas_of: the deltas of a tensor; None if it is sent whole.
+        based: the nodes that have what deltas begin from.
+
     Attributes:
         failed: nodes that were left out, and the reasons.
+        sent_bytes: of tensors and deltas, to nodes whose files this process cannot map.
     """
 
-    def __init__(self, record: StoreRecord, sinks: Mapping[str, NodeSink]) -> None:
+    def __init__(
+        self,
+        record: StoreRecord,
+        sinks: Mapping[str, NodeSink],
+        deltas_of: Callable[[str], Sequence[bytes] | None] = lambda _: None,
+        based: Iterable[str] = (),
+    ) -> None:
         self.failed: dict[str, str] = {}
+        self.sent_bytes = 0
+        self._deltas_of = deltas_of
+        self._based = {node for node in based if not isinstance(sinks.get(node), FileSink)}
         self._record = record
         self._sinks = dict(sinks)
         self._places: dict[str, dict[str, TensorRange]] = {}
@@ -204,10 +229,18 @@ class SegmentWriter:
     ) -> None:
         tensor = next(iter(places.values())).tensor
         hasher = start(tensor.name, tensor.dtype, tensor.shape)
-        sinks = []
+        deltas = self._deltas_of(name)
+        delta_bytes = sum(map(len, deltas or ()))
+        if delta_bytes >= content.num_bytes:
+            deltas = None
+        sinks, rebuilding = [], []
         for node, place in places.items():
-            if self._to(node, methodcaller("open", place)):
+            if deltas is not None and node in self._based:
+                rebuilding.append(node)
+            elif self._to(node, methodcaller("open", place)):
                 sinks.append((node, self._sinks[node].put))
+                if not isinstance(self._sinks[node], FileSink):
+                    self.sent_bytes += content.num_bytes
         for piece in content.pieces(_PIECE_BYTES):
             hasher.update(piece)
             for node, put in tuple(sinks):
@@ -216,7 +249,10 @@ class SegmentWriter:
                 except AGENT_ERRORS as error:
                     sinks.remove((node, put))
                     self._leave_out(node, error)
-        self._fingerprints[name] = host_fingerprint_of(hasher)
+        found = self._fingerprints[name] = host_fingerprint_of(hasher)
+        for node in rebuilding:
+            if self._to(node, methodcaller("rebuild", places[node], deltas, found)):
+                self.sent_bytes += delta_bytes
 
     def _to(self, node: str, act: Callable[[NodeSink], None]) -> bool:
         """Call the node's sink; returns whether the node is still in the write."""
@@ -252,8 +288,9 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Close all sinks; a node that has not received everything fails here."""
-        for node in list(self._sinks):
-            self._to(node, lambda sink: sink.close())
+        with ExitStack() as stack:
+            for node in self._sinks:
+                stack.callback(self._to, node, methodcaller("close"))
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -183,11 +183,17 @@ class AgentClient:
         )[0]["value"]
         return reply
 
-    def sink(self, record: StoreRecord, paths: Mapping[str, str]) -> NodeSink:
-        """Writes into its files if this process can map them, else over a stream."""
+    def sink(
+        self, record: StoreRecord, paths: Mapping[str, str], base: Write | None = None
+    ) -> NodeSink:
+        """Writes into its files if this process can map them, else over a stream.
+
+        Args:
+            base: a write that the node keeps, which deltas begin from.
+        """
         if self._has_its_files():
             return FileSink(paths, self._mapped_files, self._files)
-        return _StreamSink(self, record, paths)
+        return _StreamSink(self, record, paths, base)
 
     def seal(self, record: StoreRecord) -> None:
         self.connections.call("seal", {}, dump(record))
@@ -281,10 +287,17 @@ def _check_length(num_bytes: int, into: memoryview) -> None:
 class _StreamSink:
     """A node whose files cannot be mapped here: its agent writes the bytes it receives."""
 
-    def __init__(self, client: AgentClient, record: StoreRecord, paths: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        client: AgentClient,
+        record: StoreRecord,
+        paths: Mapping[str, str],
+        base: Write | None,
+    ) -> None:
         self._connection = client.connections.take(_LONG_TIMEOUT_S)
         self._is_open = True
-        self._connection.send({"call": "fill", "paths": dict(paths)}, dump(record))
+        fields = {"call": "fill", "paths": dict(paths), "base": base and base.to_json()}
+        self._connection.send(fields, dump(record))
         reply_head(self._connection)
 
     def open(self, place: TensorRange) -> None:
@@ -292,6 +305,10 @@ class _StreamSink:
 
     def put(self, piece: memoryview) -> None:
         self._connection.write(piece)
+
+    def rebuild(self, place: TensorRange, deltas: Sequence[bytes], fingerprint: str) -> None:
+        fields = {"fingerprint": fingerprint, "lengths": [len(one) for one in deltas]}
+        self._connection.send({"tensor": place.tensor.name, **fields}, b"".join(deltas))
 
     def close(self) -> None:
         if not self._is_open:

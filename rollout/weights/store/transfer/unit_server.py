@@ -7,9 +7,10 @@ without a copy in this process; ``close`` ends every connection.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from rollout.core import wire
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.layout.commit import Write
 from rollout.weights.store.layout.placement import tensor_ranges
-from rollout.weights.store.layout.record import dump, load
+from rollout.weights.store.layout.record import StoreRecord, dump, load
 from rollout.weights.store.node.agent import StoreAgent
 from rollout.weights.store.node.assembly import AssemblyRequest
+from rollout.weights.store.node.files import MappedSegment
+from rollout.weights.store.node.rebuilt import rebuild
 from rollout.weights.store.transfer.rdma import RdmaTransfer
 from rollout.weights.store.transfer.unit_client import AgentClient
 
@@ -168,24 +171,51 @@ class _AgentConnection:
 
     def _fill(self, fields: dict[str, Any], num_bytes: int) -> None:
         """Receive the tensors of a write, each into its place."""
-        paths: dict[str, str] = fields["paths"]
+        paths, base = fields["paths"], fields["base"]
         record = load(self._connection.body(num_bytes, _MAX_BODY))
-        places = {
-            place.tensor.name: place
-            for place in tensor_ranges(record.units, record.segments_of(self._agent.node))
-        }
-        sink = self._agent.sink(record, paths)
-        mapped_files = {name: sink.region(name) for name in paths}
-        self._connection.send({"value": None})
+        with ExitStack() as stack:
+            kept: Mapping[str, memoryview] = {}
+            try:
+                if base is not None:
+                    kept = stack.enter_context(self._agent.kept(Write(*base)))
+                sink = self._agent.sink(record, paths)
+                regions = {name: sink.region(name) for name in paths}
+            except (OSError, WeightsUnavailable) as error:
+                self._connection.send({"error": describe(error)})
+                return
+            self._connection.send({"value": None})
+            why = self._receive_tensors(record, regions, kept)
+            self._connection.send({"error": why} if why else {"value": None})
+
+    def _receive_tensors(
+        self,
+        record: StoreRecord,
+        regions: Mapping[str, MappedSegment],
+        kept: Mapping[str, memoryview],
+    ) -> str:
+        """Returns why a tensor could not be rebuilt of what is kept; empty if all were."""
+        segments = record.segments_of(self._agent.node)
+        places = {place.tensor.name: place for place in tensor_ranges(record.units, segments)}
+        why = ""
         while True:
             fields, num_bytes = self._connection.receive()
             if fields.get("end"):
-                self._connection.send({"value": None})
-                return
+                return why
             place = places[fields["tensor"]]
+            view = regions[place.file].view[place.offset : place.offset + place.num_bytes]
+            if "fingerprint" in fields:
+                body = self._connection.body(num_bytes, place.num_bytes)
+                deltas = _pieces(body, fields["lengths"])
+                old = kept[place.tensor.name]
+                why = why or rebuild(place.tensor, old, deltas, fields["fingerprint"], view)
+                continue
             if num_bytes != place.num_bytes:
                 raise ValueError(
                     f"{place.tensor.name} has {num_bytes} bytes, not {place.num_bytes}"
                 )
-            view = mapped_files[place.file].view[place.offset : place.offset + num_bytes]
             self._connection.receive_into(view)
+
+
+def _pieces(body: bytes, lengths: Sequence[int]) -> list[bytes]:
+    ends = list(accumulate(lengths))
+    return [body[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -1,0 +1,52 @@
+"""The deltas from the version that the nodes keep to the one that is written.
+
+Always true: each begins from the version before it; together they have at most half of the model's
+bytes, else none is kept and the next write sends whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.weights.push.weight_push import PushDeltas, WeightPush
+
+_MOST_OF_MODEL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChain:
+    """Deltas of consecutive pushes.
+
+    Attributes:
+        links: the version that each leads to, with its deltas; the oldest first.
+    """
+
+    links: tuple[tuple[int, PushDeltas], ...] = ()
+
+    def then(self, push: WeightPush) -> DeltaChain:
+        """With those of a later push; without any if it has none."""
+        if push.deltas is None:
+            return DeltaChain()
+        links = (
+            *(self.links if self._end == push.deltas.base else ()),
+            (push.version, push.deltas),
+        )
+        num_bytes = sum(len(one or b"") for _, link in links for one in link.deltas.values())
+        model_bytes = sum(spec.num_bytes for spec in push.manifest.tensors.values())
+        return DeltaChain(links if num_bytes <= _MOST_OF_MODEL * model_bytes else ())
+
+    def since(self, version: int) -> DeltaChain:
+        """Those after this version; none if they do not begin from it."""
+        links = tuple(link for link in self.links if link[0] > version)
+        return DeltaChain(links if links and links[0][1].base == version else ())
+
+    def of(self, tensor: str) -> Sequence[bytes] | None:
+        """The deltas of a tensor; None if it is sent whole."""
+        found = [deltas.deltas.get(tensor, b"") for _, deltas in self.links]
+        whole = not found or None in found
+        return None if whole else [one for one in found if one]
+
+    @property
+    def _end(self) -> int | None:
+        return self.links[-1][0] if self.links else None
