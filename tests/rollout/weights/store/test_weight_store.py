@@ -14,6 +14,8 @@ import pytest
 from rollout.config import StoreConfig, WeightUpdate
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.by_value import ByValue
+from rollout.weights.routes.route import EngineRoute
 from rollout.weights.store.agents import LocalAgents, StoreTerms
 from rollout.weights.store.store import WeightStore
 from tests.support.store_worlds import contents, moe_manifest
@@ -132,6 +134,18 @@ async def test_an_adapter_is_not_taken_for_the_model(shared_memory: Path) -> Non
         store.offer(push(1, contents=WeightUpdate.LORA))
         await store.is_idle()
         assert (await store.status()).version is None
+
+
+async def test_a_push_with_several_payloads_is_left_to_its_copies(shared_memory: Path) -> None:
+    routes = {"engine": EngineRoute("tensor delta", ByValue(), "delta")}
+    async with kept_in(shared_memory) as store:
+        store.offer(push(1, {"tensor delta": bucket(1)}, routes=routes))
+        await store.is_idle()
+        status = await store.status()
+        assert (status.version, status.reason) == (None, "")
+        store.offer(push(1))
+        await store.is_idle()
+        assert (await store.status()).version == 1
 
 
 class SlowToEnd(threading.Thread):
