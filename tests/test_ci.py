@@ -58,7 +58,7 @@ MAKE = """#!/bin/sh
 printf '%s\\n' "$*" >>calls
 [ "$1" != system ] || exit 2
 case $2 in
-check) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
+lint) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
 TARGET)
     case "$*$TWICE" in
     *PYTEST_ARGS*twice) echo "= 1 failed in 1.00s ="; exit 2;;
