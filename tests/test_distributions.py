@@ -155,27 +155,35 @@ def needed_by(extras: Sequence[str]) -> dict[str, metadata.Distribution]:
     return found
 
 
-@pytest.mark.parametrize("extras", [("embedded",), ("ray", "embedded")], ids="-".join)
 def test_the_quickstart_runs_from_a_wheel_with_its_extras_alone(
-    built: dict[str, Path], tmp_path: Path, extras: Sequence[str]
+    built: dict[str, Path], tmp_path: Path
 ) -> None:
     run(sys.executable, "-m", "venv", "env", folder=tmp_path)
     python = tmp_path / "env/bin/python"
     run(python, "-m", "pip", "install", "-q", "--no-deps", built["wheel"], folder=tmp_path)
+    check_quickstart(tmp_path, ["embedded"])
+    model = "runs/colocated_grpo/model-1"
+    check_quickstart(tmp_path, ["ray", "embedded"], "--model", model)
+
+
+def check_quickstart(folder: Path, extras: Sequence[str], *options: str) -> None:
+    """With the packages of these extras, and of those before."""
+    python = folder / "env/bin/python"
     # Links to packages of this environment, which take the place of gigabytes of downloads.
-    (site_packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    (site_packages,) = (folder / "env/lib").glob("python*/site-packages")
     for one in needed_by(extras).values():
         for top in {path.parts[0] for path in one.files or []} - {"..", "__pycache__"}:
             if not (link := site_packages / top).exists():
                 link.symlink_to(Path(str(one.locate_file(top))))
-    run(python, "-m", "pip", "check", folder=tmp_path)
+    run(python, "-m", "pip", "check", folder=folder)
     has_ray = "import importlib.util; print(bool(importlib.util.find_spec('ray')))"
-    assert run(python, "-c", has_ray, folder=tmp_path).strip() == str("ray" in extras)
-    printed = run(python.with_name("rollout"), "quickstart", "--steps", "1", folder=tmp_path)
+    assert run(python, "-c", has_ray, folder=folder).strip() == str("ray" in extras)
+    how = ("--steps", "1", "--prompts", "4", *options)
+    printed = run(python.with_name("rollout"), "quickstart", *how, folder=folder)
     assert "accuracy" in printed
     plan, serve = (line.strip() for line in printed.splitlines()[-2:])
     assert plan.startswith("env/bin/rollout plan runs/colocated_grpo/rollout.yaml")
     assert serve.startswith("env/bin/rollout serve runs/colocated_grpo/rollout.yaml")
-    assert "needs 2 CPU" in run("sh", "-c", plan, folder=tmp_path)
-    figures = json.loads((tmp_path / "runs/colocated_grpo/colocated_grpo.json").read_text())
+    assert "needs 2 CPU" in run("sh", "-c", plan, folder=folder)
+    figures = json.loads((folder / "runs/colocated_grpo/colocated_grpo.json").read_text())
     assert len(figures["steps"]) == 1
