@@ -213,7 +213,9 @@ class Run:
         assert took_s < COMMAND_S[self.kind], f"{name} took {took_s:.1f} s, killed: {self.role}"
 
     def push(self) -> None:
-        if self.policy.status().result(60).weight_version < self.version:
+        status = self.policy.status().result(60)
+        # A server that was lost in a push may have had the version, and not served it yet.
+        if (status.weight_version, status.gate) != (self.version, "open"):
             weights = self.tensors[self.version % len(self.tensors)]
             self.policy.serve_weights(weights, self.version).result(120)
 
