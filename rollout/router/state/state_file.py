@@ -36,7 +36,6 @@ class Kind(IntEnum):
     ATTEMPT = 1
     EVENTS = 2
     SESSION = 3
-    ANSWER = 4
 
 
 class Record(NamedTuple):
