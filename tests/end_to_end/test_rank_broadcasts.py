@@ -194,6 +194,8 @@ def test_a_sender_that_is_killed_ends_the_push_on_the_others(
     run: DeploymentHandle, ranks: Ranks, tmp_path: Path, task: str, number: int
 ) -> None:
     """The trainer begins again with new processes, and the engines take their push."""
+    if task == "join":  # the kept groups would be used
+        ranks.do("push_far", far="main-1", own_host="127.0.0.2", seed=88)
     try:
         said = push(ranks, 89, fault={"rank": 1, "task": task, "number": number, "does": "dies"})
         assert len(errors([said[0], said[2]])) == 1, said
