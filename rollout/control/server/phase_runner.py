@@ -296,6 +296,7 @@ class PhaseRunner:
         if why := self.why_expecting:
             raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)
         if await self._gate.why_none_serves(self.base_version):
+            await self._recovery.replace_lost_groups()
             await self._recovery.readmit_stale(self.base_version)
         if why := await self._gate.why_none_serves(self.base_version):
             raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)

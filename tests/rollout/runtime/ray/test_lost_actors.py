@@ -127,6 +127,22 @@ def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on_with_its_en
     assert generate(policy.url) == 200
 
 
+def test_a_group_lost_before_the_gate_opens_is_replaced_by_the_command_that_opens_it(
+    world: World, policy: ServerHandle
+) -> None:
+    version = policy.status().result(TIMEOUT_S).weight_version
+    before = engines(policy)
+    policy.phases.pause_generation().result(TIMEOUT_S)
+    world.crash_newest("ServerGroupActor")
+    policy.phases.continue_generation().result(TIMEOUT_S)
+    status = policy.status().result(TIMEOUT_S)
+    assert (status.gate, status.weight_version) == ("open", version)
+    assert {name: one.endpoint for name, one in engines(policy).items()} == {
+        name: one.endpoint for name, one in before.items()
+    }
+    assert generate(policy.url) == 200
+
+
 # In the stub a router's thread outlives its actor, and keeps the port.
 over_ray = pytest.mark.parametrize(
     "world", [pytest.param("ray", marks=pytest.mark.ray)], indirect=True
