@@ -106,8 +106,19 @@ def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: P
 def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path) -> None:
     status, output, calls = ci_run(tmp_path, "test", twice=True)
     assert status == 1
-    assert calls[-1] == "VENV=.venv-ci test-vllm"
+    assert calls[-1] == "VENV=.venv-ci test-sglang"
     assert output[-1] == "== 1 failed, 44 passed in 15.00s =="
+
+
+def test_a_suite_that_would_begin_too_late_in_ci_is_named_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI_LAST_START_S", "-1")
+    status, output, calls = ci_run(tmp_path, "test")
+    assert status == 0
+    assert calls == ["system", "VENV=.venv-ci lint docs"]
+    names = "test test-slow test-pythons test-vllm test-sglang"
+    assert f"== after 0 minutes these were not begun: {names}" in output
 
 
 LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
