@@ -249,7 +249,8 @@ class TokenReader:
                 data, begin, end = dumps(self._stamped(loads(data[begin:end]))), 0, END
             if (error := self.reply.take(data, begin, end)) is not None:
                 return error
-            if self.keep is not None and not self.reply.is_finished:
+            # Another engine goes on from the tokens of an abort.
+            if self.keep is not None and (not self.reply.is_finished or self.reply.is_aborted):
                 self.keep(data[begin : end + 1], self.reply.is_cumulative)
         return None
 
