@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import random
 import signal
-import sys
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
 
-from rollout.router.state import state_file
 from rollout.router.state.state_file import Kind, StateFile
 from rollout.router.state.stored_replies import StoredReplies
+from tests.support.line_kills import killed_at_each_line
 
 
 @pytest.fixture
@@ -51,17 +47,36 @@ def test_another_process_finds_the_records_that_were_not_removed(state: StateFil
     assert contents(state) == expected
 
 
-@pytest.mark.parametrize("num_lines", range(1, 50))
-def test_a_process_that_is_killed_at_any_line_leaves_whole_records(
-    state: StateFile, num_lines: int
-) -> None:
-    child = os.fork()
-    if not child:
-        try:
-            write_until_killed(state.path, num_lines)
-        finally:
-            os._exit(1)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+@pytest.mark.parametrize("name", ["records", "put", "_new", "extend", "remove"])
+def test_a_process_that_is_killed_at_any_line_leaves_whole_records(name: str) -> None:
+    states = [StateFile.make(1 << 20)]
+    killed = []
+    for is_killed in killed_at_each_line(
+        getattr(StateFile, name), lambda: write_records(states[-1].path)
+    ):
+        killed.append(is_killed)
+        check_records(states[-1])
+        states[-1].close()
+        states.append(StateFile.make(1 << 20))
+    states[-1].close()
+    assert sum(killed) == len(killed) - 1 > 0
+
+
+LONG = b"long" * 400
+
+
+def write_records(path: str) -> None:
+    mine = StateFile(path, 1 << 20)
+    mine.records()
+    for number in (1, 2, 1, 2):
+        place = mine.put(Kind.EVENTS, 1, number, LONG, room=2 * len(LONG))
+        mine.extend(place, len(LONG), LONG)
+        if number == 1:
+            mine.remove(place)
+
+
+def check_records(state: StateFile) -> None:
+    """All that is found is whole, and another process writes beside it."""
     before = contents(state)
     assert before.keys() <= {(1, 1), (1, 2)}
     assert all(data in (LONG, LONG + LONG) for data in before.values())
@@ -71,30 +86,7 @@ def test_a_process_that_is_killed_at_any_line_leaves_whole_records(
         assert after.put(Kind.EVENTS, 1, number, b"short")
         before[1, number] = b"short"
         assert contents(state) == before
-
-
-LONG = b"long" * 400
-
-
-def write_until_killed(path: str, num_lines: int) -> None:
-    mine, left = StateFile(path, 1 << 20), num_lines
-    mine.records()
-
-    def count(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename != state_file.__file__:
-            return None
-        left -= event == "line"
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return count
-
-    sys.settrace(count)
-    for number in itertools.cycle((1, 2)):
-        place = mine.put(Kind.EVENTS, 1, number, LONG, room=2 * len(LONG))
-        mine.extend(place, len(LONG), LONG)
-        if number == 1:
-            mine.remove(place)
+    after.close()
 
 
 def test_what_does_not_fit_is_reported_once_and_counted(
