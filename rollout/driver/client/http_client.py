@@ -159,8 +159,7 @@ class HttpGenerationClient:
                 f"no reply within {timeout_s:g} s", kind=FailureKind.LOST
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            if not isinstance(error, aiohttp.ClientConnectorError):
-                self._outage.end()
+            self._outage.note(error)
             raise Disconnected(f"{type(error).__name__}: {error}", kind=FailureKind.LOST) from None
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -296,6 +295,11 @@ class Outage:
         self._has_served = True
         self._since_s = None
 
+    def note(self, error: Exception) -> None:
+        """A request has failed, with a connection unless this error is that there was none."""
+        if not isinstance(error, aiohttp.ClientConnectorError):
+            self.end()
+
     async def wait(self, error: Exception, num_tries: int) -> None:
         """Wait until a request is sent again, unchanged.
 
@@ -323,8 +327,7 @@ async def reconnecting(work: Callable[[], Awaitable[T]]) -> T:
         try:
             return await work()
         except aiohttp.ClientConnectionError as error:
-            if not isinstance(error, aiohttp.ClientConnectorError):
-                outage.end()
+            outage.note(error)
             await outage.wait(error, num_tries)
     raise AssertionError
 
