@@ -26,7 +26,8 @@ class IncomingBodies:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._of_clients: dict[str, int] = {}
-        self._bodies: dict[IncomingBody, None] = {}
+        # A body does not refer to its request: both would wait for the garbage collector.
+        self._on_late: dict[IncomingBody, Callable[[], None]] = {}
 
     def begin(self, client: str, on_late: Callable[[], None], now_s: float) -> IncomingBody:
         """A new body.
@@ -35,8 +36,8 @@ class IncomingBodies:
             client: address that shares a bound.
             on_late: called if it arrives too slowly.
         """
-        body = IncomingBody(self, client, on_late, now_s)
-        self._bodies[body] = None
+        body = IncomingBody(self, client, now_s)
+        self._on_late[body] = on_late
         return body
 
     def why_full(self, client: str, num_bytes: int) -> str:
@@ -58,14 +59,14 @@ class IncomingBodies:
 
     def forget(self, body: IncomingBody) -> None:
         """Count a body no longer.  Idempotent."""
-        if body in self._bodies:
+        if self._on_late.pop(body, None) is not None:
             self.count(body.client, -body.num_bytes)
-            del self._bodies[body]
 
     def expire(self, now_s: float) -> None:
         """End the requests whose bodies arrive too slowly."""
-        for body in [body for body in self._bodies if body.is_late(now_s)]:
-            body.on_late()
+        for body in [body for body in self._on_late if body.is_late(now_s)]:
+            if on_late := self._on_late.get(body):
+                on_late()
 
 
 class IncomingBody:
@@ -79,11 +80,9 @@ class IncomingBody:
         self,
         all_bodies: IncomingBodies,
         client: str,
-        on_late: Callable[[], None],
         now_s: float,
     ) -> None:
         self.client = client
-        self.on_late = on_late
         self.num_bytes = 0
         self._all = all_bodies
         self._data = io.BytesIO()

@@ -6,6 +6,7 @@ It reads one JSON list per line, a command and its arguments, and writes one JSO
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -104,6 +105,8 @@ async def main() -> None:
             )
         if command == "stats":
             return await host.stats()
+        if command == "garbage":
+            return gc.collect()
         measured = {
             "longest_s": watch.longest_s,
             "longest_wait_s": watch.longest_wait_s,

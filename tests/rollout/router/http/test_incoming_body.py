@@ -37,7 +37,7 @@ def test_what_is_counted_is_what_has_arrived_and_is_not_complete(parts: list[tup
     for body in live.values():
         body.drop()
         body.drop()
-    assert (bodies.num_bytes, bodies._of_clients, bodies._bodies) == (0, {}, {})
+    assert (bodies.num_bytes, bodies._of_clients, bodies._on_late) == (0, {}, {})
 
 
 def test_a_body_that_stops_and_one_that_is_slow_are_late() -> None:
