@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -160,7 +161,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_reused = False
         self._is_paused = False
         self._is_full = False  # what was written has not left this process
-        self._unwritten: Iterator[memoryview] | None = None
+        self._unwritten: deque[memoryview] = deque()
         self._unread = b""
         self._end_of_data: tuple[Exception | None] | None = None  # behind what is unread
         self._raw = _ReplyReader()
@@ -191,20 +192,18 @@ class EngineConnection(asyncio.Protocol):
         self._has_head = False
         self._is_head_request = outgoing.is_head
         if max(map(len, outgoing.parts)) > _MOST_WRITTEN:
-            self._unwritten = _pieces(outgoing.parts)
+            self._unwritten = deque(_pieces(outgoing.parts))
             self._write_on()
         else:
             self._transport.writelines(outgoing.parts)
 
     def _write_on(self) -> None:
-        if self._unwritten is None or self._is_full or not self.is_usable:
+        if not self._unwritten or self._is_full or not self.is_usable:
             return
         assert self._transport is not None
-        if (piece := next(self._unwritten, None)) is None:
-            self._unwritten = None
-            return
-        self._transport.write(piece)
-        asyncio.get_running_loop().call_soon(self._handle, self._write_on)
+        self._transport.write(self._unwritten.popleft())
+        if self._unwritten:
+            asyncio.get_running_loop().call_soon(self._handle, self._write_on)
 
     def pause_writing(self) -> None:
         self._is_full = True
@@ -452,7 +451,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         handler = self._handler
-        self._unwritten = None
+        self._unwritten.clear()
         try:
             self._pool.forget(self)
             if handler is None:

@@ -59,13 +59,14 @@ class IncomingBodies:
 
     def forget(self, body: IncomingBody) -> None:
         """Count a body no longer.  Idempotent."""
-        if self._on_late.pop(body, None) is not None:
+        if body in self._on_late:
             self.count(body.client, -body.num_bytes)
+            del self._on_late[body]
 
     def expire(self, now_s: float) -> None:
         """End the requests whose bodies arrive too slowly."""
         for body in [body for body in self._on_late if body.is_late(now_s)]:
-            if on_late := self._on_late.get(body):
+            if on_late := self._on_late.get(body):  # it may end with one before it
                 on_late()
 
 

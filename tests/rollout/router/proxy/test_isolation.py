@@ -126,7 +126,7 @@ class Rig:
         left = await self.on_loop(
             lambda: [
                 *(len(gate.prefilling), gate.num_held, gate._held_bytes),
-                proxy.bodies.num_bytes + len(proxy.bodies._bodies),
+                proxy.bodies.num_bytes + len(proxy.bodies._on_late),
                 sum(not (timer.cancelled() or timer.when() < 0) for timer in self.timers),
             ]
         )
