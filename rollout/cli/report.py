@@ -24,8 +24,9 @@ from rollout.cli.lib.launches import (
     spans_of_launch,
 )
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
+from rollout.cli.lib.push_rows import HEADS, push_rows
 from rollout.observability.recorded import read_figures
-from rollout.observability.timeline.analysis import Step, slowest_engines, steps
+from rollout.observability.timeline.analysis import Step, pushes, slowest_engines, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.observability.timeline.span_file import read_spans
 
@@ -108,6 +109,7 @@ def render_report(
     parts = [
         f"<p>No data was recorded: {escape('; '.join(missing))}.</p>" if missing else "",
         "<h2>Samples of the last steps</h2>" + _samples(figures),
+        "<h2>Pushes</h2>" + _table(HEADS, push_rows(pushes(spans, all_steps))),
         "<h2>Slowest engine of each phase</h2>" + _slowest(spans),
         "<h2>Memory of the engines at their last release</h2>" + _memory(spans),
         "<h2>Failures and recovery</h2>" + _failure_table(spans),

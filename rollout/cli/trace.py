@@ -14,8 +14,15 @@ from engines.protocol.plain_text import size_text
 from rollout.cli.lib.find_run import recorded_run
 from rollout.cli.lib.launches import LaunchId, ListLaunches, show_launches, spans_of_launch
 from rollout.cli.lib.output import AsJson, console, print_json, write_text
+from rollout.cli.lib.push_rows import HEADS, push_rows
 from rollout.core.types import PushStage
-from rollout.observability.timeline.analysis import Step, push_stages, slowest_engines, steps
+from rollout.observability.timeline.analysis import (
+    Step,
+    push_stages,
+    pushes,
+    slowest_engines,
+    steps,
+)
 from rollout.observability.timeline.export import chrome_trace
 from rollout.observability.timeline.span import Span
 from rollout.observability.timeline.span_file import read_spans
@@ -59,7 +66,8 @@ def trace(
         reported = [_as_dict(step) for step in found]
         values = {"trace": str(target), "launch": chosen.launch, "num_spans": len(spans)}
         ranks = [asdict(stage) for stage in push_stages(spans)]
-        print_json(values | {"steps": reported, "push_stages": ranks})
+        pushed = [asdict(push) for push in pushes(spans, found)]
+        print_json(values | {"steps": reported, "pushes": pushed, "push_stages": ranks})
         return
     console().print(f"{target}: {len(spans)} spans; open it in ui.perfetto.dev or chrome://tracing")
     _show(found, spans)
@@ -97,16 +105,22 @@ def _show(all_steps: list[Step], spans: list[Span]) -> None:
             f"{slowest.waited_s:.2f}",
         )
     console().print(engines)
+    if rows := push_rows(pushes(spans, all_steps)):
+        table = Table(*HEADS)
+        for row in rows[-_NUM_SHOWN:]:
+            table.add_row(*row)
+        console().print(table)
     if stages := push_stages(spans):
         console().print(_ranks(stages))
 
 
 def _ranks(stages: list[PushStage]) -> Table:
-    table = Table("rank", "stage of pushes", "seconds", "bytes", "GiB/s")
+    table = Table("rank", "stage of pushes", "route", "seconds", "bytes", "GiB/s")
     for stage in stages[:_NUM_SHOWN]:
         table.add_row(
             str(stage.rank),
             stage.stage,
+            stage.route,
             f"{stage.elapsed_s:.2f}",
             size_text(stage.num_bytes),
             f"{stage.gib_per_s:.2f}",

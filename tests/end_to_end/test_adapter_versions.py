@@ -22,6 +22,8 @@ import httpx
 import pytest
 
 import rollout
+from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.server.journal import read
 from rollout.runtime.handle import ServerHandle
 from tests.support.chat_models import THINKS_FIRST
 from tests.support.lora import make_adapter
@@ -228,3 +230,7 @@ def test_an_engine_that_is_killed_leaves_the_version_before_and_comes_back_with_
         push(policy, 3, "policy")
         assert [ask(policy) for _ in range(4)] == [3] * 4
         assert [ask(policy, "judge") for _ in range(4)] == [2] * 4
+        page = read(next((tmp_path / "logs").rglob(JOURNAL_FILE))).page
+        metrics = httpx.get(f"{page}/metrics", trust_env=False).text
+        exported = re.findall(r'^rollout_adapter_version{adapter="(\w+)".*} (\S+)$', metrics, re.M)
+        assert exported == [("policy", "3.0"), ("judge", "2.0")]

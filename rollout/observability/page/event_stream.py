@@ -23,7 +23,7 @@ _MAX_BEHIND = 20
 DRAWN_KINDS = frozenset({Kind.PHASE, Kind.ENGINE, Kind.RANK, Kind.EVENT})
 _MAX_FIRST_SPANS = 20_000
 # Lists that only grow: a change contains only their new entries.
-_GROWING = ("events", "gate_events", "figures", "samples", "steps")
+_GROWING = ("events", "gate_events", "figures", "samples", "steps", "pushes")
 
 Change = tuple[str, Any]
 

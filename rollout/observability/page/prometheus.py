@@ -22,8 +22,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from engines.protocol.adapter_names import version_of
 from rollout.driver.logprobs.gap_figures import BUCKET_NAMES
-from rollout.observability.timeline.analysis import Step
+from rollout.observability.timeline.analysis import PushTotals, Step
 from rollout.observability.timeline.span import Kind, Outcome, Span
 
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -58,6 +59,15 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         (),
         "Time in which the trainer had the engines' memory.",
     ),
+    "rollout_paused_seconds": ("counter", (), "Time without generation because of pushes."),
+    "rollout_pushed_bytes": ("counter", ("route",), "Sent by the trainer's ranks in pushes."),
+    "rollout_push_seconds": ("counter", ("route",), "Time of pushes that succeeded."),
+    "rollout_push_density_ratio": (
+        "gauge",
+        (),
+        "Share of elements that the last push changed; no sample where it sent whole tensors.",
+    ),
+    "rollout_adapter_version": ("gauge", ("adapter",), "The published version of an adapter."),
     "rollout_steps": ("counter", (), "Completed steps: from pause to serving again."),
     "rollout_events": ("counter", ("event",), "Events: fenced, restarted, gate ..."),
     "rollout_weight_version": ("gauge", (), "The last published version."),
@@ -149,6 +159,13 @@ class MetricCounters:
             self._add("rollout_steps", 1)
             self._add("rollout_boundary_lost_seconds", step.lost_s)
             self._add("rollout_trainer_seconds", step.trainer_s)
+            self._add("rollout_paused_seconds", step.paused_s)
+
+    def take_pushes(self, pushes: Iterable[PushTotals]) -> None:
+        """Count pushes that have succeeded; each must be passed once."""
+        for push in pushes:
+            self._add("rollout_pushed_bytes", push.num_bytes, push.route)
+            self._add("rollout_push_seconds", push.elapsed_s, push.route)
 
     def take_logprob_gaps(self, gaps: Mapping[str, Mapping[str, float]]) -> None:
         """Count the histograms that a driver reported, by engine; each must be passed once.
@@ -212,6 +229,7 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
     """Gauge -> labels -> value, from a snapshot; None where a value is unknown."""
     engines, gate = now.get("engines", ()), now.get("gate", {})
     figures, store = now.get("figures", ()), now.get("store") or {}
+    pushes = now.get("pushes", ())
     last_step = figures[-1]["step"] if figures else None
     # A step has several reports: the rollout's, those of checks, an evaluation's.
     last = {
@@ -229,6 +247,7 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
         "rollout_store_lag": store.get("lag"),
         "rollout_store_bytes": store.get("bytes"),
         "rollout_driver_step": last_step,
+        "rollout_push_density_ratio": pushes[-1]["density"] if pushes else None,
     }
     labelled: dict[str, Mapping[Any, Any]] = {
         "rollout_phase": {now.get("phase"): 1},
@@ -240,6 +259,9 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
         "rollout_engines": num_by_state,
         "rollout_engine_resident_bytes": {
             engine["engine_id"]: engine["resident_bytes"] for engine in engines
+        },
+        "rollout_adapter_version": {
+            adapter: version_of(name) for adapter, name in (gate.get("adapters") or {}).items()
         },
         "rollout_gate": {gate.get("state"): 1},
         "rollout_gate_state_seconds": {gate.get("state"): gate.get("in_state_s")},

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollout.observability.page.prometheus import MetricCounters
-from rollout.observability.timeline.analysis import Step, steps
+from rollout.observability.timeline.analysis import PushTotals, Step, pushes, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.rules.lifecycle import Command
 
@@ -47,6 +47,7 @@ class RunHistory:
         self._last_serial = 0
         self._steps: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
         self._num_steps = 0
+        self._pushes: deque[PushTotals] = deque(maxlen=_SHOWN_STEPS)
         self._recent: list[Span] = []
 
     def take_spans(self, new: list[Span]) -> None:
@@ -56,6 +57,10 @@ class RunHistory:
             self._keep(span)
         self.counters.take(new)
         self._find_steps(new)
+        # Ranks report a push when its step is over, all spans at once.
+        pushed = pushes(new, (step for _, step in self._steps))
+        self._pushes += pushed
+        self.counters.take_pushes(pushed)
 
     def take_figures(self, reports: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Keep the reports of drivers; returns those that are new."""
@@ -99,13 +104,14 @@ class RunHistory:
     # -- reading ----------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Events, figures, samples and steps, ready for JSON."""
+        """Events, figures, samples, steps and pushes, ready for JSON."""
         return {
             "events": [span.to_dict() for span in self._events],
             "gate_events": [span.to_dict() for span in self._gate_events],
             "figures": list(self._figures)[-_SHOWN_FIGURES:],
             "samples": list(self._samples),
             "steps": [_step_dict(number, step) for number, step in self._steps][-_SHOWN_STEPS:],
+            "pushes": [asdict(push) for push in self._pushes],
         }
 
     def spans_since(self, since: int, kinds: frozenset[Kind]) -> list[Span]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout.core.types import PushStage
-from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.observability.timeline.span import COPY, Kind, Outcome, Span
 from rollout.rules.lifecycle import STAGE, Command
 
 _DOWN = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
@@ -44,6 +44,27 @@ class Step:
     phase_s: Mapping[str, float]
     slowest: Mapping[str, Slowest]
     failures: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PushTotals:
+    """A push that has succeeded.
+
+    Attributes:
+        route: how the bytes reached the engines, with the encoding if it is not whole tensors.
+        num_bytes: those that all ranks have sent.
+        density: of a delta: the share of the elements that were changed.
+        elapsed_s: seconds from its first bucket until the engines had applied the last one.
+        paused_s: of its step; 0 for one at an open gate.
+    """
+
+    server: str
+    weight_version: int | None
+    route: str
+    num_bytes: int
+    density: float | None
+    elapsed_s: float
+    paused_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +159,33 @@ def slowest_engines(spans: Iterable[Span]) -> dict[str, Slowest]:
     return {phase: _slowest(seconds) for phase, seconds in by_phase.items()}
 
 
+def pushes(spans: Iterable[Span], of_steps: Iterable[Step]) -> list[PushTotals]:
+    """The pushes whose spans of ranks are among these, in the order of their starts."""
+    paused_s = {(step.server, step.weight_version): step.paused_s for step in of_steps}
+    by_push: dict[tuple[str, int | None], list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.kind is Kind.RANK:
+            by_push[span.source, span.weight_version].append(span)
+    return [
+        PushTotals(
+            *push,
+            route=next((one.route for one in parts if one.route), ""),
+            num_bytes=sum(one.num_bytes for one in parts if one.name == COPY),
+            density=next((one.density for one in parts if one.density is not None), None),
+            elapsed_s=max(one.end_s for one in parts) - parts[0].start_s,
+            paused_s=paused_s.get(push, 0.0),
+        )
+        for push, parts in by_push.items()
+    ]
+
+
 def push_stages(spans: Iterable[Span]) -> list[PushStage]:
     """Seconds and bytes of each rank and stage, over all pushes; the longest first."""
-    found: dict[tuple[int, str], PushStage] = {}
+    found: dict[tuple[int, str, str], PushStage] = {}
     for span in spans:
         if span.rank is not None:
-            key = (span.rank, span.name)
-            before = found.get(key, PushStage(*key, "", 0, 0.0))
+            key = (span.rank, span.name, span.route)
+            before = found.get(key, PushStage(*key, 0, 0.0))
             found[key] = replace(
                 before,
                 num_bytes=before.num_bytes + span.num_bytes,

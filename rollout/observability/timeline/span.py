@@ -24,6 +24,10 @@ class Kind(StrEnum):
     RANK = "rank"
 
 
+GATHER, COPY, ENGINE = "gather", "copy", "engine"
+"""Names of a rank's spans: the stages of a push, as in ``PushStage``."""
+
+
 class Outcome(StrEnum):
     """How a span ended, or that it still runs."""
 
@@ -53,6 +57,7 @@ class Span:
         read_bytes: weight bytes that the engine read for its fingerprints; None if not reported.
         launch: the launch of the run that recorded it; empty in memory, set in files.
         rank: of the trainer; None if the span belongs to none.
+        route, density: of a rank's stage, as in ``PushStage``.
     """
 
     kind: Kind
@@ -75,6 +80,8 @@ class Span:
     read_bytes: int | None = None
     launch: str = ""
     rank: int | None = None
+    route: str = ""
+    density: float | None = None
 
     @property
     def end_s(self) -> float:

@@ -14,11 +14,10 @@ from operator import attrgetter
 from typing import Any
 
 from rollout.core.types import PushStage
-from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.observability.timeline.span import COPY, ENGINE, GATHER, Kind, Outcome, Span
 from rollout.weights.ranks.messages import Share
 from rollout.weights.tensors.sources import Pairs
 
-GATHER, COPY, ENGINE = "gather", "copy", "engine"
 MOST_SPANS = 1024
 
 
@@ -159,7 +158,7 @@ class PushFigures:
         found.append(PushStage(0, ENGINE, route, whole.num_bytes, whole.engine_s))
         return tuple(found)
 
-    def spans(self, version: int) -> list[Span]:
+    def spans(self, version: int, route: str) -> list[Span]:
         """The same over time, for the server's timeline; times are Unix seconds of rank 0."""
         offset_s = time.time() - self._clock()
         found = []
@@ -170,6 +169,10 @@ class PushFigures:
                 span = Span(Kind.RANK, name, "", offset_s + start_s, elapsed_s, Outcome.OK)
                 span.rank, span.num_bytes, span.said = rank, num_bytes, said
                 span.weight_version = version
+                if name != GATHER:
+                    span.route = route
+                if name == COPY and not rank:
+                    span.density = self.density
                 found.append(span)
         return found
 

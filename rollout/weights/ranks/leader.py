@@ -532,7 +532,7 @@ def _succeeded(
     take_base()
     offer()
     figures.wanted(time.monotonic())
-    server.record_push(figures.spans(version))
+    server.record_push(figures.spans(version, routes))
     return figures.stages(routes)
 
 

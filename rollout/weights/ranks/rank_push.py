@@ -137,12 +137,13 @@ class RankPush:
             return
         version = self._leader.plan.terms.version
         copies, deltas = self._leader.copies, self._follower.deltas
+        figures = self._follower.figures
         try:
             if (offered := offer_copies(copies, deltas, version, self._server)) is not None:
                 offered.result()
         except RolloutError as error:
             logger.warning("store: weight version %d is not kept: %s", version, error)
-        recorded = self._server.record_push(self._follower.figures.spans(version))
+        recorded = self._server.record_push(figures.spans(version, self._leader.routes_text))
         with suppress(Exception):  # the weights are pushed: it succeeds without its spans
             recorded.result(_RECORD_S)
 

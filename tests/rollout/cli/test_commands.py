@@ -213,9 +213,26 @@ def test_a_trace_shows_the_rank_that_was_slow(tmp_path: Path) -> None:
     (tmp_path / "policy.spans.jsonl").write_text("\n".join(lines))
     output = run_command("trace", str(tmp_path))
     rows = [re.findall(r"[\w.]+", line) for line in output.split("stage of pushes")[1].splitlines()]
-    assert next(row[:3] for row in rows if row and row[0] in "01") == ["0", "copy", "0.40"]
+    assert next(row[:5] for row in rows if row and row[0] in "01") == [
+        *("0", "copy", "tensor", "delta", "0.40")
+    ]
     found = json.loads(run_command("trace", str(tmp_path), "--json"))["push_stages"]
     assert [(one["rank"], one["stage"]) for one in found][:2] == [(0, "copy"), (1, "gather")]
+
+
+def test_a_trace_and_a_report_have_what_each_push_sent_changed_and_paused(tmp_path: Path) -> None:
+    lines = [json.dumps(span.to_dict()) for span in [*offload_step(), *rank_push()]]
+    (tmp_path / "policy.spans.jsonl").write_text("\n".join(lines))
+    (pushed,) = json.loads(run_command("trace", str(tmp_path), "--json"))["pushes"]
+    assert pushed["paused_s"] == pytest.approx(1.5)
+    assert (pushed["route"], pushed["density"], pushed["num_bytes"]) == (
+        *("tensor delta", 0.015625, 400),
+    )
+    cells = ["policy", "7", "tensor delta", "400 B", "1.562%", "0.50", "1.50"]
+    output = run_command("trace", str(tmp_path)).split("route of the push")[1]
+    assert all(cell in output for cell in cells), output
+    run_command("report", str(tmp_path))
+    assert "".join(f"<td>{cell}" for cell in cells) in (tmp_path / "report.html").read_text()
 
 
 def test_a_report_is_one_file_that_loads_nothing(run: str, tmp_path: Path) -> None:

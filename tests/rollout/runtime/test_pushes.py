@@ -166,19 +166,20 @@ def test_each_way_to_drive_a_push_has_the_same_figures(run: DeploymentHandle, ho
     ]
     assert all(one.elapsed_s > 0 for one in report.push_stages)
 
-    def recorded() -> list[tuple[str, int, int | None]]:
+    def recorded() -> list[tuple[str, int, int | None, str]]:
         observed = caller_of(policy).call(RolloutServer.observe, {}).result(TIMEOUT_S)
         spans = [span for one in observed.timelines.values() for span in one.spans]
         return [
-            (span.name, span.num_bytes, span.weight_version)
+            (span.name, span.num_bytes, span.weight_version, span.route)
             for span in spans
             if span.kind is Kind.RANK
         ]
 
     assert wait_until(lambda: bool(recorded()), 10)
     for stage in ("gather", "copy", "engine"):
-        assert sum(size for name, size, _ in recorded() if name == stage) == num_bytes
-    assert {version for _, _, version in recorded()} == {1}
+        assert sum(size for name, size, *_ in recorded() if name == stage) == num_bytes
+    assert {one[2] for one in recorded()} == {1}
+    assert {one[3] for one in recorded()} == {"", "shared_memory"}
 
 
 def test_a_push_that_fails_has_no_figures_on_the_timeline(run: DeploymentHandle) -> None:

@@ -8,9 +8,9 @@ import { renderEvents, renderFindings } from "./reports.js";
 import { renderSamples } from "./samples.js";
 import { startRuns } from "./runs.js";
 
-const KEPT = { events: 300, gate_events: 300, figures: 500, samples: 20, steps: 100 };
+const KEPT = { events: 300, gate_events: 300, figures: 500, samples: 20, steps: 100, pushes: 100 };
 
-let state = { engines: [], running: [], events: [], gate_events: [], figures: [], samples: [], steps: [], findings: [] };
+let state = { engines: [], running: [], events: [], gate_events: [], figures: [], samples: [], steps: [], pushes: [], findings: [] };
 let offset_s = 0;
 let lost_s = 0;  // when the connection broke, in this machine's time; 0 while there is one
 let followed = true;
@@ -70,6 +70,9 @@ function render() {
   const gate = state.gate || {}, router = state.router || {};
   pill("phase", state.phase); pill("gate", gate.state);
   find("gate").title = gate.reason || "";
+  const adapters = Object.entries(gate.adapters || {}).filter(([name]) => name);
+  find("adapters-fact").hidden = !adapters.length;
+  text("adapters", adapters.map(([name, held]) => `${name} ${held.slice(held.lastIndexOf("@") + 1)}`).join(", "));
   text("version", state.weight_version ?? "–"); text("held", gate.num_held ?? 0);
   text("in-flight", router.num_in_flight ?? 0); text("owner", state.lock_owner || "none");
   const serving = state.engines.filter((engine) => engine.state === "serving").length;
@@ -77,7 +80,7 @@ function render() {
   const trouble = find("trouble");
   trouble.hidden = !state.trouble;
   text("trouble", state.is_answering === false ? `The server does not answer: ${state.trouble}. The page shows its last reply.` : state.trouble || "");
-  renderRunning(); showEngines(); renderSteps(); renderFindings(state.findings, openLog); renderEvents(state.events, state.gate_events); renderCurves(state); renderSamples(state.samples);
+  renderRunning(); showEngines(); renderSteps(); renderPushes(); renderFindings(state.findings, openLog); renderEvents(state.events, state.gate_events); renderCurves(state); renderSamples(state.samples);
 }
 
 // A tab in the background shows trouble too.
@@ -166,6 +169,13 @@ function stepRow(step, colors) {
     make("td", { class: "num" }, seconds(step.trainer_s)),
     make("td", {}, share),
     make("td", {}, slowest ? `${slowest.engine_id} in ${longest[0]}` : "", step.failures.length ? make("span", { class: "pill bad" }, `${step.failures.length} failed`) : ""));
+}
+
+function renderPushes() {
+  find("pushes").hidden = !state.pushes.length;
+  find("push-rows").replaceChildren(...state.pushes.slice(-50).reverse().map((push) => make("tr", {},
+    ...[[String(push.weight_version), true], [push.route], [bytes(push.num_bytes), true], [push.density === null ? "whole tensors" : `${(push.density * 100).toPrecision(3)} %`, true],
+      [seconds(push.elapsed_s), true], [seconds(push.paused_s), true]].map(([cell, isNumber]) => make("td", isNumber ? { class: "num" } : {}, cell)))));
 }
 
 async function openStep(number) {

@@ -5,6 +5,7 @@ Screenshots go to ``$SCREENSHOTS`` if that is set.
 """
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 
 from rollout.cli.main import app
 from rollout.config.run_dir import RunFolder
+from rollout.control.server.server import RolloutServer
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.driver.stream.shown_samples import shown_samples
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from tests.rollout.observability.timeline.spans import rank_push
 from tests.support.browser import open_page, shot
 from tests.support.paged import page_of, step, until
 from tests.support.served_fakes import engines_of, launched
@@ -67,6 +70,33 @@ def test_it_shows_engines_steps_and_curves(opened: Any, deployment: DeploymentHa
     )
     assert drawn > 1000
     shot(opened, "two-groups")
+
+
+def test_it_shows_what_a_push_sent_and_the_versions_of_adapters(
+    browser: Any, deployment: DeploymentHandle
+) -> None:
+    policy = deployment["policy"]
+    version = policy.status().result(30).weight_version + 1
+    step(policy, version)
+    with open_page(browser, url_of(deployment)) as page:
+        spans = rank_push(time.time(), version=version)
+        policy._caller.call(RolloutServer.record_push, spans).result(30)
+        page.wait_for_selector("#push-rows tr")
+        cells = page.locator("#push-rows tr").first.locator("td").all_inner_texts()
+        assert cells[:5] == [str(version), "tensor delta", "400 B", "1.56 %", "0.50 s"]
+        assert not page.locator("#adapters").is_visible()
+        with page_of(deployment.config) as client:
+            now = client.get("/api/state?fresh=1").json()
+        # As the router names them; the empty name is that of requests without one.
+        now["gate"]["adapters"] = {"": "math@7", "math": "math@7", "code": "code@9"}
+        body = many_engines(now, 2, 1)
+        page.route(
+            "**/api/changes",
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        )
+        page.reload()
+        page.wait_for_selector("#adapters:text-is('math 7, code 9')")
+        shot(page, "pushes")
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -185,6 +185,26 @@ def test_the_metrics_of_the_server_are_those_of_the_table(
     assert set(exported) <= set(METRICS)
 
 
+def test_a_push_has_its_bytes_density_and_paused_seconds_on_the_page_and_in_the_metrics(
+    page: httpx.Client, deployment: DeploymentHandle
+) -> None:
+    policy = deployment["policy"]
+    version = policy.status().result(30).weight_version + 1
+    report = step(policy, version)
+    record = RolloutServer.record_push
+    spans = rank_push(time.time(), version=version)
+    policy._caller.call(record, spans).result(30)
+    pushed = page.get("/api/state?fresh=1").json()["pushes"][-1]
+    assert pushed["paused_s"] == pytest.approx(report.paused_s)
+    assert (pushed["weight_version"], pushed["route"]) == (version, "tensor delta")
+    exported = samples(page)
+    for name, value in (("rollout_pushed_bytes", 400), ("rollout_push_seconds", 0.5)):
+        (sent,) = [one for one in exported[name] if one.labels["route"] == "tensor delta"]
+        assert sent.value == pytest.approx(value)
+    assert exported["rollout_push_density_ratio"][0].value == pushed["density"] == 0.015625
+    assert exported["rollout_paused_seconds"][0].value >= report.paused_s
+
+
 def test_prometheus_is_told_of_the_server_its_router_and_its_engines(page: httpx.Client) -> None:
     here = f"{page.base_url.host}:{page.base_url.port}"
     targets = page.get("/metrics/targets").raise_for_status().json()

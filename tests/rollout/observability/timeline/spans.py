@@ -31,7 +31,7 @@ def offload_step(at_s: float = 100.0) -> list[Span]:
     ]
 
 
-def rank_push(at_s: float = 111.5) -> list[Span]:
+def rank_push(at_s: float = 111.5, version: int = 7) -> list[Span]:
     """A push of two ranks in the update of ``offload_step``."""
     found = []
     for rank, name, start_s, elapsed_s, num_bytes in (
@@ -43,5 +43,8 @@ def rank_push(at_s: float = 111.5) -> list[Span]:
     ):
         span = Span(Kind.RANK, name, "policy", start_s, elapsed_s, Outcome.OK)
         span.rank, span.num_bytes, span.said = rank, num_bytes, "bucket 1"
+        span.weight_version = version
+        if name == "copy":
+            span.route, span.density = "tensor delta", None if rank else 0.015625
         found.append(span)
     return found

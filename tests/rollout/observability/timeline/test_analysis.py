@@ -2,7 +2,13 @@
 
 import pytest
 
-from rollout.observability.timeline.analysis import push_stages, slowest_engines, steps
+from rollout.observability.timeline.analysis import (
+    PushTotals,
+    push_stages,
+    pushes,
+    slowest_engines,
+    steps,
+)
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from tests.rollout.observability.timeline.spans import engine, offload_step, phase, rank_push
 
@@ -92,3 +98,14 @@ def test_the_seconds_and_bytes_of_each_rank_are_added_up_and_the_longest_come_fi
     assert stages[0].elapsed_s == pytest.approx(0.4)
     assert stages[0].gib_per_s == pytest.approx(200 / 2**30 / 0.4)
     assert steps([*offload_step(), *rank_push()]) == steps(offload_step())
+
+
+def test_a_push_has_what_all_ranks_sent_and_the_paused_seconds_of_its_step() -> None:
+    spans = [*rank_push(200.0, version=8), *offload_step(), *rank_push()]
+    (step,) = steps(spans)
+    first, second = pushes(spans, [step])
+    assert first == PushTotals(
+        "policy", 7, "tensor delta", 400, 0.015625, pytest.approx(0.5), step.paused_s
+    )
+    assert first.paused_s > 0
+    assert (second.weight_version, second.paused_s) == (8, 0.0)

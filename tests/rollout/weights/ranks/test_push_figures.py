@@ -71,11 +71,13 @@ def test_a_push_without_buckets_has_no_figures() -> None:
     figures = PushFigures(2)
     figures.wanted(1.0)
     assert figures.stages("tensor") == ()
-    assert figures.spans(1) == []
+    assert figures.spans(1, "tensor") == []
 
 
 def test_a_bucket_is_spans_of_each_rank_from_rank_0s_go_on() -> None:
-    spans = pushed(2, 1).spans(7)
+    figures = pushed(2, 1)
+    figures.density = 0.25
+    spans = figures.spans(7, "tensor delta")
     first = spans[0].start_s
     assert [
         (span.rank, span.name, round(span.start_s - first, 3), span.elapsed_s) for span in spans
@@ -88,6 +90,12 @@ def test_a_bucket_is_spans_of_each_rank_from_rank_0s_go_on() -> None:
     assert {(span.weight_version, span.num_bytes, span.said) for span in spans} == {
         (7, 28, "bucket 0")
     }
+    assert [(span.route, span.density) for span in spans] == [
+        ("", None),
+        ("tensor delta", 0.25),
+        ("", None),
+        ("tensor delta", None),
+    ]
 
 
 @pytest.mark.parametrize(("num_ranks", "most"), [(2, 50), (3, 20), (64, 10)])
@@ -95,7 +103,7 @@ def test_the_number_of_spans_is_bounded_and_their_sums_stay_exact(
     num_ranks: int, most: int
 ) -> None:
     figures = pushed(num_ranks, 199, most_spans=most)
-    spans = figures.spans(1)
+    spans = figures.spans(1, "tensor")
     assert len(spans) <= max(most, 2 * num_ranks + 1)
     assert spans[0].said.startswith("buckets 0 to ")
     assert spans[-1].said.endswith(" 198")
