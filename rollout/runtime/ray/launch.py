@@ -36,14 +36,14 @@ from rollout.runtime.local import (
     store_terms,
 )
 from rollout.runtime.preflight import check_before_launch
-from rollout.runtime.ray.actor_factory import ServerParts
-from rollout.runtime.ray.actors import RolloutServerActor, ServerGroupActor
 from rollout.runtime.ray.engine_handle import EngineActor
 from rollout.runtime.ray.engine_launcher import EnginePlacement
+from rollout.runtime.ray.group_actor import ServerGroupActor
 from rollout.runtime.ray.handles import RayCaller, remote_server
 from rollout.runtime.ray.nodes import confirm_ended
 from rollout.runtime.ray.placement_group import ExistingGroup, remove_unused, reserve, still_used
 from rollout.runtime.ray.router_actor import RouterActor
+from rollout.runtime.ray.server_actor import RolloutServerActor, ServerParts
 from rollout.runtime.ray.store_agents import end_agents, place_agents
 from rollout.runtime.run_lock import RunLock
 from rollout.weights.store.agents import RemoteAgents

@@ -316,7 +316,7 @@ def _engineless_group(world: World) -> Any:
     settings = GroupSettings(
         "main", "groups.main", "/none", "/none", groups["main"], WeightUpdate.FULL, lifecycle
     )
-    actor_class = world.ray.remote(num_cpus=0)(world.load("actors").ServerGroupActor)
+    actor_class = world.ray.remote(num_cpus=0)(world.load("group_actor").ServerGroupActor)
     actor = actor_class.remote(settings, [], None)
     group = world.load("handles").remote_group(actor, "policy/main")
     _result(world, group.start())

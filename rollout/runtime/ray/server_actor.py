@@ -1,12 +1,16 @@
-"""The actor classes: the plain classes, with the differences for an actor.
+"""The actor of a server, which creates the actors of its parts and replaces lost ones.
 
-All are async actors.  Every error of this library survives pickling, so it needs no translation.
+It is an async actor: the plain class, with the differences for an actor.  Every error of this
+library survives pickling, so it needs no translation.
+
+Always true: the server owns the actors of engines, so that they outlive a lost group.  A lost actor
+is killed before another replaces it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -15,63 +19,109 @@ from engines.protocol import Endpoint
 
 from rollout.config import ServerConfig
 from rollout.config.run_dir import RunFolder
+from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.engine_recovery import LostState
-from rollout.control.group.server_group import GroupSettings, ServerGroup
+from rollout.control.group.server_group import ServerGroup
 from rollout.control.server.journal import JournalRecord, ServerJournal, read
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RolloutError
 from rollout.core.types import EngineSlot, GroupStatus, NodeShare, ServerStatus
 from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
+from rollout.router.host import RouterHost
+from rollout.rules.deadlines import kill_timeout_s
 from rollout.rules.lifecycle import Command
-from rollout.runtime.ray.actor_factory import LostGroup, ServerActors, ServerParts
-from rollout.runtime.ray.engine_launcher import EnginePlacement, RayLauncher
+from rollout.runtime.ray.engine_launcher import EnginePlacement, end_host
+from rollout.runtime.ray.group_actor import LostGroup
+from rollout.runtime.ray.handles import remote_group, remote_router
 from rollout.runtime.ray.router_actor import was_restarted
 from rollout.runtime.worker_process import keep_what_is_loaded
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.store import WeightStore
 
 
-class ServerGroupActor(ServerGroup):
-    """A ``ServerGroup`` whose engines are owned by actors on their slots.
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """The arguments for the actors of a server.
+
+    Attributes:
+        routers: their actors; they outlive a lost server.
+        group_class: a Ray actor class, with the options that place it.
+        groups: settings and slots by group.
+    """
+
+    routers: Sequence[Any]
+    group_class: Any
+    groups: Mapping[str, tuple[GroupSettings, Sequence[EngineSlot]]]
+    placement: EnginePlacement
+
+
+class ServerActors:
+    """The actors of one server; an ``ActorFactory``.
 
     Args:
-        lost_group: the group whose engines this one takes over; None for a new group.
+        lost: the groups of a lost server, in whose place this one is; None for a new one.
     """
 
     def __init__(
-        self,
-        settings: GroupSettings,
-        slots: Sequence[EngineSlot],
-        placement: EnginePlacement,
-        lost_group: LostGroup | None = None,
+        self, name: str, parts: ServerParts, lost: Mapping[str, LostState] | None = None
     ) -> None:
-        self._launcher = RayLauncher(placement, slots)
-        super().__init__(
-            settings,
-            slots,
-            self._launcher,
-            timeline=create_timeline(settings.log_dir, settings.source, otel=settings.otel),
-        )
-        self._lost_group = lost_group
-
-    async def start(self) -> GroupStatus:
-        keep_what_is_loaded()
-        lost = self._lost_group
-        if lost is None:
-            return await super().start()
-        engines = {engine.engine_id: engine for engine in lost.state.known.engines}
-        running = await asyncio.gather(
-            *(
-                self._launcher.find(
-                    self._starter.spec(self._slots[name], engine.process_name),
-                    engine,
-                    lost.hosts.get(name, ()),
-                )
-                for name, engine in engines.items()
+        self._name = name
+        self._parts = parts
+        self._groups: dict[str, Any] = {
+            group: parts.group_class.remote(
+                settings, slots, parts.placement, LostGroup(lost[group], {}) if lost else None
             )
+            for group, (settings, slots) in parts.groups.items()
+        }
+        self._hosts: dict[str, list[tuple[str, Any]]] = {}
+
+    def groups(self) -> dict[str, ServerGroup]:
+        return {
+            group: remote_group(actor, f"{self._name}/{group}")
+            for group, actor in self._groups.items()
+        }
+
+    def routers(self) -> list[RouterHost]:
+        """The first one is to serve, and another one in its place when it is lost."""
+        return [remote_router(router, f"{self._name}/router") for router in self._parts.routers]
+
+    def host_engine(
+        self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
+    ) -> list[Any]:
+        """See ``RolloutServerActor.host_engine``."""
+        placement = self._parts.placement
+        for _, lost in self._hosts.get(engine_id, []):
+            ray.kill(lost)
+        made = [(share.node_id, placement.make(share, takes)) for share in shares]
+        self._hosts[engine_id] = made
+        return [actor for _, actor in made]
+
+    async def make_group(self, name: str, lost: LostState) -> ServerGroup:
+        """A group with the engines of the lost one."""
+        ray.kill(self._groups[name])
+        settings, slots = self._parts.groups[name]
+        known = lost.known.engines
+        processes = {one.process_name or one.engine_id: one.engine_id for one in known}
+        for slot in slots:
+            for process in {slot.engine_id, slot.standby_name} - processes.keys():
+                for _, actor in self._hosts.pop(process, []):  # it may be sleeping
+                    await end_host(actor, kill_timeout_s(settings.group.engine))
+        hosts = {
+            engine_id: self._hosts[process]
+            for process, engine_id in processes.items()
+            if process in self._hosts
+        }
+        self._groups[name] = self._parts.group_class.remote(
+            settings, slots, self._parts.placement, LostGroup(lost, hosts)
         )
-        return await self.take_over(lost.state, dict(zip(engines, running, strict=True)))
+        return self.groups()[name]
+
+    def end(self) -> None:
+        """Kill all actors, after their server has stopped."""
+        hosts = [actor for parts in self._hosts.values() for _, actor in parts]
+        for actor in (*hosts, *self._groups.values(), *reversed(self._parts.routers)):
+            ray.kill(actor)
 
 
 def lost_groups(record: JournalRecord, parts: ServerParts) -> dict[str, LostState]:

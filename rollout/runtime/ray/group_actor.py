@@ -1,0 +1,75 @@
+"""The actor of a group: the plain class, with the differences for an actor.
+
+It is an async actor.  A process that starts for it imports only this module: it is waited for when
+a group comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.control.engine.group_settings import GroupSettings
+from rollout.control.group.engine_recovery import LostState
+from rollout.control.group.server_group import ServerGroup
+from rollout.core.types import EngineSlot, GroupStatus
+from rollout.observability.timeline.span_file import create_timeline
+from rollout.runtime.ray.engine_launcher import EnginePlacement, RayLauncher
+from rollout.runtime.worker_process import keep_what_is_loaded
+
+
+@dataclass(frozen=True, slots=True)
+class LostGroup:
+    """A lost group, for the group that replaces it.
+
+    Attributes:
+        state: see ``ServerGroup.take_over``.
+        hosts: by engine, the node and the actor of each part; none for attached engines.
+    """
+
+    state: LostState
+    hosts: Mapping[str, Sequence[tuple[str, Any]]]
+
+
+class ServerGroupActor(ServerGroup):
+    """A ``ServerGroup`` whose engines are owned by actors on their slots.
+
+    Args:
+        lost_group: the group whose engines this one takes over; None for a new group.
+    """
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        slots: Sequence[EngineSlot],
+        placement: EnginePlacement,
+        lost_group: LostGroup | None = None,
+    ) -> None:
+        self._launcher = RayLauncher(placement, slots)
+        super().__init__(
+            settings,
+            slots,
+            self._launcher,
+            timeline=create_timeline(settings.log_dir, settings.source, otel=settings.otel),
+        )
+        self._lost_group = lost_group
+
+    async def start(self) -> GroupStatus:
+        keep_what_is_loaded()
+        lost = self._lost_group
+        if lost is None:
+            return await super().start()
+        engines = {engine.engine_id: engine for engine in lost.state.known.engines}
+        running = await asyncio.gather(
+            *(
+                self._launcher.find(
+                    self._starter.spec(self._slots[name], engine.process_name),
+                    engine,
+                    lost.hosts.get(name, ()),
+                )
+                for name, engine in engines.items()
+            )
+        )
+        return await self.take_over(lost.state, dict(zip(engines, running, strict=True)))
