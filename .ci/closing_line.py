@@ -29,4 +29,4 @@ def _words(number: int, what: str) -> str:
 
 
 if __name__ == "__main__":
-    print(closing_line(sys.stdin.read().splitlines()))
+    print(closing_line(sys.stdin.read().splitlines()) or sys.exit("no suite of tests has run"))

@@ -24,10 +24,10 @@ from tests import conftest
 ROOT = Path(__file__).parents[1]
 
 
-def closing_line(output: str) -> str:
+def closing_line(output: str, status: int = 0) -> str:
     command = [sys.executable, str(ROOT / ".ci/closing_line.py")]
     done = subprocess.run(command, input=output, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout.strip()
 
 
@@ -50,13 +50,16 @@ def test_a_failure_is_not_lost() -> None:
     )
 
 
-def test_without_a_run_nothing_is_claimed() -> None:
-    assert closing_line("make: *** [check] Error 1") == ""
+def test_without_a_run_nothing_is_claimed_and_it_fails() -> None:
+    assert closing_line("make: *** [check] Error 1", status=1) == ""
 
 
 MAKE = """#!/bin/sh
 printf '%s\\n' "$*" >>calls
 [ "$1" != system ] || exit 2
+case $2 in
+$SLOW) sleep 2;;
+esac
 case $2 in
 lint) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
 TARGET)
@@ -113,12 +116,24 @@ def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path)
 def test_a_suite_that_would_begin_too_late_in_ci_is_named_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CI_LAST_START_S", "-1")
-    status, output, calls = ci_run(tmp_path, "test")
+    monkeypatch.setenv("CI_LAST_START_S", "1")
+    monkeypatch.setenv("SLOW", "test-slow")
+    status, output, calls = ci_run(tmp_path, "none")
     assert status == 0
+    assert calls[2:] == ["VENV=.venv-ci test", "VENV=.venv-ci test-slow"]
+    names = "test-pythons test-vllm test-sglang"
+    assert f"== after 0 minutes these were not begun: {names}" in output
+    assert output[-1] == "== 20 passed in 6.00s =="
+
+
+def test_a_ci_that_begins_no_suite_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an hour of installations."""
+    monkeypatch.setenv("CI_LAST_START_S", "-1")
+    status, output, calls = ci_run(tmp_path, "none")
+    assert status == 1
     assert calls == ["system", "VENV=.venv-ci lint docs"]
     names = "test test-slow test-pythons test-vllm test-sglang"
-    assert f"== after 0 minutes these were not begun: {names}" in output
+    assert output[-1] == f"== after 0 minutes these were not begun: {names}"
 
 
 LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
