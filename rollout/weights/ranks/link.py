@@ -7,8 +7,8 @@ later pushes, it is known which rank is silent, and the end of rank 0 ends every
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -138,12 +138,12 @@ class RankLink:
         calls this.
 
         Raises:
-            RankFailure: a rank did not call it.
+            RankFailure: a rank did not call it, or rank 0 has ended.
         """
         if self.texts is None:
             return [0]
         ranks = range(self.num_ranks)
-        with NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
+        with _end_of_rank_0(), NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
             self.texts.put(f"token/{self.rank}", file.name)
             tokens = self._expect([f"token/{rank}" for rank in ranks])
             lowest = next(rank for rank in ranks if Path(tokens[rank]).exists())
@@ -160,7 +160,7 @@ class RankLink:
     def _exchanged(self, step: Step) -> Any:
         if self.texts is None:
             return step.message if isinstance(step, Claim) else []
-        try:
+        with _end_of_rank_0():
             match step:
                 case Put(key, message):
                     return self.texts.put(key, encode(message))
@@ -171,10 +171,16 @@ class RankLink:
                     return [None if text is None else decode(text) for text in texts]
                 case Delete(keys):
                     return self.texts.delete(keys)
-        except (dist.DistError, RuntimeError):
-            # Without the error's text, which is another one on each rank.
-            raise RankFailure("rank 0 has ended, and the push with it", ranks=(0,)) from None
         raise AssertionError(step)
+
+
+@contextmanager
+def _end_of_rank_0() -> Iterator[None]:
+    """One error for whatever its store says then, which is another text on each rank."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError):
+        raise RankFailure("rank 0 has ended, and the push with it", ranks=(0,)) from None
 
 
 _EXCHANGES = (Put, Claim, Get, Delete)

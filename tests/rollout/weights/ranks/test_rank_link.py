@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from rollout.weights.ranks.messages import (
     decode,
     encode,
 )
-from rollout.weights.ranks.protocol import PushRound, Put
+from rollout.weights.ranks.protocol import Get, PushRound, Put
 
 pytestmark = pytest.mark.embedded
 
@@ -75,17 +77,26 @@ def test_a_message_that_nobody_takes_is_left_to_be_taken() -> None:
         frozen.thawed.set()
 
 
-def test_the_end_of_rank_0_has_one_text_whatever_the_store_says() -> None:
+@pytest.mark.parametrize("call", ["set", "wait", "multi_get"])
+def test_the_end_of_rank_0_has_one_text_whatever_the_store_says(call: str, tmp_path: Path) -> None:
+    """Also before the first push: rank 0 may have left when this rank asks where the others are."""
+
     class Ended:
-        def set(self, key: str, text: str) -> None:
-            raise RuntimeError("Connection reset by peer [127.0.0.1]:741")
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def called(*arguments: Any) -> None:
+                if name == call:
+                    raise RuntimeError("Connection reset by peer [127.0.0.1]:741")
+
+            return called
 
     def steps() -> Any:
         yield Put("k", Wait())
+        yield Get(("k",), 1.0)
 
     link = RankLink(1, 2, SharedTexts(Ended(), Ended(), answer_s=5))
-    with pytest.raises(RankFailure, match=r"^rank 0 has ended, and the push with it$"):
-        link.run(steps(), lambda other: None)
+    for ask in (partial(link.run, steps(), lambda other: None), partial(link.hosts, str(tmp_path))):
+        with pytest.raises(RankFailure, match=r"^rank 0 has ended, and the push with it$"):
+            ask()
 
 
 MESSAGES: list[Message] = [
