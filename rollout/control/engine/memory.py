@@ -1,7 +1,7 @@
 """Releasing and resuming the memory of one engine.
 
 Always true:
-- nothing is released or resumed twice, because SGLang crashes on that;
+- nothing is released or resumed twice, because SGLang crashes on that (``redo`` relies on it);
 - a release counts only after the memory was measured to be free, as far as the driver separates
   this engine's memory from that of programs beside it.  A shortfall that others may have caused
   is a warning;
@@ -122,6 +122,17 @@ class EngineMemory:
                 await member.engine.resume_memory_occupation(wanted)
         member.released.difference_update(wanted)
         _note(member, before, await member.used_bytes())
+
+
+async def redo(member: EngineState, tags: Sequence[MemoryTag], *, is_release: bool) -> None:
+    """Undo and repeat the release or resume of ``tags`` of an engine that may have got it before.
+
+    Raises:
+        EngineError: it had not: SGLang ends when it resumes what is not released, or the reverse.
+    """
+    calls = [member.engine.release_memory_occupation, member.engine.resume_memory_occupation]
+    for call in reversed(calls) if is_release else calls:
+        await call(tags)
 
 
 async def why_no_room(tags: Sequence[MemoryTag], members: Sequence[EngineState]) -> str:

@@ -5,7 +5,9 @@ Always true:
   any time, also while a command hangs;
 - an engine of a lost group is reused only if its own report agrees with the phase of the group: its
   weights, its released memory, and whether it takes requests.  Any other engine is fenced
-  and ended, and recovery restarts it: SGLang crashes on a second release.
+  and ended, and recovery restarts it: SGLang crashes on a second release;
+- an engine that does not report its released memory (SGLang) has released what the phase of its
+  group says, because a command is recorded before any engine gets it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from engines.protocol import MemoryTag, WeightsReport
 from engines.protocol.plain_text import describe
 from rollout.control.engine.catch_up import readmit, released_in
 from rollout.control.engine.logprob_check import LogprobCheck
+from rollout.control.engine.memory import redo
 from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
@@ -36,6 +39,7 @@ from rollout.rules.lifecycle import (
     GroupTraits,
     Phase,
     has_verified_weights,
+    next_phase,
     spoils_weights,
 )
 from rollout.weights.store.weight_source import WeightSource
@@ -185,7 +189,7 @@ async def adopt_running_engines(
                 async with asyncio.timeout(budget_s):
                     if why := _why_unknown(lost, traits):
                         raise RolloutError(why)
-                    return await _reuse(starter, slot, process, engine, lost, tags)
+                    return await _reuse(starter, slot, process, engine, lost, tags, traits)
             except Exception as error:
                 reason = f"its group was lost, and it cannot be reused: {describe(error)}"
         return starter.unknown(slot, process, f"engine {engine.engine_id}: {reason}")
@@ -225,13 +229,15 @@ async def _reuse(
     known: EngineStatus,
     lost: LostState,
     tags: Sequence[MemoryTag],
+    traits: GroupTraits,
 ) -> EngineState:
     if not await process.is_alive():
         raise RolloutError("its process has ended")
     member = await starter.admit(slot, process)
     try:
         member.process_name = known.process_name
-        member.released = await _reported_released(member, lost, tags)
+        can_end = not starter.spec(slot).is_attached
+        member.released = await _released(member, lost, tags, traits, can_end=can_end)
         if lost.unfinished is None and await member.engine.is_ready() != (
             lost.phase is Phase.SERVING
         ):
@@ -253,22 +259,38 @@ async def _reuse(
     return member
 
 
-async def _reported_released(
-    member: EngineState, lost: LostState, tags: Sequence[MemoryTag]
+async def _released(
+    member: EngineState,
+    lost: LostState,
+    tags: Sequence[MemoryTag],
+    traits: GroupTraits,
+    *,
+    can_end: bool,
 ) -> set[MemoryTag]:
-    """The tags that an engine reports as released.
+    """The tags that an engine has released.
+
+    If it does not report them, and a command that moves memory was under way, it does that again.
+
+    Args:
+        can_end: the engine is ours, and may end when it has not got that command.
 
     Raises:
-        RolloutError: it reports none, or others than the phase of its group says.
+        RolloutError: it is unknown, or the engine reports others than the phase of its group says.
     """
     expected = set(released_in(lost.phase, tags))
     reported = (await member.engine.server_info()).released
-    moves = lost.unfinished in _MOVE_MEMORY
-    if reported is None and (expected or moves):
+    if reported is not None:
+        if lost.unfinished not in _MOVE_MEMORY and set(reported) != expected:
+            raise RolloutError(
+                f"it has released {', '.join(sorted(reported)) or 'nothing'}, and its group is "
+                f"{lost.phase}"
+            )
+        return {tag for tag in tags if tag in reported}
+    if lost.unfinished not in _MOVE_MEMORY:
+        return expected
+    if not can_end:
         raise RolloutError("it does not report what memory it has released")
-    if reported is not None and not moves and set(reported) != expected:
-        raise RolloutError(
-            f"it has released {', '.join(sorted(reported)) or 'nothing'}, and its group is "
-            f"{lost.phase}"
-        )
-    return {tag for tag in tags if tag in (reported or ())}
+    after = set(released_in(next_phase(lost.phase, lost.unfinished, traits), tags))
+    moved = [tag for tag in tags if tag in expected ^ after]
+    await redo(member, moved, is_release=lost.unfinished is Command.RELEASE)
+    return after

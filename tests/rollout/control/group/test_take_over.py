@@ -25,9 +25,12 @@ TRAITS = {"main": GroupTraits(needs_offload=True)}
 COMMANDS = (*GIVE_MEMORY, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
 
 
-def proving() -> tuple[ServerGroup, FakeLauncher]:
-    """A group whose engines report what they have released."""
-    return make_group(2, launcher=FakeLauncher(partial(make_engine, reports_released=True)))
+REPORTS = pytest.mark.parametrize("reports", [True, False], ids=["reports", "as SGLang"])
+
+
+def proving(*, reports: bool = True) -> tuple[ServerGroup, FakeLauncher]:
+    """A group whose engines report what they have released, or do not."""
+    return make_group(2, launcher=FakeLauncher(partial(make_engine, reports_released=reports)))
 
 
 async def walk(group: ServerGroup, commands: tuple[Command, ...], version: int) -> None:
@@ -48,7 +51,7 @@ async def taken_over(
     return group
 
 
-async def serves(group: ServerGroup, version: int) -> None:
+async def serves(group: ServerGroup, version: int, num_engines: int = 2) -> None:
     """From any phase, with a push: what a repeated call does."""
     name = group.name
     for command in SERVE_WEIGHTS:
@@ -57,14 +60,16 @@ async def serves(group: ServerGroup, version: int) -> None:
             await group.run(command, push=push(version), version=version)
     status = await group.status()
     assert status.phase == "serving"
-    assert {one.weight_version for one in status.engines} == {version}
-    assert all(one.is_verified and not one.fence_reason for one in status.engines)
+    engines = [one for one in status.engines if not one.fence_reason]
+    assert [one.weight_version for one in engines] == [version] * num_engines
+    assert all(one.is_verified for one in engines)
 
 
 @virtual_time
+@REPORTS
 @pytest.mark.parametrize("num", range(len(COMMANDS) + 1))
-async def test_at_rest_in_any_phase_all_engines_are_reused(num: int) -> None:
-    lost, launcher = proving()
+async def test_at_rest_in_any_phase_all_engines_are_reused(num: int, reports: bool) -> None:
+    lost, launcher = proving(reports=reports)
     await lost.start()
     await walk(lost, COMMANDS[:num], 1)
     status = await lost.status()
@@ -163,11 +168,48 @@ async def test_an_engine_that_has_released_what_its_group_uses_is_ended() -> Non
     assert "and its group is flushed" in fenced.fence_reason
 
 
+MOVES = [Command.RELEASE, Command.RESUME_WEIGHTS, Command.RESUME_KV]
+
+
 @virtual_time
-async def test_an_engine_that_reports_no_released_memory_is_not_believed_while_offloaded() -> None:
-    lost, launcher = make_group(2)  # as SGLang
+@pytest.mark.parametrize("command", MOVES)
+@pytest.mark.parametrize("num_done", [2, 1, 0])
+async def test_an_engine_that_does_not_report_its_memory_stays_if_it_had_got_the_command(
+    command: Command, num_done: int
+) -> None:
+    lost, launcher = proving(reports=False)
     await lost.start()
-    await walk(lost, (Command.PAUSE, Command.FLUSH, Command.RELEASE), 0)
-    group = await taken_over(lost, launcher, 0)
+    await walk(lost, COMMANDS[: COMMANDS.index(command)], 1)
+    method, args = UNDER_WAY[command]
+    for name in ["main-0", "main-1"][:num_done]:
+        await getattr(launcher[name], method)(*args)
+    version = 1 if command is Command.RESUME_KV else 0
+    group = await taken_over(lost, launcher, version, command)
+    status = await group.status()
+    has_stayed = [not one.fence_reason for one in status.engines]
+    assert has_stayed == [num < num_done for num in range(2)]
+    assert [not launcher[one.engine_id].death_reason for one in status.engines] == has_stayed
+    # Where none is left, none holds memory: the trainer may have it without a boot.
+    if num_done or command is Command.RELEASE:
+        await group.run(command, version=version)
+    if num_done:
+        await serves(group, 2, num_done)
+    else:
+        phase = Phase.VERIFIED if command is Command.RESUME_KV else Phase.OFFLOADED
+        assert (await group.status()).phase == phase
+    assert len(launcher.specs) == 2
+
+
+@virtual_time
+async def test_an_attached_engine_that_does_not_report_its_memory_is_left_as_it_is() -> None:
+    launcher = FakeLauncher()
+    attached = {"kind": "attached", "urls": ["http://host:1", "http://host:2"]}
+    lost, _ = make_group(2, launcher=launcher, engine=attached)
+    await lost.start()
+    await walk(lost, (Command.PAUSE, Command.FLUSH), 0)
+    await launcher["main-0"].release_memory_occupation(list(MemoryTag))
+    group, _ = make_group(2, launcher=launcher, engine=attached)
+    state = LostState(await lost.status(), Command.RELEASE, 0)
+    await group.take_over(state, launcher.processes)
     reasons = [one.fence_reason for one in (await group.status()).engines]
     assert all("does not report what memory it has released" in reason for reason in reasons)

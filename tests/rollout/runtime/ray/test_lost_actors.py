@@ -40,6 +40,12 @@ def engines(policy: ServerHandle) -> dict[str, EngineStatus]:
     return {one.engine_id: one for one in group.engines}
 
 
+def are_where(policy: ServerHandle, before: dict[str, EngineStatus]) -> bool:
+    return {name: one.endpoint for name, one in engines(policy).items()} == {
+        name: one.endpoint for name, one in before.items()
+    }
+
+
 def are_well(policy: ServerHandle) -> bool:
     return not any(one.fence_reason or one.is_stale for one in engines(policy).values())
 
@@ -68,37 +74,55 @@ def test_a_group_lost_while_it_serves_is_replaced_and_its_engines_go_on(
         lambda: "ServerGroupActor" in world.live_actors() and are_well(policy), TIMEOUT_S
     )
     after = engines(policy)
-    assert {name: one.endpoint for name, one in after.items()} == {
-        name: one.endpoint for name, one in before.items()
-    }
+    assert are_where(policy, before)
     assert [one.weight_version for one in after.values()] == [version] * 2
     assert generate(policy.url) == 200
     assert window(policy) == version + 1
 
 
-def test_a_group_lost_while_it_is_offloaded_starts_its_engines_again_when_the_memory_is_ours(
+def test_a_group_lost_while_it_is_offloaded_is_replaced_and_its_engines_stay_asleep(
     world: World, policy: ServerHandle
 ) -> None:
     version = policy.status().result(TIMEOUT_S).weight_version + 1
-    num_engines = world.live_actors().count("EngineActor")
     policy.give_memory().result(TIMEOUT_S)
     before = engines(policy)
     world.crash_newest("ServerGroupActor")
-
-    def are_fenced() -> bool:
-        why = "does not report what memory it has released"  # as SGLang
-        return all(why in one.fence_reason for one in engines(policy).values())
-
-    assert wait_until(are_fenced, TIMEOUT_S), engines(policy)
-    assert policy.status().result(TIMEOUT_S).phase == "offloaded"
-    # The trainer has the memory: no engine is started before the trainer returns it.
     assert wait_until(
-        lambda: world.live_actors().count("EngineActor") == num_engines - 2, TIMEOUT_S
+        lambda: "ServerGroupActor" in world.live_actors() and are_well(policy), TIMEOUT_S
     )
-    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
     after = engines(policy)
-    assert [one.fence_reason for one in after.values()] == ["", ""]
-    assert not {one.endpoint for one in after.values()} & {one.endpoint for one in before.values()}
+    assert {name: one.released for name, one in after.items()} == {
+        name: one.released for name, one in before.items()
+    }
+    assert policy.status().result(TIMEOUT_S).phase == "offloaded"
+    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
+    assert are_where(policy, before)
+    assert generate(policy.url) == 200
+
+
+@pytest.mark.parametrize("had_it", [True, False], ids=["executed", "not executed"])
+def test_a_group_lost_in_a_release_gives_the_memory_without_a_boot(
+    world: World, policy: ServerHandle, had_it: bool
+) -> None:
+    """Engines that had got it stay; the others end, and boot when the memory is theirs."""
+    version = policy.status().result(TIMEOUT_S).weight_version + 1
+    before = engines(policy)
+    with engines_of(policy) as served:
+        for one in served.values():
+            one.hold("release_memory_occupation")
+        offloading = policy.give_memory()
+        for one in served.values():
+            one.wait_entered("release_memory_occupation")
+            if had_it:
+                one.open("release_memory_occupation")
+        world.crash_newest("ServerGroupActor")
+        with pytest.raises(ActorLost, match="policy/main"):
+            offloading.result(TIMEOUT_S)
+        policy.give_memory().result(TIMEOUT_S)
+    assert policy.status().result(TIMEOUT_S).phase == "offloaded"
+    assert are_where(policy, before)  # none has booted
+    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
+    assert are_where(policy, before) == had_it
     assert generate(policy.url) == 200
 
 
@@ -121,9 +145,7 @@ def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on_with_its_en
         assert held.result(TIMEOUT_S) == 200
     after = engines(policy)
     assert [one.fence_reason for one in after.values()] == ["", ""]
-    assert {name: one.endpoint for name, one in after.items()} == {
-        name: one.endpoint for name, one in before.items()
-    }
+    assert are_where(policy, before)
     assert generate(policy.url) == 200
 
 
@@ -137,9 +159,7 @@ def test_a_group_lost_before_the_gate_opens_is_replaced_by_the_command_that_open
     policy.phases.continue_generation().result(TIMEOUT_S)
     status = policy.status().result(TIMEOUT_S)
     assert (status.gate, status.weight_version) == ("open", version)
-    assert {name: one.endpoint for name, one in engines(policy).items()} == {
-        name: one.endpoint for name, one in before.items()
-    }
+    assert are_where(policy, before)
     assert generate(policy.url) == 200
 
 
