@@ -4,6 +4,7 @@ An engine that is stopped (SIGSTOP) holds a command under way until an actor is 
 """
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from rollout.control.server.journal import read
 from rollout.core.errors import RolloutError
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from tests.support.contract import CPU_OPTIONS
 from tests.support.processes import wait_until
 from tests.support.ray_worlds import RayWorld
 
@@ -44,6 +46,8 @@ class Run:
         self.journal = RunFolder.of(deployment.config).of_server("policy") / JOURNAL_FILE
         self.version = self.policy.weight_version
         self.reasons: set[str] = set()
+        (group,) = self.policy.status().result(TIMEOUT_S).groups
+        self.is_sglang = group.kind == "sglang"
 
     def engines(self) -> list[EngineStatus]:
         (group,) = self.policy.status().result(TIMEOUT_S).groups
@@ -65,6 +69,13 @@ class Run:
         """Go to a phase at rest, from serving."""
         if phase == "offloaded":
             self.policy.give_memory().result(TIMEOUT_S)
+
+    def has_got(self, command: str) -> bool:
+        """Whether the other engine, of SGLang, has carried out what it was sent with the first."""
+        method = {"release": "release_memory", "resume_weights": "resume_memory"}.get(command)
+        log = self.journal.parent / "main-1.log"
+        calls = re.findall(r"POST /(\w+)_occupation", log.read_text())
+        return not (self.is_sglang and method) or calls[-1:] == [method]
 
     def interrupt(self, command: str, role: str) -> None:
         """Kill while an engine holds a command under way.
@@ -90,6 +101,7 @@ class Run:
         try:
             pending = calls[command]()
             assert wait_until(lambda: read(self.journal).doing == command, TIMEOUT_S)
+            assert wait_until(lambda: self.has_got(command), TIMEOUT_S)
             self.world.crash_newest(role)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -133,15 +145,17 @@ def run(ray_cluster: RayWorld, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @contextmanager
-def launched(world: RayWorld, folder: Path) -> Iterator[Run]:
+def launched(world: RayWorld, folder: Path, kind: str = "embedded") -> Iterator[Run]:
     from safetensors.torch import load_file
 
     from rollout.testing.tiny_model import make_tiny_model
 
     model_path = make_tiny_model(folder / "model")
+    python = "" if kind == "embedded" else f"{kind}-cpu"
+    engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}
     policy = {
         "model_path": str(model_path),
-        "groups": {"main": {"num_engines": 2, "engine": {"cpus": 0.5}}},
+        "groups": {"main": {"num_engines": 2, "engine": engine}},
         "health": HEALTH,
         "weights": {"store": {"spare_bytes": 0}},
         "page": {"enabled": True},
@@ -184,6 +198,30 @@ def test_a_command_under_way_is_called_again_and_the_engines_stay(
     run.push()
     run.check_serves()
     assert run.pids() == before
+
+
+@pytest.mark.chaos
+@pytest.mark.sglang
+def test_engines_of_sglang_stay_though_they_do_not_report_their_memory(
+    ray_cluster: RayWorld, tmp_path: Path
+) -> None:
+    """``pytest -m chaos tests/end_to_end/test_actor_kills.py``; ``test_take_over.py`` is short."""
+    with launched(ray_cluster, tmp_path, "sglang") as run:
+        before = run.pids()
+        run.reach("offloaded")
+        for role in (GROUP, SERVER):
+            run.kill(role)
+            assert wait_until(run.are_well, TIMEOUT_S), run.engines()
+        run.push()
+        run.check_serves()
+        for command in ("release", "resume_weights"):
+            for role in (GROUP, SERVER):
+                run.interrupt(command, role)
+                if command == "release":
+                    run.policy.give_memory().result(TIMEOUT_S)
+                run.push()
+                run.check_serves()
+        assert run.pids() == before, run.reasons
 
 
 @pytest.mark.parametrize("role", [GROUP, SERVER])
