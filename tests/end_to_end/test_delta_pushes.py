@@ -83,16 +83,19 @@ def assert_held(deployment: DeploymentHandle, weights: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["copied", "streamed"])
-@pytest.mark.parametrize("transport", ["tensor", "shared_memory"])
+@pytest.mark.parametrize("transport", ["tensor", "shared_memory", "disk"])
 def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
     deployment: DeploymentHandle,
     weights: dict[str, torch.Tensor],
     shm: Path,
+    tmp_path: Path,
     transport: str,
     stream: bool,
 ) -> None:
-    policy = with_settings(deployment, shm, transport=transport, stream=stream, encoding="delta")
-    whole = sent(policy.serve_weights(weights, version=next(VERSIONS)).result(60))
+    settings = {"stream": stream, "disk_path": str(tmp_path / "disk" / "{version}")}
+    policy = with_settings(deployment, shm, transport=transport, encoding="delta", **settings)
+    first = next(VERSIONS)
+    whole = sent(policy.serve_weights(weights, version=first).result(60))
     assert whole.route == transport
     assert whole.density is None
     for share in (0.01, 0.0, 0.9, 0.02):
@@ -108,9 +111,11 @@ def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
             assert stage.num_bytes < whole.num_bytes / 10
     policy.close()
     assert list(shm.iterdir()) == []
+    if transport == "disk":  # the checkpoint of the first
+        assert [file.name for file in (tmp_path / "disk").iterdir()] == [str(first)]
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk"])
+@pytest.mark.parametrize("transport", ["distributed"])
 def test_a_route_that_carries_whole_tensors_is_refused_by_name_and_used_by_auto(
     deployment: DeploymentHandle,
     weights: dict[str, torch.Tensor],
@@ -212,38 +217,50 @@ def test_random_deltas_arrive_with_no_wrong_bit(
 
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Faults:
     faults = Faults()
-    around = faults.around(EngineClient.update_weights_from_tensor)
-    monkeypatch.setattr(EngineClient, "update_weights_from_tensor", around)
+    for name in ("update_weights_from_tensor", "update_weights_from_disk"):
+        around = faults.around(getattr(EngineClient, name))
+        monkeypatch.setattr(EngineClient, name, around)
     return faults
 
 
-QUICK = ["another base", "lost"]
-SLOW = [fault for fault in (*REFUSED, "another content of the base") if fault not in QUICK]
+QUICK = [
+    *(("tensor", fault) for fault in ("another base", "lost", "killed")),
+    *(("disk", fault) for fault in ("flipped", "lost")),
+]
+SLOW = [("tensor", fault) for fault in (*REFUSED, "another content of the base")]
+SLOW = [one for one in (*SLOW, ("disk", "cut")) if one not in QUICK]
 
 
 @pytest.mark.parametrize(
-    "fault", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
+    ("transport", "fault"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)]
 )
 def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
     model_path: Path,
     weights: dict[str, torch.Tensor],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    transport: str,
     fault: str,
 ) -> None:
     faults = faulty(monkeypatch)
+    disk_path = str(tmp_path / "disk" / "{version}")
     server = {
         "model_path": str(model_path),
         "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
         "health": {"probe_interval_s": 0.5},
-        "weights": {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000},
+        "weights": {
+            "transport": transport,
+            "encoding": "delta",
+            "bucket_bytes": 100_000,
+            "disk_path": disk_path,
+        },
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
     with launch_local(config) as deployment:
         policy = deployment["policy"]
         policy.serve_weights(weights, version=1).result(60)
         weights = changed(weights, 0.01)
-        faults.fault = fault
+        faults.fault, faults.engines = fault, engines(deployment)
         with pytest.raises(RolloutError) as told:
             policy.serve_weights(weights, version=2).result(60)
         assert faults.num_done
@@ -255,10 +272,10 @@ def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
         faults.fault = ""
         weights = changed(weights, 0.01)
         report = policy.serve_weights(weights, version=3).result(60)
-        assert sent(report).route == "tensor"
+        assert sent(report).route == transport
         assert_held(deployment, weights)
         weights = changed(weights, 0.01)
-        assert sent(policy.serve_weights(weights).result(60)).route == "tensor delta"
+        assert sent(policy.serve_weights(weights).result(60)).route == f"{transport} delta"
         assert_held(deployment, weights)
 
 

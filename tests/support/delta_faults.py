@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from engines.protocol import Endpoint
+from rollout.core.types import EngineStatus
 from rollout.weights.push.host_copies import KnownHost
 
 REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
@@ -15,25 +21,29 @@ class Faults:
     """Requests of clients with deltas go wrong on their way.
 
     Attributes:
-        fault: what is done to them; empty for nothing.
+        fault: what is done to them; empty for nothing.  ``killed``: an engine dies while it applies
+            the second.
+        engines: those that are killed.
         num_done: requests that went wrong.
     """
 
     def __init__(self) -> None:
         self.fault = ""
         self.num_done = 0
+        self.engines: Sequence[EngineStatus] = ()
+        self._begun: set[str] = set()
         self._waiting: dict[int, tuple[Any, Any]] = {}
 
     def around(self, send: Callable[..., Any]) -> Callable[..., Any]:
-        """In the place of a client's ``update_weights_from_tensor``."""
+        """In the place of a client's ``update_weights_from_tensor`` or ``..._from_disk``."""
 
-        async def update_weights_from_tensor(client: Any, payloads: Any, **more: Any) -> None:
+        async def update_weights(client: Any, payloads: Any, **more: Any) -> None:
             if self.fault:
                 await self._send(client, send, payloads, more)
             else:
                 await send(client, payloads, **more)
 
-        return update_weights_from_tensor
+        return update_weights
 
     def host(self) -> KnownHost:
         """One on this host, whose buckets go wrong on their way to it."""
@@ -43,6 +53,9 @@ class Faults:
         fault, is_last = self.fault, more["weight_version"] is not None
         self.num_done += 1
         if fault == "lost" and not is_last:
+            return
+        if fault == "killed":
+            await self._send_and_kill(client.endpoint, send(client, payloads, **more))
             return
         if fault == "reordered":
             before = self._waiting.pop(id(client), None)
@@ -59,10 +72,23 @@ class Faults:
         if fault == "another content of the base" and self.num_done == 1:
             await client.weights_checker("reset_tensors")
         if fault in ("cut", "flipped", "another model"):
-            payloads = [_damaged(fault, base64.b64decode(payloads[0]))]
+            if isinstance(payloads, str):  # a folder
+                file = Path(payloads) / "bucket.safetensors"
+                file.write_bytes(_damaged(fault, file.read_bytes()))
+            else:
+                content = _damaged(fault, base64.b64decode(payloads[0]))
+                payloads = [base64.b64encode(content).decode()]
         await send(client, payloads, **more)
         if fault == "the last repeated" or (fault == "repeated" and not is_last):
             await send(client, payloads, **more | {"weight_version": None})
+
+    async def _send_and_kill(self, endpoint: Endpoint, send: Awaitable[None]) -> None:
+        applied = asyncio.ensure_future(send)
+        if endpoint.url in self._begun:
+            (pid,) = [one.pid for one in self.engines if one.endpoint == endpoint]
+            os.killpg(os.getpgid(pid), signal.SIGKILL)
+        self._begun.add(endpoint.url)
+        await applied
 
 
 class _FaultyHost(KnownHost):
@@ -94,7 +120,7 @@ async def _rebuild(
     host.path = path or host.path
 
 
-def _damaged(fault: str, payload: bytes) -> str:
+def _damaged(fault: str, payload: bytes) -> bytes:
     content = bytearray(payload)
     if fault == "cut":
         del content[len(content) // 2 :]
@@ -102,4 +128,4 @@ def _damaged(fault: str, payload: bytes) -> str:
         content[len(content) // 2] ^= 4
     else:
         content = bytearray(content.replace(b"q_proj", b"k_proj"))
-    return base64.b64encode(content).decode()
+    return bytes(content)

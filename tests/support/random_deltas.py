@@ -89,7 +89,11 @@ def fingerprints(tensors: Tensors, names: Any) -> dict[str, str]:
 
 
 def check(
-    handle: ServerHandle, tensors: Tensors, held: Callable[[Tensors], None], num: int = NUM
+    handle: ServerHandle,
+    tensors: Tensors,
+    held: Callable[[Tensors], None],
+    num: int = NUM,
+    route: str = "tensor",
 ) -> int:
     """Push until so many tensors were changed by deltas; every push must end as one of deltas.
 
@@ -103,7 +107,7 @@ def check(
         num_done += sum(not torch.equal(new[name], tensors[name]) for name in new)
         tensors = new
         report = handle.serve_weights(tensors).result(120)
-        assert sent(report).route == "tensor delta"
+        assert sent(report).route == f"{route} delta"
         held(tensors)
     return num_done
 

@@ -302,9 +302,11 @@ class Leader:
     def copied_push(self) -> WeightPush:
         """The push of all buckets that were copied."""
         payloads: list[Any] = self._payloads
-        builder = self.follower.builder(Transport.DISK) if self._is_to_disk else None
+        builder = self.follower.builder(Transport.DISK) if self._has_checkpoint else None
         if isinstance(builder, CheckpointBuilder):
-            payloads = [builder.finish()]
+            # Engines with another route have the buckets before the last, too.
+            last = {**payloads[-1], Transport.DISK: builder.finish()}
+            payloads = [last[Transport.DISK]] if self.is_single else [*payloads[:-1], last]
         elif self.plan.at_once and len(payloads) > 1:
             assert self.follower.buffers is not None
             (name,) = (one.payload for one in self.plan.routes)
@@ -324,8 +326,8 @@ class Leader:
         return "+".join(sorted({one.text for one in self.plan.routes}))
 
     @property
-    def _is_to_disk(self) -> bool:
-        return any(one.transport == Transport.DISK for one in self.plan.routes)
+    def _has_checkpoint(self) -> bool:
+        return any(one.payload == Transport.DISK for one in self.plan.routes)
 
     def streamed_push(self, offered: Any) -> WeightPush:
         """A push whose buckets come from ``offered``, which the stream iterates in its thread.

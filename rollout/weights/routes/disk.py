@@ -1,17 +1,20 @@
-"""A shared disk: rank 0 writes a checkpoint of the version, and all engines load it."""
+"""A shared disk: rank 0 writes a checkpoint of the version, and all engines load it.
+
+What is encoded is no checkpoint: its buckets are beside those, and go with the push.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollout.config import ServerConfig, Transport
 from rollout.core.errors import ConfigError
 from rollout.weights.format.bucket_layout import lay_out
-from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow
+from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow, Shares
 from rollout.weights.routes.route import Chosen, EnginePlace, Payload
 from rollout.weights.routes.shared_memory import ByPath
 
@@ -24,11 +27,13 @@ def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
     return Chosen(Transport.DISK)
 
 
-def open_share(end: RankEnd, chosen: Chosen) -> CheckpointBuilder | None:
+def open_share(end: RankEnd, chosen: Chosen) -> CheckpointBuilder | EncodedBuilder | None:
     """Rank 0 writes; the other ranks only gather."""
     if end.rank:
         return None
     folder = folder_of(end.config, end.terms.version)
+    if not chosen.is_full:
+        return EncodedBuilder(folder)
     return CheckpointBuilder(folder, end.config.model_path, end.terms.fingerprints)
 
 
@@ -65,21 +70,14 @@ class CheckpointBuilder:
         self._num_files = 0
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
-        from engines.tensors.torch_fingerprint import as_bytes
         from rollout.weights.tensors.bucket_bytes import fingerprints_of
 
-        layout = lay_out(pairs.specs)
         if not self._num_files:
             shutil.rmtree(self._beside, ignore_errors=True)
             self._beside.mkdir(parents=True)
         self._num_files += 1
         with (self._beside / f"bucket-{self._num_files:05d}.safetensors").open("wb") as file:
-            file.write(layout.header)
-            for name, tensor in sorted(pairs, key=lambda pair: layout.offsets[pair[0]][0]):
-                assert file.tell() == layout.offsets[name][0]
-                file.write(memoryview(as_bytes(tensor).cpu().numpy()))  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
+            _write(file, pairs)
         return {"fingerprints": fingerprints_of(pairs, self._method)}
 
     def finish(self) -> Payload:
@@ -95,10 +93,59 @@ class CheckpointBuilder:
         shutil.rmtree(self._beside, ignore_errors=True)
 
 
+class EncodedBuilder:
+    """Writes each bucket, encoded, into a folder of its own, which engines load at once.
+
+    Args:
+        folder: of the checkpoint that is not written.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(f"{folder}.encoded")
+
+    def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
+        path = self._folder / f"{index:05d}"
+        if not index:
+            self.close()  # of a process that was killed
+        path.mkdir(parents=True)
+        with (path / "bucket.safetensors").open("wb") as file:
+            _write(file, pairs)
+        return {"path": str(path)}
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequence[Payload]:
+    """What was encoded of a bucket; whole tensors come with the last one, as a checkpoint."""
+    return [{"path": share["path"]} for share in shares.values() if "path" in share]
+
+
+def _write(file: BinaryIO, pairs: Pairs) -> None:
+    """A bucket as safetensors, on the disk when it returns."""
+    from engines.tensors.torch_fingerprint import as_bytes
+
+    layout = lay_out(pairs.specs)
+    file.write(layout.header)
+    for name, tensor in sorted(pairs, key=lambda pair: layout.offsets[pair[0]][0]):
+        assert file.tell() == layout.offsets[name][0]
+        file.write(memoryview(as_bytes(tensor).cpu().numpy()))  # type: ignore[arg-type]
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def _holds_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(
         ".index.json"
     )
 
 
-ROW = RouteRow(Transport.DISK, reach, lambda chosen: ByPath(), open_share, is_automatic=False)
+ROW = RouteRow(
+    Transport.DISK,
+    reach,
+    lambda chosen: ByPath(),
+    open_share,
+    join,
+    is_automatic=False,
+    is_encoded=True,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,14 @@ def test_random_deltas_arrive_with_no_wrong_bit(policy: RealPolicy) -> None:
     assert num >= random_deltas.NUM
 
 
+def test_so_they_do_by_disk(policy: RealPolicy, tmp_path: Path) -> None:
+    settings = {"transport": "disk", "disk_path": str(tmp_path / "{version}")}
+    handle = random_deltas.pushed_by_deltas(policy.handle, **settings)
+    tensors: Any = dict(policy.next_tensors())
+    random_deltas.check(handle, tensors, lambda now: check_held(policy, now), 20, "disk")
+    assert len(list(tmp_path.iterdir())) == 1  # the checkpoint of the first
+
+
 async def test_a_wrong_delta_is_refused_by_the_engine_and_whole_tensors_follow(
     policy: RealPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,16 +55,22 @@ async def test_a_wrong_delta_is_refused_by_the_engine_and_whole_tensors_follow(
     await pushes.aclose()
 
 
-def test_an_engine_that_lost_a_delta_is_fenced_and_comes_back_with_whole_tensors(
-    policy: RealPolicy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["lost", pytest.param("killed", marks=pytest.mark.chaos)])
+def test_an_engine_that_lost_a_delta_or_died_in_one_is_fenced_and_comes_back_with_whole_tensors(
+    policy: RealPolicy, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
+    """``make test-chaos PYTEST_ARGS=tests/end_to_end/vllm_cpu/test_deltas.py``.
+
+    The short one with ``killed`` is of embedded engines, in ``test_delta_pushes.py``.
+    """
     faults = Faults()
     around = faults.around(VllmClient.update_weights_from_tensor)
     monkeypatch.setattr(VllmClient, "update_weights_from_tensor", around)
     handle = random_deltas.pushed_by_deltas(policy.handle)
     tensors: Any = dict(policy.next_tensors())
     handle.serve_weights(tensors).result(120)
-    tensors, faults.fault = random_deltas.changed(tensors, 0.01), "lost"
+    tensors, faults.fault = random_deltas.changed(tensors, 0.01), fault
+    faults.engines = policy.engines()
     with pytest.raises(RolloutError):
         handle.serve_weights(tensors).result(120)
     assert faults.num_done

@@ -100,8 +100,9 @@ class Loading(FakeEngine):
         self.loaded: dict[str, Any] = {}
 
     async def update_weights_from_disk(self, model_path: str, **more: Any) -> None:
-        for name, tensor in load_file(f"{model_path}/bucket.safetensors").items():
-            self.loaded[name] = -tensor if self.is_negative else tensor.clone()
+        for file in os.listdir(model_path):
+            for name, tensor in load_file(f"{model_path}/{file}").items():
+                self.loaded[name] = -tensor if self.is_negative else tensor.clone()
         await super().update_weights_from_disk(model_path, **more)
 
 
@@ -116,14 +117,16 @@ def another() -> Iterator[None]:
 
 @pytest.mark.parametrize("may_stream", [False, True], ids=["copied", "streamed"])
 @pytest.mark.parametrize("names", [["toy"], ["toy", "other"], ["other"]], ids="+".join)
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
 async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_whole_tensors(
-    names: list[str], may_stream: bool, tmp_path: Path, another: None
+    names: list[str], may_stream: bool, transport: str, tmp_path: Path, another: None
 ) -> None:
     settings = {
         "encoding": "auto",
         "stream": may_stream,
         "bucket_bytes": 256,
-        "transport": "shared_memory",
+        "transport": transport,
+        "disk_path": str(tmp_path / "{version}"),
     }
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
     tensors = {f"t{number}": torch.randn(64) for number in range(3)}
@@ -140,7 +143,8 @@ async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_
         assert engine.loaded.keys() == tensors.keys()
         assert all(torch.equal(engine.loaded[one], tensors[one]) for one in tensors)
     rank.close()
-    assert os.listdir(tmp_path) == []
+    has_checkpoint = transport == "disk" and "other" in names
+    assert os.listdir(tmp_path) == ["7"] * has_checkpoint
 
 
 @pytest.mark.parametrize("transport", [one for one in ROUTES if not ROUTES[one].is_encoded])
@@ -152,10 +156,12 @@ def test_a_route_that_reads_the_trainers_own_tensors_carries_whole_ones(
 
 
 @pytest.mark.parametrize("store", [None, {"path": "/dev/shm"}], ids=["no store", "store"])
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
 def test_copies_for_the_store_are_of_whole_tensors(
-    store: dict[str, Any] | None, tmp_path: Path, another: None
+    store: dict[str, Any] | None, transport: str, tmp_path: Path, another: None
 ) -> None:
-    settings = {"encoding": "auto", "transport": "shared_memory", "store": store}
+    paths = {"disk_path": str(tmp_path / "{version}")}
+    settings = {"encoding": "auto", "transport": transport, "store": store, **paths}
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
     server = StillServer(engines=[EnginePlace("toy", HERE)], fingerprints=BYTES)
     tensors = {"t": torch.ones(64)}
@@ -191,6 +197,8 @@ def encoding_of(
         (Transport.TENSOR, "auto"),
         (Transport.TENSOR, "delta"),
         (Transport.SHARED_MEMORY, "delta"),
+        (Transport.DISK, "auto"),
+        (Transport.DISK, "delta"),
     ],
 )
 def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
@@ -210,7 +218,6 @@ def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
         ({"why_no_deltas": "it is too old"}, "it is too old"),
         ({"transport": Transport.CUDA_IPC}, "cuda_ipc carries whole tensors only"),
         ({"transport": Transport.DISTRIBUTED}, "distributed carries whole tensors only"),
-        ({"transport": Transport.DISK}, "disk carries whole tensors only"),
         ({"transport": Transport.SHARED_MEMORY, "num_ranks": 2}, "written by several ranks"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from engines.embedded.core.errors import Invalid  # noqa: E402
+from engines.embedded.weights.disk_update import update_from_disk  # noqa: E402
 from engines.embedded.weights.model_weights import ModelWeights  # noqa: E402
 from engines.tensors.delta import (  # noqa: E402
     SUFFIX,
@@ -20,6 +23,7 @@ from engines.tensors.delta import (  # noqa: E402
     make_delta,
     read_delta,
 )
+from rollout.weights.routes.disk import EncodedBuilder  # noqa: E402
 from rollout.weights.tensors.delta_base import DeltaBase, DeltaPush  # noqa: E402
 from rollout.weights.tensors.push_plan import specs_of  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
@@ -61,7 +65,12 @@ class Engine:
         self.version = 0
         self.weights.version = lambda: str(self.version)
 
-    def apply(self, pairs: Any) -> None:
+    def apply(self, pairs: Any, folder: str = "") -> None:
+        if folder:
+            builder = EncodedBuilder(f"{folder}/{self.version}")
+            update_from_disk(self.weights, builder.make(0, pairs)["path"])
+            builder.close()
+            return
         for change in self.weights.changes(list(pairs)):
             change()
 
@@ -88,9 +97,22 @@ TENSORS = st.lists(
 )
 
 
+@pytest.fixture(params=["by value", "by disk"], scope="module")
+def folder(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of the files of a push; empty for none."""
+    if request.param == "by value":
+        yield ""
+        return
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield folder
+        assert os.listdir(folder) == []
+
+
 @settings(max_examples=300, deadline=None)
 @given(TENSORS, st.integers(0, 2**31))
-def test_every_bit_is_that_of_the_trainer(kinds: list[tuple[str, Any, float]], seed: int) -> None:
+def test_every_bit_is_that_of_the_trainer(
+    folder: str, kinds: list[tuple[str, Any, float]], seed: int
+) -> None:
     tensors = {f"t{n}": random_bits(kind[1], kind[0], seed + n) for n, kind in enumerate(kinds)}
     held, engine = DeltaBase(), Engine(tensors)
     assert push(held, tensors, 0).specs == specs_of(list(tensors.items()))
@@ -101,7 +123,7 @@ def test_every_bit_is_that_of_the_trainer(kinds: list[tuple[str, Any, float]], s
             num_changed += int((bits_of(new) != bits_of(tensors[name])).sum())
             tensors[name] = new
         made = push(held, tensors, version)
-        engine.apply(made)
+        engine.apply(made, folder)
         engine.version = version
         assert engine.num_wrong_bits(tensors) == 0
         assert len(made) >= 1
