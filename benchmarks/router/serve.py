@@ -23,7 +23,7 @@ from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router import Backend, RouterHost
 from rollout.router.state.state_file import StateFile
-from rollout.runtime.worker_process import collect_rarely, keep_freed_memory
+from rollout.runtime.worker_process import collect_in_sweeps, keep_freed_memory
 
 
 async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
@@ -34,7 +34,7 @@ async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
     members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(ports)]
     await host.set_members(1, members)
     await host.set_gate("open", weight_version=1)
-    collect_rarely()  # as the router's actor does: a full collection would be the slowest request
+    collect_in_sweeps()  # as the router's actor does: a collection would be the slowest request
     print(json.dumps(endpoint.port), flush=True)
     await asyncio.Event().wait()
 

@@ -38,6 +38,16 @@ def collect_rarely() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
+def collect_in_sweeps() -> None:
+    """Collect garbage only where a router does it in its sweeps (``rollout.router.proxy.context``).
+
+    A collection visits every list of every reply that is read as tokens: with 200 streams of 4 096
+    tokens each one took 60 to 150 ms, and all of them 60 % of the router's CPU.
+    """
+    collect_rarely()
+    gc.disable()
+
+
 def switch_threads_often() -> None:
     """Shorten the wait of a Ray call for the interpreter while another thread is busy.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.5
 _MAX_RECEIVING_BYTES = 1 << 30
+_MANY_OBJECTS = 10_000
+_LONG_S = 3600.0
 
 
 def log_router_error(where: str, error: BaseException) -> None:
@@ -143,10 +146,12 @@ class Proxy:
         self.now_s: Callable[[], float] = lambda: 0.0
         self.call_later: Callable[..., asyncio.TimerHandle]
         self._sweeping: asyncio.Task[None] | None = None
+        self._collected_s = 0.0
 
     def open(self) -> None:
         loop = asyncio.get_running_loop()
         self.now_s = loop.time
+        self._collected_s = loop.time()
         self.call_later = loop.call_later
         self.gate.call_soon = loop.call_soon
         self.pool.open()
@@ -188,8 +193,13 @@ class Proxy:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            sweeps = (self._expire, self._expire_bodies, self.pool.sweep, self._expire_sessions)
-            for sweep in sweeps:
+            for sweep in (
+                self._expire,
+                self._expire_bodies,
+                self.pool.sweep,
+                self._expire_sessions,
+                self._collect,
+            ):
                 try:
                     sweep()
                 except Exception as error:
@@ -207,3 +217,14 @@ class Proxy:
         self.sessions.expire(self.now_s())
         if self.kept is not None:
             self.kept.expire(self.now_s())
+
+    def _collect(self) -> None:
+        """Collect garbage while no request waits for it, or after a long time.
+
+        Requests leave none, so it comes from what is rare.
+        """
+        if gc.isenabled() or gc.get_count()[0] < _MANY_OBJECTS:
+            return
+        if not self.live or self.now_s() > self._collected_s + _LONG_S:
+            gc.collect()
+            self._collected_s = self.now_s()

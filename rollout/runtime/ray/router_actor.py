@@ -23,9 +23,9 @@ from rollout.core.pending import in_own_thread
 from rollout.router.host import RouterHost
 from rollout.router.state.state_file import StateFile
 from rollout.runtime.worker_process import (
+    collect_in_sweeps,
     is_own_process,
     keep_freed_memory,
-    keep_what_is_loaded,
     switch_threads_often,
 )
 
@@ -69,7 +69,7 @@ class RouterActor(RouterHost):
         self._number = number
         self._server = server
         if is_own_process():
-            keep_what_is_loaded()
+            collect_in_sweeps()
             switch_threads_often()
             keep_freed_memory()
             if self._state is not None and (number or was_restarted()):

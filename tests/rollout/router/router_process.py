@@ -23,7 +23,7 @@ from rollout.router.sessions.chat_sessions import ChatSessions
 from rollout.router.sessions.tool_calls import reader_of
 from rollout.router.sessions.tool_forms import FORMS
 from rollout.router.state.state_file import StateFile
-from rollout.runtime.worker_process import collect_rarely
+from rollout.runtime.worker_process import collect_in_sweeps
 from tests.rollout.router.conftest import router_config
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +87,7 @@ async def main() -> None:
     endpoint = await host.start()
     if state is not None:
         state.port = endpoint.port
-    collect_rarely()  # as the router's actor does
+    collect_in_sweeps()  # as the router's actor does
     watch, memory = LoopWatch(), Memory()
     await host._on_loop(watch.start)
     sampling = asyncio.ensure_future(memory.sample())
@@ -107,6 +107,13 @@ async def main() -> None:
             return await host.stats()
         if command == "garbage":
             return gc.collect()
+        if command == "num_objects":  # that were made and not freed since the last collection
+            return gc.get_count()[0]
+        if command == "make_garbage":
+            for _ in range(*arguments):
+                knot: list[Any] = []
+                knot.append(knot)
+            return None
         measured = {
             "longest_s": watch.longest_s,
             "longest_wait_s": watch.longest_wait_s,
