@@ -125,6 +125,7 @@ SERVE_UPDATED = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
 SERVE = (Command.RESUME_WEIGHTS, *SERVE_UPDATED)
 SERVE_WEIGHTS = (*MAKE_IDLE, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
 TAKE_MEMORY = (Command.RESUME_WEIGHTS, Command.RESUME_KV)
+MOVE_MEMORY = (Command.RELEASE, *TAKE_MEMORY)
 STAGE = "stage_adapter"
 """No command: engines load a version of an adapter and verify it in every phase that serves."""
 
@@ -218,6 +219,16 @@ def must_finish(command: Command | None) -> bool:
     reused after a push or a snapshot: half of it looks like a whole one.
     """
     return command not in (None, Command.VERIFY, *_AFRESH)
+
+
+def least_known(before: Command | None, command: Command) -> Command:
+    """Of a command that has not ended and one that follows, that which leaves less known."""
+    for kinds in (_AFRESH, MOVE_MEMORY):
+        if before is not None and before in kinds:
+            return before
+        if command in kinds:
+            return command
+    return command
 
 
 def spoils_weights(command: Command | None) -> bool:

@@ -48,6 +48,7 @@ class Invariants:
         reported: errors and reports that the training loop got.
         struck: engine id -> the first command that failed on it.
         hanging: engine id -> the call of it that hangs.
+        is_taking_over: a group takes the place of a lost one.
     """
 
     def __init__(self, parts: Parts, settings: Settings) -> None:
@@ -58,6 +59,7 @@ class Invariants:
         self.reported: list[str] = []
         self.struck: dict[str, str] = {}
         self.hanging: dict[str, str] = {}
+        self.is_taking_over = False
         self._pending: list[Pending] = []
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._num_commands = 0

@@ -76,8 +76,13 @@ def _all_die(
     settings: Settings,
     deviations: int,
     face: str = "sglang",
+    then: tuple[str, ...] = (),
 ) -> Any:
-    """All engines die at some point of a command, and come back without weights."""
+    """All engines die at some point of a command, and come back without weights.
+
+    Args:
+        then: commands that follow it.
+    """
 
     def search(explorer: Explorer) -> None:
         start = after(serving(groups, recover=True, face=face), "update")
@@ -85,7 +90,7 @@ def _all_die(
         for number, phase in enumerate(PHASES):
             places.append((phase, after(start, *PHASES[:number]) if number else start))
         for command, frozen in places:
-            commands = (command, "recover", "again", "recover")
+            commands = (command, *then, "recover", "again", "recover")
             one = Settings(commands, settings.injections, settings.outcomes, num_requests=0)
             explorer.explore(State(frozen), one, max_deviations=deviations)
             if explorer.is_over:
@@ -429,6 +434,17 @@ DEFAULT: tuple[Plan, ...] = (
         "a group dies, or all",
         "a death of one group, or of all, at any time of each command of a step: any 1",
         _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1),
+    ),
+    Plan(
+        "a group is lost after a command",
+        "four outcomes of every call, cancel, a death: any 1 in each command of a step; then "
+        "another group takes over the engines, which do not report what they have released",
+        _all_die(
+            {"shared": {"num_engines": 2}},
+            Settings((), ("cancel", "kill shared-0"), FEW_OUTCOMES),
+            1,
+            then=("replace shared",),
+        ),
     ),
     Plan(
         "a group of vLLM dies, or all",

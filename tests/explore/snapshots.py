@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from engines.fake.engine.engine_state import FakeSettings
 from engines.protocol import Endpoint, TensorInfo, WeightsReport
@@ -24,6 +24,7 @@ from rollout.config import (
 from rollout.control.deployment import Deployment
 from rollout.control.group.server_group import GroupSettings, ServerGroup
 from rollout.control.recovery.health_tracker import GroupTerms
+from rollout.control.server.group_registry import ActorFactory
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineSlot, GroupStatus
 from rollout.observability.timeline.recorder import Timeline
@@ -33,7 +34,7 @@ from rollout.rules.routing import Backend
 from rollout.weights.format.manifest import Manifest
 from tests.explore.explorer import ExploredLoop, Violation, following, run
 from tests.explore.settings import BUDGET_S, LOCK_S, STOP_S, Settings
-from tests.explore.steered import Delayed, Launcher, Parts, SteeredRouter
+from tests.explore.steered import Delayed, Launcher, Parts, SteeredRouter, Successors
 from tests.explore.world import World
 
 # One group that shares its GPUs with the trainer, one that keeps its own.
@@ -197,7 +198,12 @@ def _add_server(
     ports = {name: Delayed(name, group) for name, group in made.items()}
     parts.routers[server] = SteeredRouter()
     parts.servers[server] = RolloutServer(
-        server, config, ports, [parts.routers[server]], timeline=_NOTHING
+        server,
+        config,
+        ports,
+        [parts.routers[server]],
+        timeline=_NOTHING,
+        actor_factory=cast(ActorFactory, Successors(parts)),
     )
     parts.groups |= made
     parts.ports |= ports

@@ -21,9 +21,11 @@ from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
 from rollout.control.engine import logprob_check, sentinel
 from rollout.control.engine.state import EngineState
+from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import PhaseTimeout, RolloutError
+from rollout.core.types import GroupStatus
 from rollout.router.gate.gate import Gate, GateState
 from rollout.rules.routing import Backend
 
@@ -71,7 +73,9 @@ class SteeredEngine(FakeEngine):
     lost_tags: frozenset[MemoryTag] | None = None
 
     def die(self, reason: str) -> None:
-        if self.world is not None and not reason.startswith(("killed", "stopped", "a planned")):
+        # A group that takes over others' engines may end one that does not report its memory.
+        is_ours = self.world is not None and not self.world.is_taking_over
+        if is_ours and not reason.startswith(("killed", "stopped", "a planned")):
             self.world.violate(f"I1/I3: a call of ours ended {self.engine_id}: {reason}")
         super().die(reason)
 
@@ -285,6 +289,24 @@ class Delayed:
         return asyncio.shield(task)
 
 
+class Successor(Delayed):
+    """A group in the place of a lost one: it starts with the engines of that."""
+
+    def __init__(self, name: str, group: ServerGroup, lost: LostState, launcher: Launcher) -> None:
+        super().__init__(name, group)
+        self._lost = lost
+        self._launcher = launcher
+
+    async def start(self) -> GroupStatus:
+        known = {one.engine_id: one for one in self._lost.known.engines}
+        processes = {name: self._launcher.all[one.endpoint.port - 1] for name, one in known.items()}
+        for process in self._launcher.all:  # nobody adopts those that booted or slept
+            is_of_group = slot_of(process.engine.engine_id).rpartition("-")[0] == self._name
+            if is_of_group and process not in processes.values():
+                process.engine.die("killed: nobody adopts it")
+        return await self._group.take_over(self._lost, processes)
+
+
 class Launcher:
     """Launches steered engines."""
 
@@ -369,6 +391,26 @@ class Parts:
         """The state of the engine on its slot in its group; None if it was removed."""
         slot = slot_of(engine_id)
         return self.groups[slot.rpartition("-")[0]]._engines._members.get(slot)
+
+
+class Successors:
+    """Makes a group in the place of a lost one."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def make_group(self, name: str, lost: LostState) -> Successor:
+        parts, old = self._parts, self._parts.groups[name]
+        for boot in old._boots._booting.values():
+            boot.cancel()
+        launcher = parts.launcher
+        group = ServerGroup(
+            old._settings, old._engines.slots, launcher, launcher.connect, timeline=old.timeline
+        )
+        port = Successor(name, group, lost, launcher)
+        port.world, parts.ports[name].world = parts.ports[name].world, None
+        parts.groups[name], parts.ports[name] = group, port
+        return port
 
 
 class Pending:

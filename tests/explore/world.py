@@ -203,7 +203,7 @@ class World(Invariants):
         elif what == "cancel":
             self._is_cancelled = True
             for name, task in list(self._running.items()):
-                if name.startswith("main"):
+                if name.startswith("main") and "replace" not in name:  # nobody asks for that
                     task.cancel()
         elif what.startswith("kill "):
             self._end_engines(what.removeprefix("kill "))
@@ -247,6 +247,8 @@ class World(Invariants):
             work = self._alike(version)
         elif command.startswith("lose "):
             work = self._lose(command.removeprefix("lose "))
+        elif command.startswith("replace "):
+            work = self._replace(command.removeprefix("replace "))
         elif command.startswith("remember "):
             work = self._remember(command.removeprefix("remember "))
         else:
@@ -297,6 +299,17 @@ class World(Invariants):
     async def _lose(self, engine_id: str) -> None:
         """Its weights have come back as garbage, without any report of it."""
         self.parts.launcher.processes[engine_id].engine.weights.lose()
+
+    async def _replace(self, name: str) -> None:
+        """The memory of a group is lost between two commands; another one takes its place."""
+        server = next(one for one in self.parts.servers.values() if name in one._registry.groups)
+        async with server._lock.held("replace"):
+            self.is_taking_over = True
+            try:
+                await server.replace_lost_group(name)
+            finally:
+                self.is_taking_over = False
+            await server._recovery.probe_once()  # as ``replace_lost_groups`` does
 
     async def _remember(self, engine_id: str) -> None:
         """It has a prefix cache that no flush empties, and whose keys have no names."""
@@ -457,7 +470,7 @@ _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     "prove": lambda server, push: server.check_push_path(push),
 }
 _BESIDE = frozenset(
-    {"boot", "recover", "remove", "lend", "add", "kill", "lose", "remember", "alike"}
+    {"boot", "recover", "remove", "lend", "add", "kill", "lose", "remember", "alike", "replace"}
 )
 
 

@@ -24,11 +24,9 @@ from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
 from rollout.rules import lifecycle
 from rollout.rules.fingerprint_check import Verification
-from rollout.rules.lifecycle import TAKE_MEMORY, Command, GroupTraits, Phase
+from rollout.rules.lifecycle import MOVE_MEMORY, Command, GroupTraits, Phase
 
 logger = logging.getLogger(__name__)
-
-_CHANGE_MEMORY = (Command.RELEASE, *TAKE_MEMORY)
 
 
 class CommandRunner:
@@ -169,5 +167,5 @@ def _memory_of(member: EngineState | None, command: Command | str) -> dict[str, 
     """The GPUs of an engine, and the memory in use after a command that changes it."""
     if member is None:
         return {}
-    used_bytes = member.used_after if command in _CHANGE_MEMORY else None
+    used_bytes = member.used_after if command in MOVE_MEMORY else None
     return {"num_gpus": member.slot.num_gpus, "used_bytes": used_bytes}

@@ -7,7 +7,8 @@ Always true:
   weights, its released memory, and whether it takes requests.  Any other engine is fenced
   and ended, and recovery restarts it: SGLang crashes on a second release;
 - an engine that does not report its released memory (SGLang) has released what the phase of its
-  group says, because a command is recorded before any engine gets it.
+  group says, because a command is recorded before any engine gets it.  Between a push and the
+  resume of its KV cache the phase does not say it: the group may have been offloaded, or not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rollout.core.errors import EngineFailure, LifecycleError, RolloutError, Wei
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
 from rollout.rules.fingerprint_check import ALL_TENSORS
 from rollout.rules.lifecycle import (
-    TAKE_MEMORY,
+    MOVE_MEMORY,
     Command,
     GroupTraits,
     Phase,
@@ -46,7 +47,7 @@ from rollout.weights.store.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 
-_MOVE_MEMORY = (Command.RELEASE, *TAKE_MEMORY)
+_MAY_HAVE_RELEASED = (Phase.WEIGHTS_UPDATED, Phase.VERIFIED)
 
 
 class EngineRecovery:
@@ -216,7 +217,7 @@ def _why_unknown(lost: LostState, traits: GroupTraits) -> str:
     if spoils_weights(lost.unfinished):
         return f"{lost.unfinished} had begun"
     is_empty = lost.phase in (Phase.OFFLOADED, Phase.WEIGHTS_ONLOADED)
-    moves = lost.unfinished in _MOVE_MEMORY
+    moves = lost.unfinished in MOVE_MEMORY
     if traits.weights_survive and (is_empty or moves):
         return "no copy of the fingerprints is left, and its weights must survive a release"
     return ""
@@ -280,16 +281,17 @@ async def _released(
     expected = set(released_in(lost.phase, tags))
     reported = (await member.engine.server_info()).released
     if reported is not None:
-        if lost.unfinished not in _MOVE_MEMORY and set(reported) != expected:
+        if lost.unfinished not in MOVE_MEMORY and set(reported) != expected:
             raise RolloutError(
                 f"it has released {', '.join(sorted(reported)) or 'nothing'}, and its group is "
                 f"{lost.phase}"
             )
         return {tag for tag in tags if tag in reported}
-    if lost.unfinished not in _MOVE_MEMORY:
-        return expected
-    if not can_end:
+    is_moving = lost.unfinished in MOVE_MEMORY
+    if lost.phase in _MAY_HAVE_RELEASED or (is_moving and not can_end):
         raise RolloutError("it does not report what memory it has released")
+    if lost.unfinished is None or not is_moving:
+        return expected
     after = set(released_in(next_phase(lost.phase, lost.unfinished, traits), tags))
     moved = [tag for tag in tags if tag in expected ^ after]
     await redo(member, moved, is_release=lost.unfinished is Command.RELEASE)

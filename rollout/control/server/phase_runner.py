@@ -223,8 +223,8 @@ class PhaseRunner:
         await self._prepare(command, names)
         self._order += 1
         for name in names:
-            if not lifecycle.spoils_weights(self.unfinished.get(name)):
-                self.unfinished[name] = command
+            before = self.unfinished.get(name)
+            self.unfinished[name] = lifecycle.least_known(before, command)
         self.doing = command.value
         started = asyncio.get_running_loop().time()
         try:

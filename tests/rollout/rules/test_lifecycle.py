@@ -231,3 +231,20 @@ def test_a_server_can_serve_with_one_engine_that_holds_the_weights(groups, why: 
 )
 def test_the_error_names_what_leads_out(update: WeightUpdate, way_out: str) -> None:
     assert way_out in lifecycle.why_none_serves([group(REGULAR, "stale")], 3, update)
+
+
+@pytest.mark.parametrize(
+    ("before", "command", "unfinished"),
+    [
+        (None, Command.PAUSE, Command.PAUSE),
+        (Command.PAUSE, Command.FLUSH, Command.FLUSH),
+        (Command.RELEASE, Command.CONTINUE, Command.RELEASE),
+        (Command.RESUME_WEIGHTS, Command.RELEASE, Command.RESUME_WEIGHTS),
+        (Command.RELEASE, Command.UPDATE_WEIGHTS, Command.UPDATE_WEIGHTS),
+        (Command.UPDATE_WEIGHTS, Command.RELEASE, Command.UPDATE_WEIGHTS),
+    ],
+)
+def test_of_two_commands_that_failed_the_one_counts_that_leaves_less_known(
+    before: Command | None, command: Command, unfinished: Command
+) -> None:
+    assert lifecycle.least_known(before, command) is unfinished

@@ -75,6 +75,10 @@ async def test_at_rest_in_any_phase_all_engines_are_reused(num: int, reports: bo
     status = await lost.status()
     version = 1 if num > COMMANDS.index(Command.UPDATE_WEIGHTS) else 0
     group = await taken_over(lost, launcher, version)
+    if not reports and status.phase in ("weights_updated", "verified"):
+        # The phase does not say whether the group was offloaded before the push.
+        assert all(one.fence_reason for one in (await group.status()).engines)
+        return
     assert [one.fence_reason for one in (await group.status()).engines] == ["", ""]
     assert (await group.status()).phase == status.phase
     assert [one.released for one in (await group.status()).engines] == [
@@ -168,7 +172,7 @@ async def test_an_engine_that_has_released_what_its_group_uses_is_ended() -> Non
     assert "and its group is flushed" in fenced.fence_reason
 
 
-MOVES = [Command.RELEASE, Command.RESUME_WEIGHTS, Command.RESUME_KV]
+MOVES = [Command.RELEASE, Command.RESUME_WEIGHTS]
 
 
 @virtual_time
@@ -183,20 +187,18 @@ async def test_an_engine_that_does_not_report_its_memory_stays_if_it_had_got_the
     method, args = UNDER_WAY[command]
     for name in ["main-0", "main-1"][:num_done]:
         await getattr(launcher[name], method)(*args)
-    version = 1 if command is Command.RESUME_KV else 0
-    group = await taken_over(lost, launcher, version, command)
+    group = await taken_over(lost, launcher, 0, command)
     status = await group.status()
     has_stayed = [not one.fence_reason for one in status.engines]
     assert has_stayed == [num < num_done for num in range(2)]
     assert [not launcher[one.engine_id].death_reason for one in status.engines] == has_stayed
     # Where none is left, none holds memory: the trainer may have it without a boot.
     if num_done or command is Command.RELEASE:
-        await group.run(command, version=version)
+        await group.run(command)
     if num_done:
         await serves(group, 2, num_done)
     else:
-        phase = Phase.VERIFIED if command is Command.RESUME_KV else Phase.OFFLOADED
-        assert (await group.status()).phase == phase
+        assert (await group.status()).phase == Phase.OFFLOADED
     assert len(launcher.specs) == 2
 
 
