@@ -158,7 +158,7 @@ class Proxy:
         if self._state is not None and self.kept is not None:
             records = self._state.records()
             self.kept.load(records, self.now_s())
-            self.sessions.load(records)
+            self.sessions.load(records, self.now_s())
         self._sweeping = loop.create_task(self._sweep(), name="router-sweep")
 
     def close(self) -> None:

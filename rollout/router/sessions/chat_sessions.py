@@ -169,7 +169,7 @@ class ChatSessions:
             stays = plan.chat.stays or bool(session.names)
             replies = self._generate(session_id, plan.body, session if stays else None)
             plan = replace(plan, body=b"")
-            written = self._written(session, plan, replies)
+            written = self._written(session_id, session, plan, replies)
             async with aclosing(replies), aclosing(written) as parts:
                 async for part in parts:
                     yield part
@@ -213,6 +213,7 @@ class ChatSessions:
 
     async def _written(
         self,
+        session_id: str,
         session: Session,
         plan: Plan,
         replies: AsyncGenerator[Progress | GenerateReply, None],
@@ -242,6 +243,7 @@ class ChatSessions:
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
             turn = _keep(session, plan, reader, reply, message)
+            self.store.keep(session_id, session, turn)
             self.store.num_turns[plan.prompt.drift] += 1
         except ChatFailure as error:
             if not has_begun:

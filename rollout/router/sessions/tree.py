@@ -61,11 +61,19 @@ class Generated:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """A prompt and its answer."""
+    """A prompt and its answer.
+
+    Attributes:
+        exact, loose: digests of its messages with its answer.
+        asked: loose digest of its messages.
+    """
 
     number: int
     prompt: Prompt
     generated: Generated
+    exact: bytes = b""
+    loose: bytes = b""
+    asked: bytes = b""
 
     @property
     def end(self) -> int | None:
@@ -263,13 +271,18 @@ class TurnTree:
                 f"{len(generated.logprobs)} log-probs for {len(generated.ids)} tokens; the turn "
                 "is not kept"
             )
-        turn = Turn(len(self.turns), _compact(prompt), _compact_generated(generated))
+        exact, loose = history.plus(answer)
+        made = _compact(prompt), _compact_generated(generated)
+        turn = Turn(len(self.turns), *made, exact, loose, history.loose[-1])
+        self.restore(turn)
+        return turn
+
+    def restore(self, turn: Turn) -> None:
+        """Keep a turn of this tree, or the next one of the same tree in another router."""
         self.turns.append(turn)
         self.num_bytes += turn.num_bytes
-        exact, loose = history.plus(answer)
-        self._exact[exact] = self._loose[loose] = turn
-        self._answered.add(history.loose[-1])
-        return turn
+        self._exact[turn.exact] = self._loose[turn.loose] = turn
+        self._answered.add(turn.asked)
 
 
 def _compact(prompt: Prompt) -> Prompt:
