@@ -203,7 +203,7 @@ class World(Invariants):
         elif what == "cancel":
             self._is_cancelled = True
             for name, task in list(self._running.items()):
-                if name.startswith("main") and "replace" not in name:  # nobody asks for that
+                if name.startswith("main") and "replace" not in name:  # no user asks for that
                     task.cancel()
         elif what.startswith("kill "):
             self._end_engines(what.removeprefix("kill "))
