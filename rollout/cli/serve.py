@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 
 import rollout
@@ -19,15 +20,14 @@ def serve(config: ConfigPath, backend: Backend = "local", as_json: AsJson = Fals
     """Run engines, router and page without a trainer until Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     loaded = load_config(config)
-    done = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: done.set())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # as Ctrl-C, also while engines start
     with launch(loaded, backend) as deployment:
         urls = {name: status.router_url for name, status in deployment.status().result().items()}
         if as_json:
             print_json({"run": str(RunFolder.of(loaded).path), "routers": urls})
         else:
             _show(loaded, urls)
-        done.wait()
+        threading.Event().wait()
 
 
 def _show(config: rollout.RolloutConfig, urls: dict[str, str]) -> None:

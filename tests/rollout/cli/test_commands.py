@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -515,12 +516,17 @@ def gate_of(status: dict[str, Any]) -> str | None:
     return status["policy"].get("gate", {}).get("state")
 
 
-def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
+def config_of_attached(tmp_path: Path, urls: list[str]) -> Path:
     groups = {"main": {"needs_offload": False, "engine": {"kind": "attached", "urls": urls}}}
     loaded = config(tmp_path, groups, run_id="served")
     values = loaded.model_dump(mode="json", exclude_defaults=True)
     file = tmp_path / "rollout.json"
     file.write_text(json.dumps(values))
+    return file
+
+
+def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
+    file = config_of_attached(tmp_path, urls)
     with subprocess.Popen(
         [sys.executable, "-m", "rollout", "serve", str(file)],
         stdout=subprocess.PIPE,
@@ -540,6 +546,21 @@ def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
         assert "stopped" in run_command("stop", str(tmp_path / "served"), "--yes")
         assert served.wait(30) == 0
     assert read(journal).is_ended
+
+
+def test_serve_that_starts_is_ended_by_a_signal(tmp_path: Path) -> None:
+    """Its engine never answers: SIGTERM does not wait for the end of the start."""
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        url = f"http://127.0.0.1:{engine.getsockname()[1]}"
+        file = config_of_attached(tmp_path, [url])
+        command = [sys.executable, "-m", "rollout", "serve", str(file)]
+        with subprocess.Popen(command, stderr=subprocess.STDOUT) as served:
+            engine.settimeout(60)
+            connection, _ = engine.accept()
+            served.terminate()
+            assert served.wait(30) == 0
+            connection.close()
+    assert read(tmp_path / "served" / "policy" / "journal.json").is_ended
 
 
 def test_help_and_status_fit_in_80_columns(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
