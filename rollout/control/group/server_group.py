@@ -96,16 +96,8 @@ class ServerGroup:
         self._slots = {slot.engine_id: slot for slot in slots}
         self._logprob_check = LogprobCheck(settings)
         self._sentinel = Sentinel(settings)
-        starter = self._starter = Starter(
-            settings,
-            launcher,
-            connect or _over_http(settings, self._policy.weights_cpu_backup),
-            logprob_check=self._logprob_check,
-            sentinel=self._sentinel,
-            memory_saver=self._traits.needs_offload,
-            weights_cpu_backup=self._policy.weights_cpu_backup,
-        )
-        self._engines = EngineSet(settings, slots, starter)
+        self._starter = self._make_starter(launcher, connect)
+        self._engines = EngineSet(settings, slots, self._starter)
         self._commands = CommandRunner(settings, self._traits, self._engines, self.timeline)
         self._memory = EngineMemory(self._policy, settings.model_path)
         self._weight_updater = WeightUpdater(settings, self._engines)
@@ -121,7 +113,7 @@ class ServerGroup:
         )
         self._boots = EngineBoots(
             self._engines,
-            starter,
+            self._starter,
             self._memory,
             settings.health,
             is_attached=settings.group.engine.is_attached,
@@ -129,6 +121,18 @@ class ServerGroup:
         )
         self._scaling = EngineScaling(
             settings, self._engines, self._commands, self._memory, self._boots
+        )
+
+    def _make_starter(self, launcher: EngineLauncher, connect: Connect | None) -> Starter:
+        backup = self._policy.weights_cpu_backup
+        return Starter(
+            self._settings,
+            launcher,
+            connect or _over_http(self._settings, backup),
+            logprob_check=self._logprob_check,
+            sentinel=self._sentinel,
+            memory_saver=self._traits.needs_offload,
+            weights_cpu_backup=backup,
         )
 
     # -- start and stop ---------------------------------------------------------------------

@@ -15,7 +15,7 @@ from engines.launch import EngineLauncher, LocalLauncher, RunProcess
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.config import RolloutConfig, RouterConfig, ServerConfig
+from rollout.config import RolloutConfig, RouterConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment
 from rollout.control.server.journal import read
@@ -90,11 +90,10 @@ def launch_ray(
             group, granted = reserve(plan, timeout_s=timeout_s)
             undo.placement_group = group
         slots = assign_slots(plan, granted)
-        # The share of an engine in its bundle is set when it is placed.
-        engine_class = ray.remote(EngineActor)
         # Its engines outlive the actors, and end with this process.
         launcher = launcher or LocalLauncher(RunProcess.this_one())
-        placement = EnginePlacement(group, engine_class, launcher)
+        # The share of an engine in its bundle is set when it is placed.
+        placement = EnginePlacement(group, ray.remote(EngineActor), launcher)
         actors = {
             name: _make_server(config, name, slots, placement, undo) for name in config.servers
         }
@@ -110,8 +109,7 @@ def launch_ray(
         },
         Deployment(
             {name: remote_server(actor, names[name]) for name, actor in actors.items()},
-            # Beyond the deadlines of its router and engines, a server hangs.
-            stop_budget_s=max(map(_stop_budget_s, config.servers.values())),
+            stop_budget_s=_stop_budget_s(config),
             lock_timeout_s=lock_timeout_s(config),
             stacked=plan.stacked,
             expect_version=expect_version,
@@ -123,9 +121,14 @@ def launch_ray(
     ).started(wait=wait)
 
 
-def _stop_budget_s(server: ServerConfig) -> float:
-    kill_s = max(kill_timeout_s(group.engine) for group in server.groups.values())
-    return _STOP_MARGIN_S + 2 * server.lifecycle.stop_timeout_s + kill_s
+def _stop_budget_s(config: RolloutConfig) -> float:
+    """The deadlines of router and engines; beyond them a server hangs."""
+    servers = config.servers.values()
+    return _STOP_MARGIN_S + max(
+        2 * server.lifecycle.stop_timeout_s
+        + max(kill_timeout_s(group.engine) for group in server.groups.values())
+        for server in servers
+    )
 
 
 def _connect(config: RolloutConfig) -> bool:
