@@ -7,9 +7,11 @@ for each of them: a position and a bfloat16 value.  Seconds are of pushes to one
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,19 @@ ENCODINGS = ("full", "delta", "auto")
 _BYTES_OF_CHANGE = 6
 
 
+def change(tensors: Mapping[str, torch.Tensor], density: float) -> int:
+    """Change about this share of the elements of each tensor; returns how many they were."""
+    num_changed = 0
+    for tensor in tensors.values():
+        flat = tensor.view(-1).view(torch.int16)
+        # Some are drawn several times; to draw each once takes longer than the push.
+        num_drawn = max(1, round(-math.log1p(-density) * flat.numel()))
+        at = torch.randint(flat.numel(), (num_drawn,)).unique()
+        flat[at] ^= 1
+        num_changed += len(at)
+    return num_changed
+
+
 class _Server(StillServer):
     def record_push(self, spans: Any) -> None:
         """Nothing is recorded."""
@@ -50,14 +65,7 @@ class Changing(Pushing):
 
     def change(self, density: float) -> int:
         """Change so many; returns how many they were."""
-        num_changed = 0
-        for tensor in self._tensors.values():
-            flat = tensor.view(-1).view(torch.int16)
-            count = max(1, round(density * flat.numel()))
-            at = torch.randperm(flat.numel())[:count]
-            flat[at] ^= 1
-            num_changed += count
-        return num_changed
+        return change(self._tensors, density)
 
     def pushed(self) -> StepReport:
         place = EnginePlace("engine", HERE, holds=self._version)

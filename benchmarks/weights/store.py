@@ -10,6 +10,11 @@ in the others before the load.  The tensors of ``disk_*`` are not verified, exce
 on another node, that is, an agent in another process, and come over TCP; in ``half_mooncake`` they
 come by Mooncake's TransferEngine, where that is installed.
 
+Rows of ``node_*`` are writes over TCP to a node whose memory the server's process does not map;
+here it is a thread.  They are of whole tensors, and of deltas of a push that changed this share of
+the elements.  The seconds include the fingerprints of all whole tensors there, but not the
+trainer's comparison, which is made for the engines.
+
 The environment variables ``BENCH_DISK`` and ``BENCH_SHM`` name other folders for the checkpoint and
 for the store, such as a tmpfs with huge pages.
 """
@@ -20,6 +25,7 @@ import gc
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,14 +37,20 @@ from typing import Any
 
 from benchmarks.report import Rows
 from benchmarks.weights.clock import Row, rate
+from benchmarks.weights.delta import DENSITIES, change
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.push.weight_push import PushDeltas, WeightPush
 from rollout.weights.store.coordinator import Coordinator
+from rollout.weights.store.delta_chain import DeltaChain
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
 from rollout.weights.store.node.assembly import AssemblyRequest
 from rollout.weights.store.transfer.mooncake import open_mooncake
 from rollout.weights.store.transfer.rdma import RdmaTransfer
 from rollout.weights.store.transfer.unit_client import AgentClient
+from rollout.weights.store.transfer.unit_server import AgentServer
+from rollout.weights.tensors.delta_base import DeltaBase, DeltaPush, deltas_in
+from rollout.weights.tensors.sources import Pairs
 
 SHAPES = ("dense", "experts")
 _VERIFIED = AssemblyRequest()
@@ -177,6 +189,7 @@ def _measure(model: Model, repeats: int, rows: Rows) -> Rows:
     if rdma := _mooncake():
         rows["restore_half_mooncake"] = _half_remote(model, repeats, rdma)
     _disk(model, repeats, rows)
+    _deltas(model, repeats, rows)
     return rows
 
 
@@ -247,6 +260,59 @@ def _assemble(
         use(Path(assembled.path))
     finally:
         coordinator.give_back("here", assembled.path)
+
+
+class _Replica:
+    """Writes the model, as it changes, to one node."""
+
+    def __init__(self, model: Model, coordinator: Coordinator) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self._held = DeltaBase()
+        self._chain = DeltaChain()
+        self._versions = iter(range(1, 1000))
+
+    def written(self, *, is_whole: bool = False) -> tuple[float, int]:
+        """Seconds and bytes of one write."""
+        model, held = self._model, self._held
+        push = DeltaPush(next(self._versions), None if is_whole else held.version, {})
+        held.begin(push)
+        changes = held.take(push, Pairs.of(model.tensors.items()))
+        held.succeed(push)
+        deltas = None if push.base is None else PushDeltas(push.base, deltas_in(changes))
+        self._chain = self._chain.then(WeightPush(push.version, model.manifest, deltas=deltas))
+        began = time.perf_counter()
+        self._coordinator.write(push.version, model.manifest, [model.contents()], chain=self._chain)
+        seconds = time.perf_counter() - began
+        self._chain = self._chain.since(push.version)
+        return seconds, self._coordinator.sent_bytes
+
+
+def _deltas(model: Model, repeats: int, rows: Rows) -> None:
+    with ExitStack() as stack:
+        base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
+        stack.callback(shutil.rmtree, base, ignore_errors=True)
+        server = AgentServer(StoreAgent(AgentSettings("there", str(base), "bench", spare_bytes=0)))
+        stack.callback(server.close)
+        client = AgentClient("there", server.address)
+        client._has_its_files = lambda: False  # type: ignore[method-assign]
+        coordinator = coordinator_of({"there": client})
+        stack.callback(coordinator.close)
+        replica = _Replica(model, coordinator)
+        for _ in range(2):  # both slots, whose pages are mapped for the first time
+            replica.written(is_whole=True)
+        for density in (None, *DENSITIES[:4]):
+            written = []
+            for _ in range(min(repeats, 3)):
+                change(model.tensors, density or 0.01)
+                written.append(replica.written(is_whole=density is None))
+            seconds, sent = map(statistics.median, zip(*written, strict=True))
+            name = "node_whole" if density is None else f"node_delta_{density:g}"
+            rows[name] = {
+                "seconds": seconds,
+                "sent_bytes": sent,
+                "of_whole": sent / model.num_bytes,
+            }
 
 
 def _disk(model: Model, repeats: int, rows: Rows) -> None:

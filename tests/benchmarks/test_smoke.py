@@ -51,6 +51,10 @@ STORE = {
     "disk_warm_verified": RATE,
     "disk_warm_safe_open": RATE,
     "disk_cold": RATE,
+    **{
+        f"node_{what}": {"seconds", "sent_bytes", "of_whole"}
+        for what in ("whole", *(f"delta_{one:g}" for one in (0.001, 0.01, 0.03, 0.1)))
+    },
 }
 NUMS_OF_RANKS = ("2",)
 RANKS = {

@@ -274,3 +274,5 @@ def test_copies_for_deltas_are_the_model_once_more_where_rank_0_sends(encoding: 
             ("tensor", True): 1000,
         }
     assert "1000 B of copies on rank 0" in push_memory_text(found["tensor", True])
+    by_disk = WeightsConfig(encoding=encoding, transport="disk", disk_path="/ckpt/{version}")
+    assert peaks_of(sizes, by_disk)["disk", False].copies_bytes == 1000
