@@ -23,9 +23,14 @@ WHEELS ?=
 GPU_PYTHON ?=
 GPU_VENV ?= build/gpu
 GPU_PARTS ?= 1 2 3
-# Two processes, each test file in one of them: most tests wait for processes they started.  No
-# reordering: by default xdist runs the files with few tests last, and those are the slow ones.
-TEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, each test file in one of them.  No reordering: by default xdist runs the files with
+# few tests last, and those are the slow ones.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+TEST_WORKERS ?= -n 2 $(BY_FILE)
+# Two of them leave more than half of two cores idle: most slow tests wait for processes they started.
+SLOW_WORKERS ?= -n 3 $(BY_FILE)
+# They read texts of the repository, on any Python alike.
+TEXT_TESTS := $(addprefix tests/test_,architecture.py plain_english.py workflows.py docs.py)
 
 BIN := $(VENV)/bin
 comma := ,
@@ -73,7 +78,8 @@ test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and n
 	@set -e; pythons=$$($(BIN)/python .ci/pythons.py); for python in $$pythons; do \
 		version=$$($$python -c 'import platform; print(platform.python_version())'); \
 		echo "== the fast tests on Python $$version"; \
-		$(MAKE) --no-print-directory test-fast VENV=$(VENV)-$$version PYTHON=$$python; \
+		$(MAKE) --no-print-directory test-fast VENV=$(VENV)-$$version PYTHON=$$python \
+			PYTEST_ARGS="$(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)"; \
 	done
 
 # Not with the pins of constraints.txt.  What an old version calls deprecated is no error there, nor what it leaves to the
@@ -89,7 +95,7 @@ test-versions: build/uv/bin/uv ## run VERSIONS_TESTS with the lowest versions of
 		$(VERSIONS_TESTS) $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
-	$(BIN)/python -m pytest $(TEST_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SLOW_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout sglang-cpu install
@@ -105,7 +111,7 @@ lint: $(DEV_STAMP) ## check format, lint and types
 	$(BIN)/mypy
 
 check: lint ## check those, and with tests of the default suite imports, wording and links
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_plain_english.py tests/test_workflows.py tests/test_docs.py
+	$(BIN)/python -m pytest -q $(TEXT_TESTS)
 
 format: $(DEV_STAMP) ## format the code and apply ruff's fixes
 	$(BIN)/ruff check --fix-only .
