@@ -290,10 +290,11 @@ def measure_embedded(arguments: Arguments, folder: Path) -> dict[str, Any]:
     size = arguments.by_size(smoke={}, quick={}, full=large)
     model_path = make_tiny_model(folder / "model", **size)
     cold, kills = arguments.by_size(smoke=(1, 1), quick=(1, 3), full=(5, 20))
+    both = ("store", "disk")  # the standby comes from the store, too
+    sources = arguments.by_size(smoke=both[1:], quick=both, full=both)
     return {
         "model_bytes": (model_path / "model.safetensors").stat().st_size,
-        "store": measure("store", model_path, folder / "store", cold),
-        "disk": measure("disk", model_path, folder / "disk", cold),
+        **{one: measure(one, model_path, folder / one, cold) for one in sources},
         "standby": measure("store", model_path, folder / "standby", kills, {**STANDBY, **EMBEDDED}),
     }
 

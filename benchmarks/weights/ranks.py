@@ -29,13 +29,15 @@ from rollout.config.run_dir import RunFolder
 NUMS_OF_RANKS = (1, 2, 4)
 # Two engines, and four ranks with the tensors whole and in shards, must fit into memory together.
 _MOST_BYTES = 512 << 20
-# Less than this is the size of ``--smoke``, with one engine: 4 ranks take half a minute to start.
+# Less than this is the size of ``--smoke``, of one shape and with one engine: 4 ranks take half a
+# minute to start.
 _SMALL_BYTES = 64 << 20
 _NUM_BUCKETS = 16
 
 
 def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
-    return {shape: _measure(shape, num_bytes, repeats) for shape in ("dense", "experts")}
+    shapes = ("experts",) if num_bytes < _SMALL_BYTES else ("dense", "experts")
+    return {shape: _measure(shape, num_bytes, repeats) for shape in shapes}
 
 
 def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:

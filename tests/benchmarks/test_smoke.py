@@ -154,7 +154,6 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "recovery": {
         "model_bytes": None,
-        "store": RECOVERY,
         "disk": RECOVERY,
         "standby": RECOVERY | {"asleep_bytes"},
         "boot_s": None,
@@ -235,7 +234,7 @@ KEYS: dict[str, dict[str, Any]] = {
             "keep_s": None,
             "on_to_off": None,
         },
-        "ranks": {"dense": RANKS, "experts": RANKS},
+        "ranks": {"experts": RANKS},
         "bytes": None,
         "repeats": None,
     },
