@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.kinds import chaos_for
 from tests.support.processes import ROOT, program, shared_memory_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
@@ -78,9 +79,12 @@ def test_the_commands_that_end_its_output_work_and_are_those_of_the_page(
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@chaos_for("ray")
 def test_sigkill_of_the_driver_leaves_no_engine(
     backend: str, untaught: Path, tmp_path: Path
 ) -> None:
+    """Over Ray: ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_colocated_grpo.py``; in CI,
+    ``test_driver_crash.py`` kills a driver over Ray."""
     with program(*arguments(untaught, tmp_path, "--backend", backend, *FEW)) as example:
         example.wait_for("step  1", 120)
         assert len(example.descendants("engines.embedded")) >= 2

@@ -44,7 +44,7 @@ def kill_once(folder: Path, after_s: float, *settings: str) -> bool:
     return is_running
 
 
-@pytest.mark.parametrize("num", [6, pytest.param(20, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("num", [4, pytest.param(20, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("hook", ["plain", "session"])
 def test_every_sample_reaches_the_trainer_once_over_kills(
     tmp_path: Path, hook: str, num: int

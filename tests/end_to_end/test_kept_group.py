@@ -124,6 +124,7 @@ def test_pushes_of_the_handle_and_of_its_pusher_go_through_one_group(
         assert groups(policy) == [[name], [name]]
 
 
+@BY_RAY_IN_CHAOS
 def test_an_engine_that_was_killed_between_two_pushes_costs_a_group_and_no_more(
     policy: ServerHandle, push: Callable[[], str]
 ) -> None:

@@ -134,7 +134,7 @@ def test_a_sender_that_raises_anywhere_is_named_on_all_ranks(
     assert number >= (2 if task == "send" else 1)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.chaos), 1])
 def test_a_late_sender_ends_the_push_of_all_ranks(
     run: DeploymentHandle, ranks: Ranks, number: int
 ) -> None:

@@ -70,7 +70,9 @@ def test_the_ranks_learn_and_write_what_the_quickstart_writes(
 
 
 @both
+@chaos_for("ray_trainer_grpo")
 def test_ctrl_c_ends_everything(name: str, untaught: Path, tmp_path: Path) -> None:
+    """Over Ray, ``test_colocated_grpo.py`` does it in CI."""
     with program(*command(name, untaught, tmp_path, *FEW)) as example:
         example.wait_for("step  1", 150)
         ranks = ranks_of(example, name)
@@ -90,7 +92,7 @@ def test_ctrl_c_ends_everything(name: str, untaught: Path, tmp_path: Path) -> No
 def test_the_end_of_one_rank_ends_everything(
     name: str, rank: int, untaught: Path, tmp_path: Path
 ) -> None:
-    """All four: ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_rank_examples.py``."""
+    """All: ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_rank_examples.py``."""
     with program(*command(name, untaught, tmp_path, *FEW)) as example:
         example.wait_for("step  1", 150)
         os.kill(ranks_of(example, name)[rank], signal.SIGKILL)

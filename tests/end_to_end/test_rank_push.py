@@ -206,7 +206,7 @@ def test_a_rank_that_raises_is_named_on_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["tied"], indirect=True)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
 def test_a_rank_that_is_killed_in_a_push_ends_it_on_the_other(
     run: DeploymentHandle, ranks: Ranks, tmp_path: Path, rank: int
 ) -> None:
@@ -225,7 +225,7 @@ def test_a_rank_that_is_killed_in_a_push_ends_it_on_the_other(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["tied"], indirect=True)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.chaos), 1])
 def test_a_rank_may_be_late_but_not_too_late(
     run: DeploymentHandle, ranks: Ranks, rank: int
 ) -> None:

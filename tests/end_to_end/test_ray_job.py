@@ -152,9 +152,11 @@ def test_a_stopped_job_leaves_no_engine(head: Program, tmp_path: Path) -> None:
     assert wait_until(lambda: not engines_of(head), 30), engines_of(head)
 
 
-# In the place of the command: every word of the page stays, and its cluster is one of its own.
+# In the place of the command: every word of the page stays, its cluster is one of its own, and its
+# model is not made first.
 RAY = """#!/bin/sh
 [ "$1" != start ] || set -- "$@" {options}
+[ "$1 $2" != "job submit" ] || set -- "$@" --model {model} --prompts 4
 exec {python} -m ray.scripts.scripts "$@"
 """
 SHELL = "import os, sys; os.execv('/bin/sh', ['sh', '-ec', sys.argv[1]])"
@@ -162,11 +164,12 @@ SHELL = "import os, sys; os.execv('/bin/sh', ['sh', '-ec', sys.argv[1]])"
 
 @pytest.mark.timeout(600)
 def test_the_page_works_as_printed(
-    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: Own, untaught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = tmp_path / "bin" / "ray"
     command.parent.mkdir()
-    command.write_text(RAY.format(options=" ".join(own.options), python=sys.executable))
+    options = " ".join(own.options)
+    command.write_text(RAY.format(options=options, python=sys.executable, model=untaught))
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path))  # for the token, and the folder of the job

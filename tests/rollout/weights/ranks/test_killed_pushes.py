@@ -119,7 +119,8 @@ def test_a_push_that_is_killed_in_any_function_leaves_nothing_open(
     "how",
     [
         "copied",
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("streamed", "all ranks")),
+        pytest.param("streamed", marks=pytest.mark.chaos),
+        pytest.param("all ranks", marks=pytest.mark.slow),
     ],
 )
 def test_a_delta_that_is_killed_in_any_function_is_followed_by_whole_tensors_in_every_bit(
@@ -154,7 +155,7 @@ def test_a_delta_that_is_killed_in_any_function_is_followed_by_whole_tensors_in_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["copied", "all ranks"])
+@pytest.mark.parametrize("how", [pytest.param("copied", marks=pytest.mark.chaos), "all ranks"])
 def test_an_adapter_that_is_killed_in_any_function_leaves_nothing_open(
     loop: LoopThread, tmp_path: Path, how: str
 ) -> None:
@@ -162,7 +163,9 @@ def test_an_adapter_that_is_killed_in_any_function_leaves_nothing_open(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["shared_memory", "distributed"])
+@pytest.mark.parametrize(
+    "route", [pytest.param("shared_memory", marks=pytest.mark.chaos), "distributed"]
+)
 def test_two_processes_of_which_one_is_killed_in_any_function_leave_nothing_open(
     tmp_path: Path, route: str
 ) -> None:
