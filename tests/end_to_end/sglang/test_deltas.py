@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from tests.support.random_deltas import Tensors
 from tests.support.real_policy import RealPolicy
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(autouse=True)
+def known_weights_after(policy: RealPolicy) -> Iterator[None]:
+    """Other tests use the engines, and know the weights of their version."""
+    yield
+    if policy.is_whole():
+        policy.handle.serve_weights(policy.next_tensors()).result(120)
 
 
 def checksums(policy: RealPolicy) -> list[Any]:
