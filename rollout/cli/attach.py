@@ -100,7 +100,7 @@ def _line(engine: FoundEngine) -> str:
     """One engine; with --json, its reply is whole."""
     is_short = engine.is_ready or engine.weight_version or engine.reply.startswith("does not")
     values = [
-        engine.entry.engine_id,
+        ("standby of " if engine.entry.is_asleep else "") + engine.entry.engine_id,
         engine.entry.url,
         f"process {engine.state.value}",
         engine.reply if is_short else "does not answer",
@@ -123,6 +123,7 @@ def _as_dict(crashed: FoundServer) -> dict[str, Any]:
             {
                 "engine_id": engine.entry.engine_id,
                 "group": engine.entry.group,
+                "is_asleep": engine.entry.is_asleep,
                 "url": engine.entry.url,
                 "process": engine.state.value,
                 "pids": list(engine.pids),

@@ -259,6 +259,11 @@ class EngineStatus:
     process_name: str = ""
     standby: str = ""
 
+    @property
+    def process(self) -> str:
+        """The name of its process, unlike that of one that sleeps beside it."""
+        return self.process_name or self.engine_id
+
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
@@ -267,6 +272,7 @@ class GroupStatus:
     Attributes:
         vacant_slots: ids of engines that were removed and can be added again.
         kind: of its engines, as in ``engines.kinds``.
+        asleep: the standbys that are ready, by the ids of the engines beside which they sleep.
     """
 
     name: str
@@ -276,6 +282,7 @@ class GroupStatus:
     engines: tuple[EngineStatus, ...]
     vacant_slots: tuple[str, ...] = ()
     kind: str = "sglang"
+    asleep: tuple[EngineStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

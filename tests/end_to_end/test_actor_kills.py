@@ -6,6 +6,7 @@ An engine that is stopped (SIGSTOP) holds a command under way until an actor is 
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,11 @@ class Run:
 
     def pids(self) -> list[int | None]:
         return [one.pid for one in self.engines()]
+
+    def asleep(self) -> dict[str, int]:
+        """The pids of the standbys that another server would adopt, by engine."""
+        entries = read(self.journal).engines
+        return {one.engine_id: one.processes[0].pid for one in entries if one.is_asleep}
 
     def are_well(self) -> bool:
         engines = self.engines()
@@ -145,7 +151,7 @@ def run(ray_cluster: RayWorld, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @contextmanager
-def launched(world: RayWorld, folder: Path, kind: str = "embedded") -> Iterator[Run]:
+def launched(world: RayWorld, folder: Path, kind: str = "embedded", **group: Any) -> Iterator[Run]:
     from safetensors.torch import load_file
 
     from rollout.testing.tiny_model import make_tiny_model
@@ -155,7 +161,7 @@ def launched(world: RayWorld, folder: Path, kind: str = "embedded") -> Iterator[
     engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}
     policy = {
         "model_path": str(model_path),
-        "groups": {"main": {"num_engines": 2, "engine": engine}},
+        "groups": {"main": {"num_engines": 2, "engine": engine} | group},
         "health": HEALTH,
         "weights": {"store": {"spare_bytes": 0}},
         "page": {"enabled": True},
@@ -222,6 +228,29 @@ def test_engines_of_sglang_stay_though_they_do_not_report_their_memory(
                 run.push()
                 run.check_serves()
         assert run.pids() == before, run.reasons
+
+
+@pytest.mark.chaos
+def test_a_standby_stays_too_and_takes_the_place_of_an_engine_that_dies_then(
+    ray_cluster: RayWorld, tmp_path: Path
+) -> None:
+    """``pytest -m chaos tests/end_to_end/test_actor_kills.py -k standby``."""
+    with launched(ray_cluster, tmp_path, standby=1) as run:
+        for phase, role in (("serving", GROUP), ("serving", SERVER), ("offloaded", SERVER)):
+            assert wait_until(lambda: len(run.asleep()) == 2, TIMEOUT_S), run.engines()
+            slept = run.asleep()["main-0"]
+            run.reach(phase)
+            run.kill(role)
+            assert wait_until(run.are_well, TIMEOUT_S), run.engines()
+            died = run.pids()[0]
+            assert died is not None
+            os.kill(died, signal.SIGKILL)
+            killed_s = time.monotonic()
+            assert wait_until(lambda died=died: run.pids()[0] != died, TIMEOUT_S), run.engines()
+            assert run.pids()[0] == slept
+            print(f"{phase}, {role}: in its place after {time.monotonic() - killed_s:.1f} s")
+            run.push()
+            run.check_serves()
 
 
 @pytest.mark.parametrize("role", [GROUP, SERVER])

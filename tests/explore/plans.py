@@ -400,6 +400,21 @@ DEFAULT: tuple[Plan, ...] = (
         ),
     ),
     Plan(
+        "a group with a standby is lost",
+        "four outcomes of every call, a start that fails or is slow, cancel, stop, two deaths: any "
+        "1 while another group takes over the engines, and in a step after it",
+        _command(
+            "replace shared",
+            "recover",
+            "offload",
+            "recover",
+            "onload",
+            begin=WITH_STANDBYS,
+            **STANDBYS,
+            **_FEW,
+        ),
+    ),
+    Plan(
         "a standby boots",
         "four outcomes of every call, a start that fails or is slow, cancel, stop, an onload, two "
         "deaths: any 1 in a step that begins while one boots",

@@ -298,9 +298,9 @@ class Successor(Delayed):
         self._launcher = launcher
 
     async def start(self) -> GroupStatus:
-        known = {one.engine_id: one for one in self._lost.known.engines}
-        processes = {name: self._launcher.all[one.endpoint.port - 1] for name, one in known.items()}
-        for process in self._launcher.all:  # those that booted or slept have no owner
+        known = (*self._lost.known.engines, *self._lost.known.asleep)
+        processes = {one.process: self._launcher.all[one.endpoint.port - 1] for one in known}
+        for process in self._launcher.all:  # those that booted have no owner
             is_of_group = slot_of(process.engine.engine_id).rpartition("-")[0] == self._name
             if is_of_group and process not in processes.values():
                 process.engine.die("killed: no group adopts it")

@@ -74,11 +74,14 @@ def make_group(
     launcher: FakeLauncher | None = None,
     model_path: str = "/nowhere",
     transport: str = "auto",
+    health: Mapping[str, Any] | None = None,
     **group: Any,
 ) -> tuple[ServerGroup, FakeLauncher]:
     """A group that is not started; its engines are ``<name>-0``, ``<name>-1`` ..."""
     launcher = launcher or LAUNCHERS[face]()
-    config = server_config({name: {"num_engines": num_engines, **group}}, update=update)
+    config = server_config(
+        {name: {"num_engines": num_engines, **group}}, update=update, health=health
+    )
     settings = GroupSettings(
         name=name,
         path=f"servers.policy.groups.{name}",

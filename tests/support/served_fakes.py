@@ -90,6 +90,9 @@ class ServedEngine:
     def fail_next(self, operation: str, body: str) -> None:
         self._post("/fake/fail", operation=operation, body=body)
 
+    def kill(self) -> None:
+        self._post("/fake/kill")
+
     def checksum(self) -> str:
         return self._post("/weights_checker", action="checksum")["per_engine_checksum"]
 

@@ -124,15 +124,20 @@ class Starter:
             await member.aclose()
             raise
 
-    async def admit(self, slot: EngineSlot, process: RunningEngine) -> EngineState:
+    async def admit(
+        self, slot: EngineSlot, process: RunningEngine, *, is_asleep: bool = False
+    ) -> EngineState:
         """Query an engine's features, and admit it.
+
+        Args:
+            is_asleep: its weights may be released though it does not report that.
 
         Raises:
             ConfigError: it does not fit its group.
         """
         engine = self._connect(process.endpoint, slot.engine_id)
         try:
-            return await self._admit(slot, process, engine)
+            return await self._admit(slot, process, engine, is_asleep)
         except BaseException:
             await engine.aclose()
             raise
@@ -149,7 +154,9 @@ class Starter:
             fence_reason=reason,
         )
 
-    async def _admit(self, slot: EngineSlot, process: RunningEngine, engine: Engine) -> EngineState:
+    async def _admit(
+        self, slot: EngineSlot, process: RunningEngine, engine: Engine, is_asleep: bool
+    ) -> EngineState:
         settings = self._settings
         info, endpoints = await engine.server_info(), await engine.endpoints()
         features = read_features(info, endpoints, KINDS.get(info.engine))
@@ -187,7 +194,7 @@ class Starter:
             else (),
         )
         is_retracting = settings.lifecycle.drain is Drain.RETRACT
-        has_weights = MemoryTag.WEIGHTS not in (info.released or ())
+        has_weights = not is_asleep and MemoryTag.WEIGHTS not in (info.released or ())
         if has_weights and (self._weights_cpu_backup or is_retracting):
             # Some weights must survive a release: the current ones are the reference.  A drain by
             # retracting must know before the first pause whether the checker refuses.

@@ -151,13 +151,18 @@ class EngineBoots:
     # -- asleep -------------------------------------------------------------------------------
 
     def add_sleeping(self, member: EngineState) -> None:
-        """Keep an engine that was removed: paused, flushed and without its memory."""
+        """Keep an engine that is none of the others: paused, flushed and without its memory."""
         member.is_asleep = True
         self._booted[member.engine_id] = member
 
     def standbys(self) -> frozenset[str]:
         """The slots on which an engine sleeps."""
         return frozenset(name for name, member in self._booted.items() if member.is_asleep)
+
+    def sleeping(self) -> list[EngineState]:
+        """The engines that sleep beside one that is not fenced."""
+        names = (one.engine_id for one in self._engines.unfenced())
+        return [self._booted[name] for name in names if name in self._booted]
 
     def standby_state(self, engine_id: str) -> str:
         """As in ``EngineStatus``."""

@@ -6,6 +6,8 @@ Always true:
 - an engine of a lost group is reused only if its own report agrees with the phase of the group: its
   weights, its released memory, and whether it takes requests.  Any other engine is fenced
   and ended, and recovery restarts it: SGLang crashes on a second release;
+- a standby of a lost group is reused like an engine of an offloaded group, by its own report or if
+  the engine beside it lives: it is woken only after that has ended.  Any other is ended;
 - an engine that does not report its released memory (SGLang) has released what the phase of its
   group says, because a command is recorded before any engine gets it.  Between a push and the
   resume of its KV cache the phase does not say it: the group may have been offloaded, or not.
@@ -16,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 from engines.launch import RunningEngine
 from engines.protocol import MemoryTag, WeightsReport
@@ -30,8 +32,15 @@ from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
 from rollout.control.group.adapters import GroupAdapters
 from rollout.control.group.command_runner import CommandRunner
+from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_set import EngineSet
-from rollout.core.errors import EngineFailure, LifecycleError, RolloutError, WeightMismatch
+from rollout.core.errors import (
+    ActorLost,
+    EngineFailure,
+    LifecycleError,
+    RolloutError,
+    WeightMismatch,
+)
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
 from rollout.rules.fingerprint_check import ALL_TENSORS
 from rollout.rules.lifecycle import (
@@ -167,6 +176,7 @@ class LostState:
 
 async def adopt_running_engines(
     engines: EngineSet,
+    boots: EngineBoots,
     starter: Starter,
     slots: Mapping[str, EngineSlot],
     processes: Mapping[str, RunningEngine],
@@ -175,28 +185,39 @@ async def adopt_running_engines(
     traits: GroupTraits,
     budget_s: float,
 ) -> None:
-    """Fill the set with the engines of a lost group; see ``ServerGroup.take_over``.
+    """Fill the set with the engines of a lost group, and ``boots`` with those that sleep beside
+    them; see ``ServerGroup.take_over``.
 
     Args:
         tags: the memory tags that the group releases on offload.
         budget_s: deadline for one engine to pass its checks.
     """
 
-    async def adopt(engine: EngineStatus) -> EngineState:
-        slot, process = slots[engine.engine_id], processes[engine.engine_id]
+    async def adopt(engine: EngineStatus, neighbor: RunningEngine | None = None) -> EngineState:
+        slot, process = slots[engine.engine_id], processes[engine.process]
         reason = engine.fence_reason
         if not reason:
             try:
                 async with asyncio.timeout(budget_s):
-                    if why := _why_unknown(lost, traits):
-                        raise RolloutError(why)
-                    return await _reuse(starter, slot, process, engine, lost, tags, traits)
+                    return await _reuse(
+                        starter, slot, process, engine, lost, tags, traits, neighbor
+                    )
             except Exception as error:
                 reason = f"its group was lost, and it cannot be reused: {describe(error)}"
-        return starter.unknown(slot, process, f"engine {engine.engine_id}: {reason}")
+        name = engine.process if neighbor else engine.engine_id
+        return starter.unknown(slot, process, f"engine {name}: {reason}")
 
-    members = await asyncio.gather(*(adopt(engine) for engine in lost.known.engines))
+    known = lost.known
+    neighbors = {engine.engine_id: processes[engine.process] for engine in known.engines}
+    # Before any is ended: one that lives shows that none has taken its place.
+    members, asleep = await asyncio.gather(
+        asyncio.gather(*(adopt(engine) for engine in known.engines)),
+        asyncio.gather(*(adopt(standby, neighbors[standby.engine_id]) for standby in known.asleep)),
+    )
     engines.fill(members)
+    for standby in asleep:
+        if not standby.fence_reason:
+            boots.add_sleeping(standby)
     fenced = [member for member in members if member.fence_reason]
     logger.warning(
         "group %s: %d of %d engines of the lost group reused",
@@ -204,12 +225,12 @@ async def adopt_running_engines(
         len(members) - len(fenced),
         len(members),
     )
-    await engines.fence(
-        [
-            EngineFailure(member.fence_reason, engine_id=member.engine_id, operation="take over")
-            for member in fenced
-        ]
-    )
+    failures = [
+        EngineFailure(member.fence_reason, engine_id=member.engine_id, operation="take over")
+        for member in fenced
+    ]
+    refused = [standby for standby in asleep if standby.fence_reason]
+    await asyncio.gather(engines.fence(failures), engines.end(refused))
 
 
 def _why_unknown(lost: LostState, traits: GroupTraits) -> str:
@@ -231,14 +252,27 @@ async def _reuse(
     lost: LostState,
     tags: Sequence[MemoryTag],
     traits: GroupTraits,
+    neighbor: RunningEngine | None,
 ) -> EngineState:
+    if neighbor is not None:
+        if (process.endpoint, tuple(process.processes)) != (known.endpoint, known.processes):
+            raise RolloutError("another process has its name")
+        lost = LostState(replace(lost.known, phase=Phase.OFFLOADED.value), None, lost.version)
+        may_have_moved = True
+        with suppress(ActorLost):
+            may_have_moved = not await neighbor.is_alive()
+    else:
+        if why := _why_unknown(lost, traits):
+            raise RolloutError(why)
+        is_attached = starter.spec(slot).is_attached
+        may_have_moved = lost.phase in _MAY_HAVE_RELEASED
+        may_have_moved |= lost.unfinished in MOVE_MEMORY and is_attached
     if not await process.is_alive():
         raise RolloutError("its process has ended")
-    member = await starter.admit(slot, process)
+    member = await starter.admit(slot, process, is_asleep=neighbor is not None)
     try:
         member.process_name = known.process_name
-        can_end = not starter.spec(slot).is_attached
-        member.released = await _released(member, lost, tags, traits, can_end=can_end)
+        member.released = await _released(member, lost, tags, traits, may_have_moved)
         if lost.unfinished is None and await member.engine.is_ready() != (
             lost.phase is Phase.SERVING
         ):
@@ -265,15 +299,14 @@ async def _released(
     lost: LostState,
     tags: Sequence[MemoryTag],
     traits: GroupTraits,
-    *,
-    can_end: bool,
+    may_have_moved: bool,
 ) -> set[MemoryTag]:
     """The tags that an engine has released.
 
     If it does not report them, and a command that moves memory was under way, it does that again.
 
     Args:
-        can_end: the engine is ours, and may end when it has not got that command.
+        may_have_moved: what it has released is unknown without a report.
 
     Raises:
         RolloutError: it is unknown, or the engine reports others than the phase of its group says.
@@ -288,7 +321,7 @@ async def _released(
             )
         return {tag for tag in tags if tag in reported}
     is_moving = lost.unfinished in MOVE_MEMORY
-    if lost.phase in _MAY_HAVE_RELEASED or (is_moving and not can_end):
+    if may_have_moved:
         raise RolloutError("it does not report what memory it has released")
     if lost.unfinished is None or not is_moving:
         return expected

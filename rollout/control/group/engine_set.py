@@ -220,6 +220,10 @@ class EngineSet:
         for failure in failures:
             self._members[failure.engine_id].fence_reason = str(failure)
             record_event("fenced", str(failure), engine_id=failure.engine_id)
+        await self.end([self._members[failure.engine_id] for failure in failures])
+
+    async def end(self, members: Sequence[EngineState]) -> None:
+        """End the processes of fenced engines."""
 
         async def end(member: EngineState) -> None:
             logger.error("fenced: %s\n%s", member.fence_reason, await log_tail(member.process))
@@ -230,10 +234,7 @@ class EngineSet:
                 await member.aclose()
 
         answers = await fan_out(
-            {
-                failure.engine_id: partial(end, self._members[failure.engine_id])
-                for failure in failures
-            },
+            {member.engine_id: partial(end, member) for member in members},
             operation="kill",
             budget_s=self.kill_timeout_s,
         )

@@ -160,11 +160,12 @@ class ServerGroup:
         """Continue from the phase of a lost group, with the engines that confirm it.
 
         Args:
-            processes: the running process of each engine.
+            processes: the running process of each engine and standby, by its name.
         """
         budget_s = 2 * self._settings.health.probe_timeout_s
         await adopt_running_engines(
             self._engines,
+            self._boots,
             self._starter,
             self._slots,
             processes,
@@ -345,8 +346,9 @@ class ServerGroup:
     async def status(self) -> GroupStatus:
         """The recorded state of the group and its engines; calls no engine."""
         phase = self._commands.phase.value
-        engines = await asyncio.gather(
-            *(self._status_of(member, phase) for member in self._engines.members())
+        engines, asleep = await asyncio.gather(
+            asyncio.gather(*(self._status_of(one, phase) for one in self._engines.members())),
+            asyncio.gather(*(one.status("asleep") for one in self._boots.sleeping())),
         )
         return GroupStatus(
             name=self.name,
@@ -356,6 +358,7 @@ class ServerGroup:
             engines=tuple(engines),
             vacant_slots=self._engines.vacant_slots(),
             kind=self._settings.group.engine.kind.value,
+            asleep=tuple(asleep),
         )
 
     async def _status_of(self, member: EngineState, phase: str) -> EngineStatus:

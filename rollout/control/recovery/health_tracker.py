@@ -80,6 +80,7 @@ class HealthTracker:
 
     Attributes:
         num_restarts: of all engines so far.
+        standbys: by group, the slots on which an engine sleeps, at the last probe.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class HealthTracker:
         self._phases = phases
         self._clock = clock
         self._engines: dict[str, dict[str, EngineHealth]] = {group: {} for group in terms}
-        self._standbys: dict[str, frozenset[str]] = {}
+        self.standbys: dict[str, frozenset[str]] = dict.fromkeys(terms, frozenset())
 
     # -- reports ----------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class HealthTracker:
             before: health of the engines when the probe began.
         """
         engines = self._engines[group]
-        self._standbys[group] = probe.standbys
+        self.standbys[group] = probe.standbys
         now_s = self._clock()
         for found in probe.engines:
             if found.engine_id in before and found.engine_id not in engines:
@@ -241,7 +242,7 @@ class HealthTracker:
                 min_engines=self._min_engines(name),
                 max_restarts=self._max_restarts(name),
                 engines=engines,
-                standbys=self._standbys.get(name, frozenset()),
+                standbys=self.standbys[name],
             )
             for name, engines in self._engines.items()
         ]

@@ -60,6 +60,7 @@ class MonitoredServer(Protocol):
     def base_version(self) -> int: ...
     def phases(self) -> Mapping[str, Phase]: ...
     async def publish_members(self) -> None: ...
+    async def note_standbys(self) -> None: ...
     async def replace_lost_group(self, name: str) -> None: ...
 
 
@@ -149,11 +150,13 @@ class RecoveryMonitor:
 
     async def probe_once(self) -> None:
         """Probe all engines once, and publish changes of routing."""
-        before = self.tracker.snapshot()
+        before, standbys = self.tracker.snapshot(), dict(self.tracker.standbys)
         probes = await asyncio.gather(*(self._probe(name) for name in self._groups))
         for name, probe in zip(self._groups, probes, strict=True):
             if probe is not None:
                 self.tracker.apply_probe(name, probe, before[name])
+        if self.tracker.standbys != standbys:
+            await self._server.note_standbys()
         await self._publish_if_changed()
         if self._has_work():
             self._work.set()

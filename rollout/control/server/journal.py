@@ -39,6 +39,7 @@ class EngineEntry:
 
     Attributes:
         processes: identities of its processes; none if it is attached.
+        is_asleep: it is a standby, beside the engine of this id.
     """
 
     engine_id: str
@@ -50,6 +51,7 @@ class EngineEntry:
     processes: tuple[ProcessIdentity, ...] = ()
     is_stale: bool = False
     process_name: str = ""
+    is_asleep: bool = False
 
     def status(self, phase: str) -> EngineStatus:
         """Its last known status, in this phase of its group."""
@@ -139,9 +141,11 @@ def entries_of(statuses: Sequence[GroupStatus]) -> tuple[EngineEntry, ...]:
             engine.processes,
             engine.is_stale,
             engine.process_name,
+            is_asleep,
         )
         for status in statuses
-        for engine in status.engines
+        for is_asleep, engines in ((False, status.engines), (True, status.asleep))
+        for engine in engines
     )
 
 

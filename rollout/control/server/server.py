@@ -522,6 +522,11 @@ class RolloutServer:
         await self._gate.publish_members()
         await self._phase_runner.write_journal()
 
+    async def note_standbys(self) -> None:
+        """Record which standbys are ready, for the case that their group is lost."""
+        await self._registry.statuses()
+        await self._phase_runner.write_journal(durable=False)
+
     async def replace_lost_group(self, name: str) -> None:
         """Create another group in the place of one whose actor is lost; the caller holds the lock.
 

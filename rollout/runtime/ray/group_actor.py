@@ -26,7 +26,8 @@ class LostGroup:
 
     Attributes:
         state: see ``ServerGroup.take_over``.
-        hosts: by engine, the node and the actor of each part; none for attached engines.
+        hosts: by name of an engine's process, the node and the actor of each part; none for
+            attached engines.
     """
 
     state: LostState
@@ -61,15 +62,16 @@ class ServerGroupActor(ServerGroup):
         lost = self._lost_group
         if lost is None:
             return await super().start()
-        engines = {engine.engine_id: engine for engine in lost.state.known.engines}
+        known = (*lost.state.known.engines, *lost.state.known.asleep)
         running = await asyncio.gather(
             *(
                 self._launcher.find(
-                    self._starter.spec(self._slots[name], engine.process_name),
+                    self._starter.spec(self._slots[engine.engine_id], engine.process_name),
                     engine,
-                    lost.hosts.get(name, ()),
+                    lost.hosts.get(engine.process, ()),
                 )
-                for name, engine in engines.items()
+                for engine in known
             )
         )
-        return await self.take_over(lost.state, dict(zip(engines, running, strict=True)))
+        names = [engine.process for engine in known]
+        return await self.take_over(lost.state, dict(zip(names, running, strict=True)))

@@ -101,17 +101,12 @@ class ServerActors:
         """A group with the engines of the lost one."""
         ray.kill(self._groups[name])
         settings, slots = self._parts.groups[name]
-        known = lost.known.engines
-        processes = {one.process_name or one.engine_id: one.engine_id for one in known}
+        known = {one.process for one in (*lost.known.engines, *lost.known.asleep)}
         for slot in slots:
-            for process in {slot.engine_id, slot.standby_name} - processes.keys():
-                for _, actor in self._hosts.pop(process, []):  # it may be sleeping
+            for process in {slot.engine_id, slot.standby_name} - known:
+                for _, actor in self._hosts.pop(process, []):  # it may be booting
                     await end_host(actor, kill_timeout_s(settings.group.engine))
-        hosts = {
-            engine_id: self._hosts[process]
-            for process, engine_id in processes.items()
-            if process in self._hosts
-        }
+        hosts = {name: self._hosts[name] for name in known if name in self._hosts}
         self._groups[name] = self._parts.group_class.remote(
             settings, slots, self._parts.placement, LostGroup(lost, hosts)
         )
@@ -129,13 +124,15 @@ def lost_groups(record: JournalRecord, parts: ServerParts) -> dict[str, LostStat
     lost: dict[str, LostState] = {}
     for name, (settings, _) in parts.groups.items():
         phase = record.phases[name]
+        entries = [one for one in record.engines if one.group == name]
         known = GroupStatus(
             name,
             settings.group.worker_type,
             phase,
             settings.group.needs_offload,
-            tuple(one.status(phase) for one in record.engines if one.group == name),
+            tuple(one.status(phase) for one in entries if not one.is_asleep),
             kind=settings.group.engine.kind.value,
+            asleep=tuple(one.status("asleep") for one in entries if one.is_asleep),
         )
         command = record.unfinished.get(name)
         lost[name] = LostState(known, Command(command) if command else None, record.base_version)

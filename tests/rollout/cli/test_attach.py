@@ -25,12 +25,14 @@ def test_dead_engines_are_one_line_each(tmp_path: Path) -> None:
     entries = [
         EngineEntry(f"main-{index}", "main", url, "local", 3, reason, (gone,)) for index in range(8)
     ]
+    entries.append(replace(entries[7], is_asleep=True))
     journal = ServerJournal.of(tmp_path / "policy" / "journal.json", "exp", "policy", "local")
     asyncio.run(journal.write(engines=tuple(entries), phases={"main": "serving"}))
     result = CliRunner().invoke(app, ["attach", str(tmp_path)], env={"COLUMNS": "40"})
     assert result.exit_code == 0, result.output
-    lines = [line.split("  ") for line in result.output.splitlines() if "main-" in line][:8]
-    assert [line[1] for line in lines] == [f"main-{index}" for index in range(8)]
+    lines = [line.split("  ") for line in result.output.splitlines() if "main-" in line][:9]
+    names = [f"main-{index}" for index in range(8)]
+    assert [line[1] for line in lines] == [*names, "standby of main-7"]
     assert {tuple(line[2:]) for line in lines} == {
         (url, "process ended", "does not answer", f"fenced: {reason.splitlines()[0]}")
     }

@@ -34,7 +34,7 @@ SAFE_FOR = {
     """,
     "it takes nothing, and needs no phase and no connection": """
         DeploymentHandle.placement_group DeploymentHandle.ready DeploymentHandle.trainer_slots
-        EngineSlot.num_gpus EngineSlot.shares EngineSlot.standby_name
+        EngineSlot.num_gpus EngineSlot.shares EngineSlot.standby_name EngineStatus.process
         EvalResult.line LogprobReport.metrics Pending.done
         PhaseReport.failures PhaseReport.freed_bytes PromptData.epoch PromptData.state_dict
         Push.is_closed Push.version PushStage.gib_per_s Replay.rollout_ids RolloutConfig.conflicts

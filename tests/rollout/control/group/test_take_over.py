@@ -1,6 +1,9 @@
 """A group in the place of a lost one reuses the engines that confirm their state, and no others."""
 
+import asyncio
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,7 @@ from rollout.rules.lifecycle import (
     Phase,
     groups_that_need,
 )
-from tests.support.builders import make_group, push
+from tests.support.builders import make_group, push, restart, write_checkpoint
 from tests.support.virtual_time import virtual_time
 
 TRAITS = {"main": GroupTraits(needs_offload=True)}
@@ -215,3 +218,115 @@ async def test_an_attached_engine_that_does_not_report_its_memory_is_left_as_it_
     await group.take_over(state, launcher.processes)
     reasons = [one.fence_reason for one in (await group.status()).engines]
     assert all("does not report what memory it has released" in reason for reason in reasons)
+
+
+STANDBY: dict[str, Any] = {"num_engines": 1, "standby": 1, "health": {}}
+
+
+async def with_standby(
+    folder: Path, *, reports: bool = True, **group: Any
+) -> tuple[ServerGroup, FakeLauncher]:
+    """A group that serves with an engine and a standby, whose weights are on disk."""
+    launcher = FakeLauncher(partial(make_engine, reports_released=reports))
+    lost, _ = make_group(
+        launcher=launcher, model_path=write_checkpoint(folder), **(STANDBY | group)
+    )
+    await lost.start()
+    while not (await lost.status()).asleep:
+        await lost.probe(1.0)
+        await asyncio.sleep(0.1)
+    return lost, launcher
+
+
+async def successor(
+    lost: ServerGroup, launcher: FakeLauncher, unfinished: Command | None = None, **more: Any
+) -> ServerGroup:
+    model_path = lost._settings.model_path
+    group, _ = make_group(launcher=launcher, model_path=model_path, **(STANDBY | more))
+    await group.take_over(LostState(await lost.status(), unfinished, 0), launcher.processes)
+    return group
+
+
+@virtual_time
+@REPORTS
+@pytest.mark.parametrize("num", [0, 3, 4], ids=["serving", "offloaded", "onloading"])
+async def test_a_standby_of_a_lost_group_takes_a_place_without_a_boot(
+    tmp_path: Path, num: int, reports: bool
+) -> None:
+    lost, launcher = await with_standby(tmp_path, reports=reports)
+    await walk(lost, COMMANDS[:num], 1)
+    group = await successor(lost, launcher)
+    launcher["main-0"].die("killed -9")
+    await group.fence("main-0", "it died")
+    await restart(group, "main-0")
+    (engine,) = (await group.status()).engines
+    assert engine.endpoint == launcher["standby-main-0"].endpoint
+    assert len(launcher.specs) == 2
+    if not num:
+        assert await group.readmit("main-0", 0)
+    await serves(group, 2, 1)
+
+
+@virtual_time
+@REPORTS
+async def test_half_a_push_ends_an_engine_and_not_the_standby(
+    tmp_path: Path, reports: bool
+) -> None:
+    lost, launcher = await with_standby(tmp_path, reports=reports)
+    await walk(lost, COMMANDS[:4], 1)
+    group = await successor(lost, launcher, Command.UPDATE_WEIGHTS)
+    assert launcher["main-0"].is_dead
+    await restart(group, "main-0")
+    await serves(group, 2, 1)
+    assert len(launcher.specs) == 2
+
+
+@virtual_time
+@REPORTS
+async def test_a_standby_beside_a_dead_engine_is_believed_if_it_reports(
+    tmp_path: Path, reports: bool
+) -> None:
+    """It may have been woken before its group was lost."""
+    lost, launcher = await with_standby(tmp_path, reports=reports)
+    launcher["main-0"].die("killed -9")
+    group = await successor(lost, launcher)
+    assert launcher["standby-main-0"].is_dead != reports
+    await restart(group, "main-0")
+    assert len(launcher.specs) == (2 if reports else 3)
+
+
+@virtual_time
+@pytest.mark.parametrize("what", ["woken", "dead", "another"])
+async def test_what_does_not_sleep_any_more_is_ended(tmp_path: Path, what: str) -> None:
+    lost, launcher = await with_standby(tmp_path)
+    state = LostState(await lost.status(), None, 0)
+    standby = launcher["standby-main-0"]
+    if what == "woken":
+        await standby.resume_memory_occupation(list(MemoryTag))
+    elif what == "dead":
+        standby.die("killed -9")
+    else:
+        standby = (await launcher.launch(launcher.specs[-1])).engine
+    group, _ = make_group(launcher=launcher, **STANDBY)
+    await group.take_over(state, launcher.processes)
+    assert standby.is_dead
+    assert not (await group.status()).asleep
+    assert [one.fence_reason for one in (await group.status()).engines] == [""]
+
+
+@virtual_time
+@REPORTS
+@pytest.mark.parametrize("more", [{"update": "frozen"}, {"needs_offload": False}], ids=str)
+async def test_a_standby_whose_weights_survive_a_release_loads_them_anew(
+    tmp_path: Path, more: dict[str, Any], reports: bool
+) -> None:
+    lost, launcher = await with_standby(tmp_path, reports=reports, **more)
+    group = await successor(lost, launcher, **more)
+    await group.fence("main-0", "it died")
+    await restart(group, "main-0")
+    assert await group.readmit("main-0", 0)
+    (engine,) = (await group.status()).engines
+    assert engine.endpoint == launcher["standby-main-0"].endpoint
+    assert "update_weights_from_disk" in [
+        call.operation for call in launcher["standby-main-0"].calls
+    ]

@@ -3,16 +3,20 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from engines.fake.http_fake import HttpFakeLauncher
+from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.server.journal import read
 from rollout.core.errors import ActorLost
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
-from tests.support.builders import push
+from tests.support.builders import make_group, push
 from tests.support.processes import kill_listener, wait_until
 from tests.support.ray_worlds import World
 from tests.support.served_fakes import TIMEOUT_S, config, engines_of
@@ -20,8 +24,10 @@ from tests.support.served_fakes import TIMEOUT_S, config, engines_of
 HEALTH = {"probe_interval_s": 0.2, "probe_timeout_s": 2.0, "backoff_s": 0.1}
 
 
-def launched_in(world: World, folder: Path) -> Iterator[ServerHandle]:
-    whole = config(folder, {"main": {"num_engines": 2}}, health=HEALTH, run_id="bereft")
+def launched_in(
+    world: World, folder: Path, run_id: str = "bereft", **group: Any
+) -> Iterator[ServerHandle]:
+    whole = config(folder, {"main": {"num_engines": 2} | group}, health=HEALTH, run_id=run_id)
     handle = world.load("launch").launch_ray(whole, launcher=HttpFakeLauncher())
     try:
         yield handle["policy"]
@@ -161,6 +167,49 @@ def test_a_group_lost_before_the_gate_opens_is_replaced_by_the_command_that_open
     assert (status.gate, status.weight_version) == ("open", version)
     assert are_where(policy, before)
     assert generate(policy.url) == 200
+
+
+def asleep(policy: ServerHandle) -> dict[str, EngineStatus]:
+    (group,) = policy.status().result(TIMEOUT_S).groups
+    return {one.engine_id: one for one in group.asleep}
+
+
+@pytest.mark.parametrize(
+    "world",
+    ["stub", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.chaos])],
+    indirect=True,
+)
+def test_a_standby_of_a_lost_group_takes_a_place_without_a_boot(
+    world: World, tmp_path: Path
+) -> None:
+    """Over Ray: ``pytest -m chaos tests/rollout/runtime/ray/test_lost_actors.py``."""
+    launched = contextmanager(launched_in)(world, tmp_path, "bereft2", num_engines=1, standby=1)
+    with launched as policy:
+        assert wait_until(lambda: bool(asleep(policy)), TIMEOUT_S)
+        slept = asleep(policy)["main-0"].endpoint
+        (journal,) = tmp_path.rglob(JOURNAL_FILE)
+        assert wait_until(
+            lambda: [one.url for one in read(journal).engines if one.is_asleep] == [slept.url],
+            TIMEOUT_S,
+        )
+        actors, (group, _) = world.load("server_actor"), make_group(1, standby=1, health={})
+        parts = actors.ServerParts((), None, {"main": (group._settings, ())}, None)
+        known = actors.lost_groups(read(journal), parts)["main"].known  # of a lost server
+        assert [one.endpoint for one in known.asleep] == [slept]
+        assert [one.endpoint for one in known.engines] == [engines(policy)["main-0"].endpoint]
+        for reach in (lambda: generate(policy.url), lambda: policy.give_memory().result(TIMEOUT_S)):
+            reach()
+            world.crash_newest("ServerGroupActor")
+            assert wait_until(
+                lambda: "ServerGroupActor" in world.live_actors() and are_well(policy), TIMEOUT_S
+            )
+            assert asleep(policy)["main-0"].endpoint == slept
+        with engines_of(policy) as served:
+            served["main-0"].kill()
+        assert wait_until(lambda: engines(policy)["main-0"].endpoint == slept, TIMEOUT_S)
+        assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+        assert engines(policy)["main-0"].endpoint == slept
+        assert generate(policy.url) == 200
 
 
 # In the stub a router's thread outlives its actor, and keeps the port.
