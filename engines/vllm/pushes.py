@@ -102,10 +102,15 @@ class VllmPushes(VllmPauses):
     async def _update(
         self, operation: str, info: Mapping[str, Any], flushes: bool, version: str | None
     ) -> None:
-        if (await self._known_info()).raw.get("applies_deltas"):
-            info = {**info, "holds": await self.weight_version()}
-        await self._post(operation, routes.UPDATE, {"update_info": info}, self.deadlines.update_s)
+        body = {"update_info": await self._with_version(info)}
+        await self._post(operation, routes.UPDATE, body, self.deadlines.update_s)
         self._note_update(flushes, version)
+
+    async def _with_version(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the version that the server holds, which a delta must begin from."""
+        if (await self._known_info()).raw.get("applies_deltas"):
+            return {**info, "holds": await self.weight_version()}
+        return info
 
     def _note_update(self, flushes: bool, version: str | None) -> None:
         self._flushes = self._flushes or flushes
@@ -147,7 +152,8 @@ class VllmPushes(VllmPauses):
             "load_format": load_format,
         }
         operation = "update_weights_from_distributed"
-        await self._do(operation, "receive", bucket, self.deadlines.update_s)
+        arguments = await self._with_version(bucket)
+        await self._do(operation, "receive", arguments, self.deadlines.update_s)
         self._note_update(flush_cache, weight_version)
 
     async def update_weight_version(

@@ -81,9 +81,9 @@ class WorkerExtension:
         rank = rank_offset + self.vllm_config.parallel_config.rank  # type: ignore[attr-defined]
         return _tried(lambda: _groups(self).join(rank=rank, **group))
 
-    def rollout_receive_bucket(self, **bucket: Any) -> dict[str, str]:
+    def rollout_receive_bucket(self, *, holds: str = "", **bucket: Any) -> dict[str, str]:
         """vLLM's ``update_weights`` with a bucket that is broadcast; returns the error."""
-        info = {"broadcast": bucket}
+        info = {"broadcast": bucket, "holds": holds}
         return _tried(lambda: self.update_weights(info))  # type: ignore[attr-defined]
 
     def rollout_leave_group(self, *, group_name: str) -> dict[str, str]:

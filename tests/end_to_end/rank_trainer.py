@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import rollout
 from engines.protocol import Endpoint
-from rollout.config import EngineKind, Transport
+from rollout.config import EncodingChoice, EngineKind, Transport
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineStatus, ServerStatus
 from rollout.runtime.handle.pusher import Pusher
@@ -184,6 +184,7 @@ class Trainer:
         is_streamed: bool = False,
         hosts: Sequence[int] = (),
         fault: Mapping[str, Any] | None = None,
+        encoding: str = "full",
     ) -> Any:
         """One engine listens on another host, as far as this rank knows.
 
@@ -192,7 +193,9 @@ class Trainer:
             fault: the arguments of ``at_broadcast``.
         """
         server, rank = self.pusher.server, self.pusher.rank
-        caller, hosts_before = server.caller, rank.hosts
+        caller, hosts_before, before = server.caller, rank.hosts, rank.config
+        weights = before.weights.model_copy(update={"encoding": EncodingChoice(encoding)})
+        rank.config = before.model_copy(update={"weights": weights})
         moved = FarEngine(caller, far, own_host)
         server.caller, rank.hosts = moved, list(hosts) or hosts_before
         try:
@@ -200,7 +203,7 @@ class Trainer:
                 return self.streamed(seed) if is_streamed else self.push(seed)
         finally:
             self.ways = moved.ways
-            server.caller, rank.hosts = caller, hosts_before
+            server.caller, rank.hosts, rank.config = caller, hosts_before, before
             self.sender_group = rank.idle_group.name if rank.rank else ""
 
     @contextmanager

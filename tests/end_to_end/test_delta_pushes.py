@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from engines.http.client import EngineClient
 from rollout import RolloutConfig, launch
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import RolloutError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.testing.tiny_model import make_tiny_model
+from rollout.weights.routes.trainer_groups import BroadcastPush, BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support import random_deltas
 from tests.support.delta_faults import REFUSED, Faults
@@ -83,7 +84,7 @@ def assert_held(deployment: DeploymentHandle, weights: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["copied", "streamed"])
-@pytest.mark.parametrize("transport", ["tensor", "shared_memory", "disk"])
+@pytest.mark.parametrize("transport", ["tensor", "shared_memory", "distributed", "disk"])
 def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
     deployment: DeploymentHandle,
     weights: dict[str, torch.Tensor],
@@ -113,25 +114,6 @@ def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
     assert list(shm.iterdir()) == []
     if transport == "disk":  # the checkpoint of the first
         assert [file.name for file in (tmp_path / "disk").iterdir()] == [str(first)]
-
-
-@pytest.mark.parametrize("transport", ["distributed"])
-def test_a_route_that_carries_whole_tensors_is_refused_by_name_and_used_by_auto(
-    deployment: DeploymentHandle,
-    weights: dict[str, torch.Tensor],
-    shm: Path,
-    tmp_path: Path,
-    transport: str,
-) -> None:
-    settings = {"transport": transport, "stream": True, "disk_path": str(tmp_path / "{version}")}
-    policy = with_settings(deployment, shm, encoding="delta", **settings)
-    with pytest.raises(ConfigError, match=f"{transport} carries whole tensors only"):
-        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
-    policy = with_settings(deployment, shm, encoding="auto", **settings)
-    for _ in range(2):
-        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
-        assert {one.route for one in report.push_stages} == {"", transport}
-    assert_held(deployment, weights)
 
 
 def test_auto_sends_whole_tensors_after_a_push_that_changed_most(
@@ -220,15 +202,19 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faults:
     for name in ("update_weights_from_tensor", "update_weights_from_disk"):
         around = faults.around(getattr(EngineClient, name))
         monkeypatch.setattr(EngineClient, name, around)
+    monkeypatch.setattr(BroadcastRoot, "send", faults.around_send(BroadcastRoot.send))
+    monkeypatch.setattr(BroadcastPush, "parts", faults.around_parts(BroadcastPush.parts))
     return faults
 
 
 QUICK = [
     *(("tensor", fault) for fault in ("another base", "lost", "killed")),
     *(("disk", fault) for fault in ("flipped", "lost")),
+    ("distributed", "lost"),
 ]
 SLOW = [("tensor", fault) for fault in (*REFUSED, "another content of the base")]
-SLOW = [one for one in (*SLOW, ("disk", "cut")) if one not in QUICK]
+SLOW += [("disk", "cut"), ("distributed", "flipped")]
+SLOW = [one for one in SLOW if one not in QUICK]
 
 
 @pytest.mark.parametrize(
@@ -244,9 +230,12 @@ def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
 ) -> None:
     faults = faulty(monkeypatch)
     disk_path = str(tmp_path / "disk" / "{version}")
+    names = ["one", "other"] if transport == "distributed" else ["one"]
     server = {
         "model_path": str(model_path),
-        "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
+        "groups": {
+            name: {"engine": {"kind": "embedded"}, "needs_offload": False} for name in names
+        },
         "health": {"probe_interval_s": 0.5},
         "weights": {
             "transport": transport,

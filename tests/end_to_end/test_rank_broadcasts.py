@@ -114,6 +114,21 @@ def test_the_groups_are_kept_from_push_to_push(run: DeploymentHandle, ranks: Ran
     assert {one["sender_group"] for one in said} == {""}
 
 
+def test_rank_0_of_one_host_broadcasts_deltas(run: DeploymentHandle, ranks: Ranks) -> None:
+    sent = []
+    for seed, payload in ((75, "all"), (76, "main-1"), (76, "main-1")):
+        said = ranks.do("push_far", far="all", own_host="127.0.0.2", seed=seed, encoding="delta")
+        assert said[0].get("version"), said
+        assert said[0]["ways"][payload] == (
+            "ByBroadcast" if payload == "all" else "distributed delta"
+        )
+        served_seed(run, seed)
+        sent.append(bytes_sent(said))
+    whole = sent[0][0]
+    assert sent[1] == [whole, 0, 0], "all elements have changed"
+    assert 0 < sent[2][0] < whole / 10, "none has"
+
+
 @pytest.mark.parametrize("task", ["join", "send"])
 def test_a_sender_that_raises_anywhere_is_named_on_all_ranks(
     run: DeploymentHandle, ranks: Ranks, task: str

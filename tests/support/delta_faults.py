@@ -10,9 +10,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engines.protocol import Endpoint
+from engines.tensors.torch_fingerprint import as_bytes
 from rollout.core.types import EngineStatus
 from rollout.weights.push.host_copies import KnownHost
+from rollout.weights.tensors.sources import Pairs
 
 REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
 
@@ -44,6 +48,29 @@ class Faults:
                 await send(client, payloads, **more)
 
         return update_weights
+
+    def around_send(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of ``BroadcastRoot.send``: what engines receive is not what was made."""
+
+        def send_wrong(root: Any, tensors: Sequence[torch.Tensor]) -> None:
+            if self.fault == "flipped":
+                self.num_done += 1
+                tensors = [one.clone() for one in tensors]
+                as_bytes(tensors[-1])[-1] ^= 4
+            send(root, tensors)
+
+        return send_wrong
+
+    def around_parts(self, parts: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of ``BroadcastPush.parts``: deltas are not broadcast."""
+
+        def some_parts(push: Any, pairs: Pairs) -> Any:
+            if self.fault == "lost" and len(pairs) > 1:
+                self.num_done += 1
+                pairs = pairs[1:]
+            return parts(push, pairs)
+
+        return some_parts
 
     def host(self) -> KnownHost:
         """One on this host, whose buckets go wrong on their way to it."""

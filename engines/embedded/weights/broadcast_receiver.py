@@ -1,7 +1,8 @@
 """Receive broadcast buckets and copy them into the parameters.
 
 Always true: a bucket that does not fit the model is refused before its group takes part in the
-broadcast; it changes the model only after all of it was received.
+broadcast, and deltas that do not when they were received; it changes the model only after all of it
+was received and checked.
 
 A model of experts has ten thousands of small tensors: they are copied by address, and the plan
 is made once, since a trainer pushes the same buckets again and again.
@@ -19,6 +20,7 @@ from engines.embedded.weights.model_weights import ModelWeights
 from engines.tensors.collective.bucket import BucketContent, Piece, parts_of, pieces_of
 from engines.tensors.collective.buffers import BucketBuffers, finished
 from engines.tensors.collective.groups import UpdateGroups
+from engines.tensors.delta import is_delta
 
 # Some hundred bytes each.
 _MOST_KEPT_TENSORS = 1 << 16
@@ -32,6 +34,7 @@ class ReceivePlan:
         pieces: its tensors, where they are received.
         copies: out of the buffer into the parameters.
         others: pieces that need a conversion: on a device, or of another dtype.
+        deltas: pieces that are changes of a tensor.
     """
 
     content: BucketContent
@@ -39,6 +42,7 @@ class ReceivePlan:
     num_bytes: int
     copies: Sequence[Copy]
     others: Sequence[Piece]
+    deltas: Sequence[Piece]
 
 
 class BroadcastReceiver:
@@ -79,12 +83,20 @@ class BroadcastReceiver:
         return parts_of(plan.pieces, buffer, is_flat=plan.content.is_flat)
 
     def deliver(self, plan: ReceivePlan, buffer: torch.Tensor) -> None:
-        """Overwrite the parameters; the memory may be taken again."""
+        """Overwrite the parameters; the memory may be taken again.
+
+        Raises:
+            Invalid: a delta is not for these weights; nothing was updated.
+        """
+        deltas = [(piece.name, piece.of(buffer)) for piece in plan.deltas]
+        changes = self._weights.changes(deltas) if deltas else []
         copy_all(buffer.data_ptr(), plan.copies)
         if plan.others:
             targets = [self._weights.find(piece.name) for piece in plan.others]
             torch._foreach_copy_(targets, [piece.of(buffer) for piece in plan.others])
             finished(buffer.device)
+        for change in changes:
+            change()
         self._buffers.give(buffer)
 
     def free(self) -> None:
@@ -98,13 +110,16 @@ class BroadcastReceiver:
 
     def _planned(self, content: BucketContent) -> ReceivePlan:
         pieces = pieces_of(content)
-        self._weights.check((piece.name, piece.shape, piece.dtype) for piece in pieces)
+        deltas = [piece for piece in pieces if is_delta(piece.name)]
+        whole = [piece for piece in pieces if not is_delta(piece.name)]
+        if whole:
+            self._weights.check((piece.name, piece.shape, piece.dtype) for piece in whole)
         copies: list[Copy] = []
         others = []
-        for piece in pieces:
+        for piece in whole:
             location = self._weights.locations.get(piece.name)
             if location is None or location.dtype != piece.dtype:
                 others.append(piece)
             else:
                 copies.append((location.address, piece.begin, location.num_bytes))
-        return ReceivePlan(content, pieces, pieces[-1].end, joined(copies), others)
+        return ReceivePlan(content, pieces, pieces[-1].end, joined(copies), others, deltas)

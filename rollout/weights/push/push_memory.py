@@ -74,7 +74,7 @@ def push_memory(
         yield PushMemory(Transport.SHARED_MEMORY, True, bucket, 0, whole, streamed, own)
         yield PushMemory(Transport.SHARED_MEMORY, False, bucket, 0, whole, whole, own)
     if wanted in (Transport.AUTO, Transport.DISTRIBUTED):
-        yield PushMemory(Transport.DISTRIBUTED, True, 2 * bucket, bucket, kept, kept)
+        yield PushMemory(Transport.DISTRIBUTED, True, 2 * bucket, bucket, kept, kept, copies)
     if copies and wanted in (Transport.AUTO, Transport.TENSOR, Transport.DISK):
         route = Transport.DISK if wanted is Transport.DISK else Transport.TENSOR
         yield PushMemory(route, route is Transport.TENSOR, bucket, 0, kept, kept, copies)

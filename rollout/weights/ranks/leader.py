@@ -34,6 +34,7 @@ from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.adapter import ADAPTER
+from rollout.weights.routes.broadcast import RootBuckets
 from rollout.weights.routes.choice import (
     ROUTES,
     by_value_note,
@@ -183,7 +184,8 @@ class Leader:
         base = rank.delta_base
         is_full = self._contents is WeightUpdate.FULL
         encoding = rank.config.weights.encoding if is_full else FULL
-        terms = EncodingTerms(encoding, rank.num_ranks, base.version, base.density)
+        num_hosts = len(set(rank.hosts))
+        terms = EncodingTerms(encoding, rank.num_ranks, base.version, base.density, num_hosts)
         chosen = choose(wanted, self._ranks, places, is_copy=not self._may_stream, terms=terms)
         if note := by_value_note(wanted, chosen, num_bytes):
             logger.warning("%s", note)
@@ -191,11 +193,11 @@ class Leader:
             name: EngineRoute(one.payload, ROUTES[one.transport].route(one), one.encoding)
             for name, one in chosen.items()
         }
-        # Engines that come later get what an engine on this host would.
-        near = Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted
         by_payload: dict[str, Chosen] = {}
-        later = encoded_for(EnginePlace("of a later engine", ""), Chosen(near), terms)
-        for one in list(chosen.values()) or [later]:
+        if not chosen:  # engines that come later get what an engine on this host would
+            near = Chosen(Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted)
+            chosen = {"": encoded_for(EnginePlace("of a later engine", ""), near, terms)}
+        for one in chosen.values():
             first = by_payload.setdefault(one.payload, replace(one, why=""))
             gpus = tuple(dict.fromkeys((*first.gpus, *one.gpus)))
             is_copied = first.is_copied or one.is_copied
@@ -287,8 +289,18 @@ class Leader:
         if self.copies is not None:
             self.copies.add(shares, self.follower.rank.hosts, pairs.specs)
         sender, parts = _broadcast_by(shares)
-        in_order = _in_order(payloads)
-        return OfferedBucket(pairs, shares[0].is_last, in_order, fingerprints, sender, parts)
+        in_order, sent = _in_order(payloads), self._sent(pairs)
+        return OfferedBucket(sent, shares[0].is_last, in_order, fingerprints, sender, parts)
+
+    def _sent(self, pairs: Pairs) -> Pairs:
+        """What rank 0 broadcasts of a bucket, on the device of its tensors."""
+        if (route := self.plan.broadcast) is None:
+            return pairs
+        buckets, device = self.follower.builder(route.payload), pairs.tensors[0].device
+        assert isinstance(buckets, RootBuckets)
+        sent = buckets.take()
+        # Deltas are made on the host, and NCCL sends from the GPU.
+        return Pairs(sent.specs, [one.to(device) for one in sent.tensors])
 
     def copy(self, shares: Sequence[Share], pairs: Pairs) -> None:
         """Keep a bucket until all are made."""
@@ -335,12 +347,13 @@ class Leader:
         Args:
             offered: a ``BucketQueue``, or an iterator.
         """
-        broadcast = self._broadcast() if self.plan.terms.senders else None
+        route, broadcast = self.plan.broadcast, None
         more: Any = {}
-        if broadcast is not None:
+        if route is not None:
+            broadcast = self._broadcast(route)
             more = {"terms": broadcast.terms, "when_ended": broadcast.ended}
         server = PushStreamServer(
-            OutgoingStream(offered, broadcast, is_single=self.is_single),
+            OutgoingStream(offered, broadcast, self.is_single, route.payload if route else ""),
             host=self._server.own_host,
             timeout_s=self.follower.rank.config.lifecycle.update_timeout_s,
             **more,
@@ -348,8 +361,11 @@ class Leader:
         self.follower.resources.callback(server.close)
         return self._push(self._manifest(), stream=server.address)
 
-    def _broadcast(self) -> BroadcastPush:
+    def _broadcast(self, route: Chosen) -> BroadcastPush:
         rank, terms = self.follower.rank, self.plan.terms
+        if not route.is_full:
+            # What is sent is not the tensors, so rank 0 takes the fingerprints of those.
+            terms = replace(terms, fingerprints="")
         others = [self._readies[sender].group for sender in terms.senders[1:]]
         return BroadcastPush(
             rank.config,

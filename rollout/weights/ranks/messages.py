@@ -92,6 +92,12 @@ class PushPlan:
     compared: tuple[str, ...] = ()
 
     @property
+    def broadcast(self) -> Chosen | None:
+        """The route of all engines that take a broadcast; None for none."""
+        found = (one for one in self.routes if one.transport == Transport.DISTRIBUTED)
+        return next(found, None)
+
+    @property
     def is_hashed_by_rank_0(self) -> bool:
         """Whether no route takes the fingerprints while it copies."""
         own = (Transport.DISTRIBUTED, Transport.DISK)

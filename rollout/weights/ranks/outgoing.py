@@ -33,7 +33,7 @@ class OfferedBucket:
     """One bucket that all ranks have made.
 
     Attributes:
-        pairs: rank 0's tensors.
+        pairs: what rank 0 broadcasts of it.
         payloads: what the engines get one after the other, by the payload's name.
         sender: the rank other than 0 that broadcasts it; 0 if rank 0 does, or none.
         parts: what the engines get before each of that rank's broadcasts.
@@ -159,11 +159,13 @@ class OutgoingStream:
         broadcast: sends rank 0's tensors to the engines that take a broadcast; other ranks join
             them and send when this asks for it.
         is_single: all engines get the same, so a bucket is that alone.
+        payload: the name of what the engines get with a broadcast.
     """
 
     offered: BucketQueue[OfferedBucket] | Iterable[OfferedBucket]
     broadcast: BroadcastPush | None = None
     is_single: bool = False
+    payload: str = Transport.DISTRIBUTED
 
     def __iter__(self) -> Iterator[StreamedBucket]:
         if self.broadcast is not None:
@@ -197,7 +199,7 @@ class OutgoingStream:
         del bucket
         for part in parts:
             # The other engines get the whole bucket with its last part.
-            ways = {**(payload if part.is_last else {}), Transport.DISTRIBUTED: part.payload}
+            ways = {**(payload if part.is_last else {}), self.payload: part.payload}
             found = {**part.fingerprints, **fingerprints}
             yield replace(part, payload=ways, is_last=part.is_last and is_last, fingerprints=found)
             del part

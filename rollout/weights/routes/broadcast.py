@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.protocol import Engine, ProcessIdentity
 from engines.protocol.errors import EngineRejected
 from rollout.config import Transport
 from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow, ShareBuilder
 from rollout.weights.routes.route import Chosen, EnginePlace, PushTarget, Route, Stage
+
+if TYPE_CHECKING:
+    from rollout.weights.tensors.sources import Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +91,9 @@ def process_text(processes: Iterable[ProcessIdentity]) -> str:
 
 
 def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
-    """A rank other than 0 that sends; rank 0 sends in the thread of the stream."""
+    """A rank that sends; rank 0 does in the thread of the stream."""
     if end.rank == 0:
-        return None
+        return RootBuckets()
     if end.rank not in end.terms.senders:
         end.idle_group.leave()
         return None
@@ -100,10 +103,30 @@ def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
     return BroadcastSender(end.rank, end.terms, end.idle_group, timeout_s)
 
 
+class RootBuckets:
+    """What rank 0 broadcasts of each bucket, until the stream takes it."""
+
+    def __init__(self) -> None:
+        self._pairs: Pairs | None = None
+
+    def make(self, index: int, pairs: Pairs) -> None:
+        self._pairs = pairs
+
+    def take(self) -> Pairs:
+        """Of the last bucket that was made."""
+        pairs, self._pairs = self._pairs, None
+        assert pairs is not None
+        return pairs
+
+    def close(self) -> None:
+        self._pairs = None
+
+
 ROW = RouteRow(
     Transport.DISTRIBUTED,
     reach,
     lambda chosen: ByBroadcast(),
     open_share,
     is_copy=False,
+    is_encoded=True,
 )

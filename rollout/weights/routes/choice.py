@@ -52,6 +52,8 @@ class DeltaEncoding(Encoding):
             return engine.why_no_deltas
         if chosen.transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
             return "its files are written by several ranks, and only rank 0 keeps copies"
+        if chosen.transport == Transport.DISTRIBUTED and terms.num_hosts > 1:
+            return "a rank on each host broadcasts, and only rank 0 keeps copies"
         if terms.wanted == EncodingChoice.AUTO:
             if chosen.transport == Transport.SHARED_MEMORY:
                 # Measured in ``benchmarks.weights``, family ``delta``: a third of the speed.
@@ -114,7 +116,18 @@ def choose(
         found = {one.engine_id: _best(rows, ranks, one) for one in engines}
     else:
         found = {one.engine_id: _named(wanted, ranks, one) for one in engines}
-    return {one.engine_id: encoded_for(one, found[one.engine_id], terms) for one in engines}
+    return _same_for_members(
+        {one.engine_id: encoded_for(one, found[one.engine_id], terms) for one in engines}
+    )
+
+
+def _same_for_members(chosen: dict[str, Chosen]) -> dict[str, Chosen]:
+    """With one encoding for all engines of the broadcast: the best that each of them applies."""
+    members = {name: one for name, one in chosen.items() if one.transport == Transport.DISTRIBUTED}
+    if not members:
+        return chosen
+    least = min(members.values(), key=lambda one: (one.is_copied, not one.is_full))
+    return chosen | dict.fromkeys(members, least)
 
 
 def encoded_for(engine: EnginePlace, chosen: Chosen, terms: EncodingTerms) -> Chosen:

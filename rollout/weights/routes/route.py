@@ -296,12 +296,14 @@ class EncodingTerms:
         num_ranks: of the trainer.
         base: the version of which rank 0 has copies.
         density: the share of elements that the last push changed; None if unknown.
+        num_hosts: of the trainer's ranks.
     """
 
     wanted: str = FULL
     num_ranks: int = 1
     base: int | None = None
     density: float | None = None
+    num_hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,13 @@ def test_random_deltas_arrive_with_no_wrong_bit(policy: RealPolicy) -> None:
     assert num >= random_deltas.NUM
 
 
-def test_so_they_do_by_disk(policy: RealPolicy, tmp_path: Path) -> None:
-    settings = {"transport": "disk", "disk_path": str(tmp_path / "{version}")}
+@pytest.mark.parametrize("route", ["disk", "distributed"])
+def test_so_they_do_by_another_route(policy: RealPolicy, tmp_path: Path, route: str) -> None:
+    settings = {"transport": route, "disk_path": str(tmp_path / "{version}")}
     handle = random_deltas.pushed_by_deltas(policy.handle, **settings)
     tensors: Any = dict(policy.next_tensors())
-    random_deltas.check(handle, tensors, lambda now: check_held(policy, now), 20, "disk")
-    assert len(list(tmp_path.iterdir())) == 1  # the checkpoint of the first
+    random_deltas.check(handle, tensors, lambda now: check_held(policy, now), 20, route)
+    assert len(list(tmp_path.iterdir())) == (route == "disk")  # the checkpoint of the first
 
 
 async def test_a_wrong_delta_is_refused_by_the_engine_and_whole_tensors_follow(

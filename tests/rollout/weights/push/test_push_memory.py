@@ -270,7 +270,7 @@ def test_copies_for_deltas_are_the_model_once_more_where_rank_0_sends(encoding: 
             ("cuda_ipc", True): 0,
             ("shared_memory", True): copies,
             ("shared_memory", False): copies,
-            ("distributed", True): 0,
+            ("distributed", True): 1000,
             ("tensor", True): 1000,
         }
     assert "1000 B of copies on rank 0" in push_memory_text(found["tensor", True])

@@ -11,11 +11,11 @@ import pytest
 
 from engines.fake import FakeEngine
 from engines.tensors.fingerprint import BYTES
-from rollout.config import Transport
+from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
-from rollout.weights.routes.choice import ENCODINGS, ROUTES, WHOLE, encoded_for
+from rollout.weights.routes.choice import ENCODINGS, ROUTES, WHOLE, choose, encoded_for
 from rollout.weights.routes.route import (
     FULL,
     Chosen,
@@ -23,6 +23,7 @@ from rollout.weights.routes.route import (
     EncodingTerms,
     EnginePlace,
     PushTarget,
+    RankPlace,
     Route,
     Stage,
 )
@@ -32,7 +33,8 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from engines.tensors.torch_fingerprint import bytes_fingerprint  # noqa: E402
-from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
+from rollout.weights.ranks.follower import Follower  # noqa: E402
+from rollout.weights.ranks.leader import Leader, push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 
@@ -180,13 +182,14 @@ def encoding_of(
     wanted: str = "auto",
     *,
     num_ranks: int = 1,
+    num_hosts: int = 1,
     base: int | None = 3,
     density: float | None = None,
     **engine: Any,
 ) -> tuple[str, bool]:
     """What an engine that holds version 3 gets, and whether copies are kept of it."""
     place = EnginePlace("engine", HERE, **{"holds": 3, **engine})
-    terms = EncodingTerms(wanted, num_ranks, base, density)
+    terms = EncodingTerms(wanted, num_ranks, base, density, num_hosts)
     chosen = encoded_for(place, Chosen(transport), terms)
     return chosen.encoding, chosen.is_copied
 
@@ -199,6 +202,8 @@ def encoding_of(
         (Transport.SHARED_MEMORY, "delta"),
         (Transport.DISK, "auto"),
         (Transport.DISK, "delta"),
+        (Transport.DISTRIBUTED, "auto"),
+        (Transport.DISTRIBUTED, "delta"),
     ],
 )
 def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
@@ -217,7 +222,7 @@ def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
     [
         ({"why_no_deltas": "it is too old"}, "it is too old"),
         ({"transport": Transport.CUDA_IPC}, "cuda_ipc carries whole tensors only"),
-        ({"transport": Transport.DISTRIBUTED}, "distributed carries whole tensors only"),
+        ({"transport": Transport.DISTRIBUTED, "num_hosts": 2}, "only rank 0 keeps copies"),
         ({"transport": Transport.SHARED_MEMORY, "num_ranks": 2}, "written by several ranks"),
     ],
 )
@@ -234,6 +239,8 @@ def test_what_takes_no_delta_is_refused_by_name_and_gets_whole_tensors_from_auto
     [
         (Transport.TENSOR, 0.29, "delta"),
         (Transport.TENSOR, 0.31, "full"),
+        (Transport.DISTRIBUTED, 0.29, "delta"),
+        (Transport.DISTRIBUTED, 0.31, "full"),
         (Transport.SHARED_MEMORY, 0.001, "full"),
         (Transport.SHARED_MEMORY, None, "full"),
     ],
@@ -243,3 +250,42 @@ def test_auto_goes_by_the_route_and_the_density_of_the_last_push(
 ) -> None:
     assert encoding_of(transport, density=density) == (encoding, encoding == "delta")
     assert encoding_of(transport, "delta", density=density) == ("delta", True)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"holds": 3}, ("delta", True)),
+        ({"holds": 2}, ("full", True)),
+        ({"holds": 2, "why_no_deltas": "it is too old"}, ("full", False)),
+    ],
+)
+def test_all_engines_of_a_broadcast_get_what_each_of_them_applies(
+    other: dict[str, Any], expected: tuple[str, bool]
+) -> None:
+    far = EnginePlace("far", "there", holds=3)
+    engines = [far, EnginePlace("other", "there", **other)]
+    engines.append(EnginePlace("by value", "there", holds=3, is_reached=False))
+    terms = EncodingTerms("auto", base=3)
+    chosen = choose(Transport.AUTO, [RankPlace(HERE)], engines, terms=terms)
+    found = {name: (one.transport, one.encoding, one.is_copied) for name, one in chosen.items()}
+    assert found == {
+        "far": (Transport.DISTRIBUTED, *expected),
+        "other": (Transport.DISTRIBUTED, *expected),
+        "by value": (Transport.TENSOR, "delta", True),
+    }
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]], ids=["one host", "two hosts"])
+def test_a_trainer_on_several_hosts_broadcasts_whole_tensors(hosts: list[int]) -> None:
+    rank = TrainerRank(server_config(transport="distributed", encoding="delta"), 0, hosts)
+    server = StillServer(engines=[EnginePlace("engine", HERE)])
+    follower = Follower(rank, server, PushRequest({"t": torch.ones(4)}, 7), 10)
+    leader = Leader(server, follower, WeightUpdate.FULL, may_stream=True, streams=True)
+    readies = [follower.ready()] * 2
+    if hosts == [0, 0]:
+        assert leader.decide(readies).broadcast == Chosen("distributed", is_copied=True)
+    else:
+        with pytest.raises(ConfigError, match="a rank on each host broadcasts"):
+            leader.decide(readies)
+    rank.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,8 +15,10 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from engines.embedded.core.errors import Invalid  # noqa: E402
+from engines.embedded.weights.broadcast_receiver import BroadcastReceiver  # noqa: E402
 from engines.embedded.weights.disk_update import update_from_disk  # noqa: E402
 from engines.embedded.weights.model_weights import ModelWeights  # noqa: E402
+from engines.tensors.collective.bucket import content_of  # noqa: E402
 from engines.tensors.delta import (  # noqa: E402
     SUFFIX,
     Delta,
@@ -23,7 +26,14 @@ from engines.tensors.delta import (  # noqa: E402
     make_delta,
     read_delta,
 )
+from engines.tensors.torch_fingerprint import as_bytes  # noqa: E402
 from rollout.weights.routes.disk import EncodedBuilder  # noqa: E402
+from rollout.weights.routes.trainer_groups import (  # noqa: E402
+    BroadcastRoot,
+    SenderGroup,
+    broadcast_parts,
+)
+from rollout.weights.tensors.bucket_bytes import FlatLayoutCache, Flattener  # noqa: E402
 from rollout.weights.tensors.delta_base import DeltaBase, DeltaPush  # noqa: E402
 from rollout.weights.tensors.push_plan import specs_of  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
@@ -64,21 +74,47 @@ class Engine:
         }
         self.version = 0
         self.weights.version = lambda: str(self.version)
+        self._receiver = BroadcastReceiver(self.weights, torch.device("cpu"))
+        self._flattener = Flattener(FlatLayoutCache())
 
-    def apply(self, pairs: Any, folder: str = "") -> None:
-        if folder:
-            builder = EncodedBuilder(f"{folder}/{self.version}")
-            update_from_disk(self.weights, builder.make(0, pairs)["path"])
-            builder.close()
-            return
+    def apply(self, pairs: Any) -> None:
         for change in self.weights.changes(list(pairs)):
             change()
+
+    def load(self, pairs: Any, folder: str) -> None:
+        builder = EncodedBuilder(f"{folder}/{self.version}")
+        update_from_disk(self.weights, builder.make(0, pairs)["path"])
+        builder.close()
+
+    def receive(self, pairs: Any) -> None:
+        """A broadcast, without the group: what rank 0 sends is what is received."""
+        root = Root()
+        group = SenderGroup(root, root.name, stays=True)
+        for part in broadcast_parts(pairs, group, repeat(self._flattener), ""):
+            plan = self._receiver.plan(content_of(part.payload))
+            buffer = self._receiver.take(plan)
+            root.targets = self._receiver.parts(plan, buffer)
+            assert part.then is not None
+            part.then()
+            self._receiver.deliver(plan, buffer)
 
     def num_wrong_bits(self, tensors: Mapping[str, Any]) -> int:
         return sum(
             int((bits_of(self.weights.find(name)) != bits_of(tensor)).sum())
             for name, tensor in tensors.items()
         )
+
+
+class Root(BroadcastRoot):
+    """Of a group whose only engine has these targets."""
+
+    def __init__(self) -> None:
+        super().__init__("group", "gloo", join_timeout_s=1, send_timeout_s=1)
+        self.targets: Sequence[Any] = ()
+
+    def send(self, tensors: Sequence[Any]) -> None:
+        for target, tensor in zip(self.targets, tensors, strict=True):
+            as_bytes(target).copy_(as_bytes(tensor))
 
 
 def push(held: DeltaBase, tensors: Mapping[str, Any], version: int) -> Any:
@@ -97,21 +133,21 @@ TENSORS = st.lists(
 )
 
 
-@pytest.fixture(params=["by value", "by disk"], scope="module")
-def folder(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of the files of a push; empty for none."""
-    if request.param == "by value":
-        yield ""
-        return
+@pytest.fixture(params=["by value", "by broadcast", "by disk"], scope="module")
+def send(request: pytest.FixtureRequest) -> Iterator[Callable[[Engine, Any], None]]:
+    """Gives an engine a bucket."""
     with TemporaryDirectory(dir="/dev/shm") as folder:
-        yield folder
+        if request.param == "by disk":
+            yield lambda engine, pairs: engine.load(pairs, folder)
+        else:
+            yield Engine.apply if request.param == "by value" else Engine.receive
         assert os.listdir(folder) == []
 
 
 @settings(max_examples=300, deadline=None)
 @given(TENSORS, st.integers(0, 2**31))
 def test_every_bit_is_that_of_the_trainer(
-    folder: str, kinds: list[tuple[str, Any, float]], seed: int
+    send: Callable[[Engine, Any], None], kinds: list[tuple[str, Any, float]], seed: int
 ) -> None:
     tensors = {f"t{n}": random_bits(kind[1], kind[0], seed + n) for n, kind in enumerate(kinds)}
     held, engine = DeltaBase(), Engine(tensors)
@@ -123,7 +159,7 @@ def test_every_bit_is_that_of_the_trainer(
             num_changed += int((bits_of(new) != bits_of(tensors[name])).sum())
             tensors[name] = new
         made = push(held, tensors, version)
-        engine.apply(made, folder)
+        send(engine, made)
         engine.version = version
         assert engine.num_wrong_bits(tensors) == 0
         assert len(made) >= 1
@@ -138,6 +174,15 @@ def one_percent() -> tuple[DeltaBase, Engine, Any, Any]:
     push(held, tensors, 0)
     new = {name: changed(tensor, 0.01, 3) for name, tensor in tensors.items()}
     return held, engine, push(held, new, 1), new
+
+
+def test_whole_tensors_beside_a_delta_of_another_base_are_not_taken_either() -> None:
+    _, engine, made, new = one_percent()
+    before = {name: engine.weights.find(name).clone() for name in ("a", "b")}
+    engine.version = 7
+    with pytest.raises(Invalid, match="nothing was updated: push whole tensors"):
+        engine.receive(Pairs.of([("a", new["a"]), made[1]]))
+    assert engine.num_wrong_bits(before) == 0
 
 
 @pytest.mark.parametrize("fault", ["flipped", "cut", "longer", "another name", "empty"])
