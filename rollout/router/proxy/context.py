@@ -219,12 +219,15 @@ class Proxy:
             self.kept.expire(self.now_s())
 
     def _collect(self) -> None:
-        """Collect garbage while no request waits for it, or after a long time.
+        """Collect what is young while no request waits for it, and all of it after a long time.
 
-        Requests leave none, so it comes from what is rare.
+        Requests leave no garbage, so it comes from what is rare.  What lives long, as sessions do,
+        would cost as much each time.
         """
         if gc.isenabled() or gc.get_count()[0] < _MANY_OBJECTS:
             return
-        if not self.live or self.now_s() > self._collected_s + _LONG_S:
+        if self.now_s() > self._collected_s + _LONG_S:
             gc.collect()
             self._collected_s = self.now_s()
+        elif not self.live:
+            gc.collect(1)
