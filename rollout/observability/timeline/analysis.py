@@ -161,11 +161,13 @@ def slowest_engines(spans: Iterable[Span]) -> dict[str, Slowest]:
 
 def pushes(spans: Iterable[Span], of_steps: Iterable[Step]) -> list[PushTotals]:
     """The pushes whose spans of ranks are among these, in the order of their starts."""
-    paused_s = {(step.server, step.weight_version): step.paused_s for step in of_steps}
+    of_ranks = [span for span in spans if span.kind is Kind.RANK]
+    if not of_ranks:  # as mostly: a page asks for each of its few new spans
+        return []
     by_push: dict[tuple[str, int | None], list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if span.kind is Kind.RANK:
-            by_push[span.source, span.weight_version].append(span)
+    for span in sorted(of_ranks, key=lambda span: span.start_s):
+        by_push[span.source, span.weight_version].append(span)
+    paused_s = {(step.server, step.weight_version): step.paused_s for step in of_steps}
     return [
         PushTotals(
             *push,

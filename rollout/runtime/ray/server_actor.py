@@ -106,7 +106,7 @@ class ServerActors:
             for process in {slot.engine_id, slot.standby_name} - known:
                 for _, actor in self._hosts.pop(process, []):  # it may be booting
                     await end_host(actor, kill_timeout_s(settings.group.engine))
-        hosts = {name: self._hosts[name] for name in known if name in self._hosts}
+        hosts = {process: self._hosts[process] for process in known if process in self._hosts}
         self._groups[name] = self._parts.group_class.remote(
             settings, slots, self._parts.placement, LostGroup(lost, hosts)
         )

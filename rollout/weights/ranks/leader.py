@@ -294,7 +294,7 @@ class Leader:
 
     def _sent(self, pairs: Pairs) -> Pairs:
         """What rank 0 broadcasts of a bucket, on the device of its tensors."""
-        if (route := self.plan.broadcast) is None:
+        if (route := self.plan.broadcast) is None or not route.is_copied:
             return pairs
         buckets, device = self.follower.builder(route.payload), pairs.tensors[0].device
         assert isinstance(buckets, RootBuckets)

@@ -91,9 +91,10 @@ def process_text(processes: Iterable[ProcessIdentity]) -> str:
 
 
 def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
-    """A rank that sends; rank 0 does in the thread of the stream."""
+    """A rank that sends.  Rank 0 sends in the thread of the stream: its tensors as they are, unless
+    it keeps copies of them."""
     if end.rank == 0:
-        return RootBuckets()
+        return RootBuckets() if chosen.is_copied else None
     if end.rank not in end.terms.senders:
         end.idle_group.leave()
         return None
