@@ -12,8 +12,8 @@ from tests.support.models import plain_models
 from tests.support.real_policy import Keeper, RealPolicy, one_engine
 
 
-def real_fixtures(kind: str, **shape: int) -> tuple[Any, Any, Any]:
-    """``models``, ``keeper`` and ``policy`` of a folder of tests.
+def real_fixtures(kind: str, **shape: int) -> tuple[Any, Any, Any, Any]:
+    """``models``, ``keeper``, ``policy`` and ``known_weights_after`` of a folder of tests.
 
     Args:
         kind: of the engines.
@@ -35,4 +35,11 @@ def real_fixtures(kind: str, **shape: int) -> tuple[Any, Any, Any]:
         yield keeper.policy()
         keeper.look()
 
-    return models, keeper, policy
+    @pytest.fixture
+    def known_weights_after(policy: RealPolicy) -> Iterator[None]:
+        """For a test that pushes weights of its own: those of the next version follow."""
+        yield
+        if policy.is_whole():
+            policy.handle.serve_weights(policy.next_tensors()).result(120)
+
+    return models, keeper, policy, known_weights_after

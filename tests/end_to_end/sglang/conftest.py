@@ -2,4 +2,4 @@
 
 from tests.support.real_fixtures import real_fixtures
 
-models, keeper, policy = real_fixtures("sglang")
+models, keeper, policy, known_weights_after = real_fixtures("sglang")

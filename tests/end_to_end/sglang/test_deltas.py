@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,11 @@ from tests.support import random_deltas
 from tests.support.random_deltas import Tensors
 from tests.support.real_policy import RealPolicy
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(autouse=True)
-def known_weights_after(policy: RealPolicy) -> Iterator[None]:
-    """Other tests use the engines, and know the weights of their version."""
-    yield
-    if policy.is_whole():
-        policy.handle.serve_weights(policy.next_tensors()).result(120)
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("known_weights_after"),
+]
 
 
 def checksums(policy: RealPolicy) -> list[Any]:

@@ -3,4 +3,4 @@
 from tests.support.models import FOR_VLLM
 from tests.support.real_fixtures import real_fixtures
 
-models, keeper, policy = real_fixtures("vllm", **FOR_VLLM)
+models, keeper, policy, known_weights_after = real_fixtures("vllm", **FOR_VLLM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,11 @@ from tests.support.delta_faults import Faults
 from tests.support.random_deltas import Tensors
 from tests.support.real_policy import DEADLINES, RealPolicy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(autouse=True)
-def known_weights_after(policy: RealPolicy) -> Iterator[None]:
-    """Other tests use the engines, and know the weights of their version."""
-    yield
-    if policy.is_whole():
-        policy.handle.serve_weights(policy.next_tensors()).result(120)
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("known_weights_after"),
+]
 
 
 def check_held(policy: RealPolicy, tensors: Tensors) -> None:
