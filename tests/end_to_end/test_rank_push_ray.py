@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollout import DeploymentHandle, RankFailure, RolloutConfig, launch
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.routes.buffers import remove_leftovers
+from tests.support.processes import wait_until
 from tests.support.ray_worlds import RayWorld
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
     pytest.mark.embedded,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
 ]
 NUM_RANKS = 3
 RANK_TIMEOUT_S = 4  # in rank_trainer.py
@@ -35,7 +38,11 @@ class Rank:
 
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{meet}", rank=rank, world_size=NUM_RANKS
+            "gloo",
+            init_method=f"file://{meet}",
+            rank=rank,
+            world_size=NUM_RANKS,
+            timeout=timedelta(seconds=60),
         )
         self.trainer = Trainer(run_id, model_path)
 
@@ -55,6 +62,7 @@ class Ranks:
 
     def __init__(self, world: RayWorld, run: DeploymentHandle, meet: Path) -> None:
         self.ray = world.ray
+        self._world = world
         self._config = run.config
         self._start(meet)
 
@@ -73,7 +81,7 @@ class Ranks:
 
     def _result(self, call: Any) -> Any:
         try:
-            return self.ray.get(call, timeout=90)
+            return self.ray.get(call, timeout=150)
         except self.ray.exceptions.RayActorError:
             return None
 
@@ -83,8 +91,11 @@ class Ranks:
         self._start(meet)
 
     def end(self) -> None:
+        pids = self._world.pids("Rank")
         for actor in self.actors:
             self.ray.kill(actor)
+        assert wait_until(lambda: not any(map(psutil.pid_exists, pids)), 30)
+        remove_leftovers(Path("/dev/shm"))
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +124,9 @@ def ranks(
     found.end()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    remove_leftovers(Path("/dev/shm"))  # of ranks that were killed
-
-
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.chaos)])
 def test_an_actor_that_is_killed_at_a_bucket_ends_the_push_on_the_others(
-    run: DeploymentHandle, ranks: Ranks, folder: Path, rank: int
+    run: DeploymentHandle, ranks: Ranks, tmp_path: Path, rank: int
 ) -> None:
     policy = run["policy"]
     before = policy.weight_version
@@ -136,6 +141,6 @@ def test_an_actor_that_is_killed_at_a_bucket_ends_the_push_on_the_others(
         assert seconds < 4 * RANK_TIMEOUT_S
     assert len({text for _, _, text, _ in others}) == 1, others
     assert policy.status().result(30).gate != "open"
-    ranks.restart(folder / "meet")
+    ranks.restart(tmp_path / "meet")
     assert [one[0] for one in ranks.do("push", seed=4)] == [before + 2] * NUM_RANKS
     assert policy.status().result(30).gate == "open"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.rollout.router.stub_engine import STREAM, Connection, Script, Seen, chunk
 
 END = 256
@@ -50,7 +52,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 def write_chat_model(
     folder: Path, template: str = THINKING, *, special: Sequence[str] = (), eos: str = "<|im_end|>"
 ) -> Path:
-    """One token per byte, three special ones, and ``special``."""
+    """One token per byte, three special ones, and ``special``; skips where no tokenizers are."""
+    pytest.importorskip("tokenizers")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -22,6 +22,8 @@ HEALTH_CHECKS = {
     "timeout_ms": "10000",
     "failure_threshold": "3",
 }
+# Ray 2.60's own metrics have crashed a worker that started: SIGSEGV in ``AsyncMetricStorage``.
+RAY_METRICS = "RAY_enable_open_telemetry"
 
 
 class World:
@@ -152,6 +154,7 @@ def ray_world() -> Iterator[RayWorld]:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        patch.setenv(RAY_METRICS, "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         for name, value in HEALTH_CHECKS.items():
             patch.setenv(f"RAY_health_check_{name}", value)

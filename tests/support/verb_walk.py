@@ -75,12 +75,14 @@ class VerbWalk:
     Attributes:
         log: what was done, and how it ended.
         contents: of each version, those that may have been pushed last.
+        killed: engines that were killed since recovery last had time.
     """
 
     rig: Rig
     random: Random
     log: list[str] = field(default_factory=list)
     contents: dict[int, set[int]] = field(default_factory=lambda: {0: {0}})
+    killed: set[str] = field(default_factory=set)
     _last: tuple[str, int, int, str] | None = None
 
     async def run(self, num_steps: int) -> None:
@@ -105,12 +107,14 @@ class VerbWalk:
             case "wait":
                 self.log.append(verb)
                 await self.rig.wait()
+                self.killed.clear()
             case "kill" | "kill all" | "fault" if not engines:
                 pass
             case "kill" | "kill all":
                 killed = engines if verb == "kill all" else [chosen]
                 self.log.append(f"kill {', '.join(killed)}")
                 await self.rig.kill(killed)
+                self.killed.update(killed)
             case "fault":
                 if planned := self.rig.plan_fault(chosen, self.random):
                     self.log.append(f"fault: {planned}")
@@ -144,13 +148,18 @@ class VerbWalk:
         self.log.append(f"{what}: {how}")
         if "not newer" in how and version and version == before.weight_version:
             assert _holders(before), f"version {version} is refused, and no engine holds it"
-        elif how == "done" and verb in OPENING:
+        elif how == "done" and verb in OPENING and (is_push or not self._is_unnoticed(before)):
             after = await self.rig.status()
             assert after.gate != "open" or _holders(after), f"{verb}: done, and no engine serves"
         if is_push and is_sent:
             known = set() if how == "done" else self.contents.get(version, set())
             self.contents[version] = known | {contents}
         return how == "done"
+
+    def _is_unnoticed(self, before: ServerStatus) -> bool:
+        """The only engines were killed, and a command that calls no engine may not notice it."""
+        holders = _holders(before)
+        return bool(holders) and self.killed.issuperset(holders)
 
     # -- what must hold ---------------------------------------------------------------------
 
