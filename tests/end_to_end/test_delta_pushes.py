@@ -23,6 +23,7 @@ from rollout.weights.routes.trainer_groups import BroadcastPush, BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support import random_deltas
 from tests.support.delta_faults import REFUSED, Faults
+from tests.support.fault_proxy import ProxiedLauncher
 from tests.support.push_settings import with_settings
 from tests.support.random_deltas import changed, sent
 
@@ -41,7 +42,14 @@ def shm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deployment(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def launcher() -> ProxiedLauncher:
+    return ProxiedLauncher()
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    model_path: Path, launcher: ProxiedLauncher, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     group = {"engine": {"kind": "embedded"}, "needs_offload": False}
     config = {
         "log_dir": str(tmp_path_factory.mktemp("logs")),
@@ -53,7 +61,7 @@ def deployment(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             }
         },
     }
-    with launch(RolloutConfig.from_dict(config), backend="local") as deployment:
+    with launch_local(RolloutConfig.from_dict(config), launcher=launcher) as deployment:
         yield deployment
 
 
@@ -195,6 +203,43 @@ def test_random_deltas_arrive_with_no_wrong_bit(
 
 
 # -- faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "nth"), [("lose", 2), pytest.param("drop", 1, marks=pytest.mark.chaos)]
+)
+def test_a_broadcast_that_one_engine_is_not_asked_for_ends_in_time_and_is_not_served(
+    deployment: DeploymentHandle,
+    launcher: ProxiedLauncher,
+    weights: dict[str, torch.Tensor],
+    shm: Path,
+    fault: str,
+    nth: int,
+) -> None:
+    """The request is lost whole, in the middle of a push, or at its begin with its connection.
+
+    ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_delta_pushes.py``
+    """
+    settings = {"transport": "distributed", "encoding": "delta", "group_timeout_s": 8}
+    policy = with_settings(deployment, shm, **settings)
+    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    weights = changed(weights, 0.01)
+    proxy = launcher.proxies["one-0"]
+    num_struck = proxy.num_struck
+    proxy.strike("/update_weights_from_distributed", fault, nth)
+    with pytest.raises(RolloutError, match=r"broadcast in .* failed"):
+        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    assert proxy.num_struck == num_struck + 1
+    assert policy.status().result(30).gate != "open"
+    assert not any(engine.is_verified for engine in engines(deployment))
+    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    assert sent(report).route == "distributed"
+    assert_held(deployment, weights)
+    weights = changed(weights, 0.01)
+    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    assert sent(report).route == "distributed delta"
+    assert_held(deployment, weights)
+    policy.close()
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Faults:

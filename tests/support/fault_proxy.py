@@ -36,6 +36,7 @@ class FaultProxy:
         self.engine = engine
         self.num_struck = 0
         self._planned: dict[str, tuple[str, int]] = {}
+        self._lost: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         # A stream has no strong reference to the task that reads it: while a killed engine takes
         # no data, only a cycle would hold both.
@@ -46,7 +47,11 @@ class FaultProxy:
         return Endpoint("127.0.0.1", self._server.sockets[0].getsockname()[1])
 
     def strike(self, path: str, fault: str, nth: int = 1) -> None:
-        """The next request of ``path`` goes wrong, or the ``nth`` from now."""
+        """The next request of ``path`` goes wrong, or the ``nth`` from now.
+
+        Args:
+            fault: one of ``FAULTS``, or ``lose``: it never arrives, and its connection stays open.
+        """
         self._planned[path] = fault, nth
 
     def close(self) -> None:
@@ -68,7 +73,10 @@ class FaultProxy:
         backwards = asyncio.create_task(_copy(reply, answer, lambda data: True))
         try:
             await _copy(client, request, lambda data: self._passes(data, answer))
+            if answer in self._lost:
+                await client.read()
         finally:
+            self._lost.discard(answer)
             request.close()
             await backwards
 
@@ -85,6 +93,8 @@ class FaultProxy:
         self.num_struck += 1
         if fault == "502":
             answer.write(_BAD_GATEWAY)
+        elif fault == "lose":
+            self._lost.add(answer)
         elif fault != "drop":
             self._signal(fault)
             return True
