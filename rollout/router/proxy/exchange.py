@@ -38,6 +38,7 @@ from rollout.router.http.headers import signature_lines
 from rollout.router.http.incoming_body import IncomingBody
 from rollout.router.http.reading_process import MOST_BYTES_ON_LOOP, ReadingFailed
 from rollout.router.http.request import BodyFields, Request, affinity_of, new_rid
+from rollout.router.http.responses import RouterResponse
 from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
 from rollout.router.proxy.client_response import ClientResponse, Response
 from rollout.router.proxy.context import Proxy, log_router_error
@@ -610,11 +611,19 @@ class Exchange:
         admission = self.admission
         assert admission is not None
         member = admission.partner if is_partner and admission.partner else admission.member
+        self._end_with(self.unusable(why, member.engine_id))
+
+    def unusable(self, why: str, engine_id: str = "") -> RouterResponse:
+        """What the client of an unusable reply gets, which is counted.
+
+        Args:
+            engine_id: empty for the last engine.
+        """
         self._proxy.counts.num_unusable_replies += 1
         target = self._head.route.target.decode()
-        failure = ConnectionFailure(member.engine_id, target, why, False, 0)
+        failure = ConnectionFailure(engine_id or self.engine_id, target, why, False, 0)
         self._log(failure, "sent an unusable reply to")
-        self._end_with(responses.engine_failed(failure))
+        return responses.engine_failed(failure)
 
     def _log(self, failure: ConnectionFailure, what: str) -> None:
         method, rid = self._head.method.decode(), self._request.rid if self._request else ""

@@ -12,9 +12,9 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -239,10 +239,11 @@ class ChatSessions:
             is_long = len(reply.text) + len(reply.output_ids) > _MOST_BYTES_IN_THREAD
             do = self._in_thread if is_long else _at_once
             answer = await do(_read_answer, reader, reply.text, chat.tools)
+            generated = await do(_generated, reader, reply)
             if reader is not None:
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
-            turn = _keep(session, plan, reader, reply, message)
+            turn = _keep(session, plan, generated, reply, message)
             self.store.keep(session_id, session, turn)
             self.store.num_turns[plan.prompt.drift] += 1
         except ChatFailure as error:
@@ -347,24 +348,31 @@ def _continuation(template: Template, chat: ChatRequest, known: Known) -> list[i
     return new + tokenised(template, chat.begun)[0] if new is not None and chat.begun else new
 
 
-def _keep(
-    session: Session,
-    plan: Plan,
-    reader: AnswerReader | None,
-    reply: GenerateReply,
-    answer: Message,
-) -> Turn:
-    ids = reply.output_ids
+def _generated(reader: AnswerReader | None, reply: GenerateReply) -> Generated:
+    """What a turn keeps of a reply, without routed experts."""
     finish = reply.finish_reason
     assert finish is not None
-    spans = spans_of(reply.weight_versions, reply.weight_version, len(ids))
-    num_computed = plan.num_prompt + len(ids) - 1
-    try:
+    spans = spans_of(reply.weight_versions, reply.weight_version, len(reply.output_ids))
+    text = reply.text if reader is None else reader.visible(reply.text)
+    with _not_recorded():
+        ids, logprobs = array(IDS, reply.output_ids), array("d", reply.output_logprobs or ())
+        return Generated(ids, logprobs, spans, finish, text)
+
+
+def _keep(
+    session: Session, plan: Plan, generated: Generated, reply: GenerateReply, answer: Message
+) -> Turn:
+    num_computed = plan.num_prompt + len(generated.ids) - 1
+    with _not_recorded():
         experts = session.tree.new_experts(plan.prompt, reply.routed_experts, num_computed)
-        logprobs = reply.output_logprobs or ()
-        text = reply.text if reader is None else reader.visible(reply.text)
-        made = Generated(ids, logprobs, spans, finish, text, experts)
+        made = replace(generated, experts=experts)
         return session.tree.add(plan.history, plan.prompt, made, answer)
+
+
+@contextmanager
+def _not_recorded() -> Iterator[None]:
+    try:
+        yield
     except (ValueError, OverflowError, TypeError) as error:
         raise failure(502, "not_recorded", str(error)) from None
 

@@ -127,12 +127,15 @@ async def test_an_error_event_is_the_turns_failure(is_streamed: bool, status: in
     assert rig.is_empty()
 
 
-async def test_a_reply_without_what_a_turn_needs_is_unusable() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 20_000])
+async def test_a_reply_without_what_a_turn_needs_is_unusable(num_tokens: int) -> None:
+    """Also where a thread reads it."""
     rig = rig_of("a")
-    _, first = await begin(rig)
-    whole = b'{"output_ids": [1], "text": "x", "meta_info": {"finish_reason": {"type": "stop"}}}'
-    rig.engines.sent[0].reply(STREAM, b"data: " + whole + b"\n\n")
-    with pytest.raises(ChatFailure, match="its reply cannot be used: KeyError"):
+    _, first = await begin(rig, sampling_params={"max_new_tokens": num_tokens})
+    ids = list(range(num_tokens))
+    whole = {"output_ids": ids, "text": "x", "meta_info": {"finish_reason": {"type": "stop"}}}
+    rig.engines.sent[0].reply(STREAM, b"data: " + json.dumps(whole).encode() + b"\n\n")
+    with pytest.raises(ChatFailure, match="engine a failed /generate: .* cannot be used: KeyError"):
         await first
     assert rig.proxy.counts.num_unusable_replies == 1
     assert rig.is_empty()
