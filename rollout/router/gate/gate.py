@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 # In bytes of a body: a request costs as much as the copies of so many.
 _WORK_PER_REQUEST = 64 << 10
-_WORK_AT_ONCE = 1 << 20
+_WORK_AT_ONCE = 1 << 19
 
 
 class GateState(StrEnum):
