@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -188,8 +189,13 @@ def resolve(name: str) -> str | None:
     return next((found for found in (name, f"{name}.__init__") if found in MODULES), None)
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@cache
+def imported_names(path: Path) -> tuple[str, ...]:
     """Every dotted name a file imports, wherever in the file it does so."""
+    return tuple(dict.fromkeys(names_imported_in(path)))
+
+
+def names_imported_in(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -250,38 +256,33 @@ def test_no_module_imports_from_a_module_of_tests() -> None:
     assert not found
 
 
-def test_a_name_of_ours_in_a_text_of_a_test_exists() -> None:
-    """A test may replace a function by its name, and run where only some see it fail."""
+def test_a_name_of_ours_in_a_test_exists() -> None:
+    """A test may replace a function by its name, or import it in a function or behind a skip."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for folder in ("tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for line, name in names_of_ours(path)
+        if not is_a_name(name)
+    ]
+    assert wrong == []
+
+
+def names_of_ours(path: Path) -> Iterator[tuple[int, str]]:
+    """The texts of a file that are such names, and the names that it imports, with their lines."""
     dotted = re.compile(r"(?:rollout|engines)(?:\.\w+)+")
-    wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.value}"
-        for folder in ("tests", "benchmarks", "examples")
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if dotted.fullmatch(node.value) and not is_a_name(node.value)
-    ]
-    assert wrong == []
-
-
-def test_an_import_of_ours_in_a_function_of_a_test_exists() -> None:
-    """It may stand behind a skip, or run where only some see it fail."""
-    wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.module}.{name.name}"
-        for folder in ("tests", "benchmarks", "examples")
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module and is_ours(node.module)
-        for name in node.names
-        if not is_a_name(f"{node.module}.{name.name}")
-    ]
-    assert wrong == []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and dotted.fullmatch(str(node.value)):
+            yield node.lineno, str(node.value)
+        elif isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+            yield from ((node.lineno, f"{node.module}.{one.name}") for one in node.names)
 
 
 def is_ours(module: str) -> bool:
     return module.partition(".")[0] in ("rollout", "engines")
 
 
+@cache
 def is_a_name(dotted: str) -> bool:
     """A module has this name, or contains it; names of no folder of ours are not judged."""
     parts = dotted.split(".")
