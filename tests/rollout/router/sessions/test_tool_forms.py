@@ -248,4 +248,4 @@ def test_reading_takes_time_in_proportion_to_the_text(form: Form) -> None:
 
         if cpu_s(form, text(LENGTH)) > MEASURABLE_S:
             ratios = (cpu_s(form, text(2 * LENGTH)) / cpu_s(form, text(LENGTH)) for _ in range(5))
-            assert min(ratios) < 3, (begun, unit, rest)
+            assert any(ratio < 3 for ratio in ratios), (begun, unit, rest)
