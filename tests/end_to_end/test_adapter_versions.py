@@ -186,6 +186,7 @@ def loaded(url: str) -> set[str]:
     return {name.split(":")[1] for name in names if name.startswith("lora:")}
 
 
+@pytest.mark.slow
 def test_sessions_stay_with_their_version_while_adapters_are_pushed(tmp_path: Path) -> None:
     run(tmp_path, 2, 6, 8)
 
@@ -205,6 +206,7 @@ def ask(policy: ServerHandle, name: str = "policy") -> int:
     return int(reply.json()["meta_info"]["weight_version"])
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_leaves_the_version_before_and_comes_back_with_all(
     tmp_path: Path,
 ) -> None:

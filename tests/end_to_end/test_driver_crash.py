@@ -215,6 +215,7 @@ def test_killed_while_it_serves_an_engine_whose_guard_fails_too_is_ended_by_clea
     assert crash.attach("--clean-up")["ended"] == []
 
 
+@pytest.mark.slow
 def test_killed_when_offloaded_an_attached_engine_is_listed_as_it_is(crash: Crash) -> None:
     crash.tell("offload")
     crash.driver.wait_for("offloaded", TIMEOUT_S)
@@ -318,6 +319,7 @@ def the_next_launch_clears(crash: Crash, files: list[Path]) -> None:
     assert read(folder / "journal.json").is_ended
 
 
+@pytest.mark.slow
 def test_people_read_it_in_words(crash: Crash) -> None:
     os.kill(crash.driver.process.pid, signal.SIGKILL)
     crash.driver.process.wait(10)

@@ -52,6 +52,7 @@ def versions(answers: list[Answer]) -> set[int]:
     return {span.version for one in answers for span in one.spans}
 
 
+@pytest.mark.slow
 def test_the_adapter_answers_what_names_no_weights_and_the_base_what_names_it(
     policy: ServerHandle, model: Path, tmp_path: Path
 ) -> None:

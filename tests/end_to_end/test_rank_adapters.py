@@ -54,6 +54,7 @@ def padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, added)
 
 
+@pytest.mark.slow
 def test_an_adapter_and_a_base_whose_shards_all_ranks_have(
     run: DeploymentHandle, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ def test_both_calls_from_every_phase(policy: ServerHandle, model: Any, num_steps
     assert where(policy) == ("serving", "open")
 
 
+@pytest.mark.slow
 def test_after_an_error_in_the_block_stop_leaves_nothing(
     example: Any, model_path: Path, tmp_path: Path
 ) -> None:

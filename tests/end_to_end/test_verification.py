@@ -68,6 +68,7 @@ def policy(model: Path, folder: Path, forgetful: Forgetful, **more: Any) -> Iter
         yield deployment["policy"]
 
 
+@pytest.mark.slow
 def test_the_only_engine_that_took_half_a_push_is_fenced_with_the_first_wrong_tensor(
     model: Path, tmp_path: Path
 ) -> None:

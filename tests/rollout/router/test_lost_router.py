@@ -91,6 +91,7 @@ async def test_a_reply_goes_on_from_the_tokens_that_the_lost_router_had(state: S
     assert records(state) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"rid": "other"}, {"input_ids": [1, 2, 4]}])
 async def test_another_request_gets_nothing_of_it(state: StateFile, other: dict[str, Any]) -> None:
     hold = Hold()
@@ -104,6 +105,7 @@ async def test_another_request_gets_nothing_of_it(state: StateFile, other: dict[
     assert len(got["input_ids"]) == 3
 
 
+@pytest.mark.slow
 async def test_a_reply_goes_on_over_several_lost_routers(state: StateFile) -> None:
     holds = [Hold(), Hold()]
     scripts = [counting(dies_after=6, hold=hold) for hold in holds]
@@ -130,6 +132,7 @@ async def test_a_stream_begins_with_the_tokens_that_the_lost_router_had(state: S
     assert ",22]" in events[-3].replace(" ", "")
 
 
+@pytest.mark.slow
 async def test_without_room_for_its_tokens_a_request_starts_over() -> None:
     state = StateFile.make(1 << 13)
     hold = Hold()
