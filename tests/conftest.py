@@ -36,8 +36,9 @@ for _number, _usual in (
 # Hypothesis fails an example that takes 0.2 s, and examples that are made slowly, which is a matter
 # of what else this machine does.
 _SLOW = [HealthCheck.too_slow]
-settings.register_profile("untimed", deadline=None, suppress_health_check=_SLOW)
-settings.load_profile("untimed")
+settings.register_profile("few", max_examples=50, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("many", settings.get_profile("few"), max_examples=2000)
+settings.load_profile("few")  # docs/testing.md has the command for the other one
 
 SHARED_MEMORY = Path("/dev/shm")
 # A process that the last test stopped may still be exiting.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.tensors import torch_fingerprint
@@ -158,7 +158,6 @@ def test_it_is_of_the_contents_not_of_how_they_lie(kind: Fingerprint) -> None:
     assert kind("w", plain) == kind("w", inside) == kind("w", transposed)
 
 
-@settings(max_examples=200, deadline=None)
 @given(content=st.binary(min_size=200, max_size=900), data=st.data())
 @example(content=b"\0" * 208, data=None)
 def test_any_change_of_one_stretch_is_seen_by_sums(content: bytes, data: st.DataObject) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.core import wire
@@ -80,7 +80,6 @@ def is_closed_by_listener(raw: socket.socket) -> bool:
 
 
 @given(st.lists(st.tuples(HEADS, st.binary(max_size=200)), min_size=1, max_size=5), st.data())
-@settings(max_examples=60, deadline=None)
 def test_messages_arrive_as_they_were_sent_however_they_are_cut(
     messages: list[tuple[dict[str, Any], bytes]], data: st.DataObject
 ) -> None:
@@ -102,7 +101,6 @@ def test_messages_arrive_as_they_were_sent_however_they_are_cut(
 
 
 @given(HEADS, st.binary(max_size=100), st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_message_that_is_cut_off_is_an_error(
     head: dict[str, Any], body: bytes, data: st.DataObject
 ) -> None:
@@ -116,7 +114,6 @@ def test_a_message_that_is_cut_off_is_an_error(
 
 
 @given(st.binary(min_size=12, max_size=300))
-@settings(max_examples=200, deadline=None)
 def test_any_bytes_are_a_message_or_an_error_of_the_connection(noise: bytes) -> None:
     with pair() as (connection, raw):
         raw.sendall(noise)
@@ -328,7 +325,6 @@ STRANGERS = st.one_of(
 
 
 @given(st.lists(STRANGERS, min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
 def test_no_stranger_is_served_or_keeps_anything(contents: list[bytes]) -> None:
     served: list[wire.Connection] = []
     with listening(served.append) as listener:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.router.http.head_cache import ReplyHead
@@ -32,7 +32,6 @@ def event(ids: list[int], version: int, finish: dict[str, Any] | None) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-@settings(max_examples=200, deadline=None)
 @given(ENGINES)
 def test_it_goes_on_after_the_same_tokens(engines: list[tuple[list[int], int, bool]]) -> None:
     state = StateFile.make(1 << 20)

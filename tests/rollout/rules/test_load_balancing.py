@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
@@ -41,7 +41,6 @@ def policies():
 
 
 @pytest.mark.parametrize("number", range(3))
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -70,7 +69,6 @@ def test_every_policy_chooses_a_candidate_and_counts_return_to_zero(number, even
     assert in_flight.by_engine() == {}
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 8),
     st.lists(st.tuples(st.sampled_from(["s", "t", "u"]), st.binary(max_size=12)), max_size=200),

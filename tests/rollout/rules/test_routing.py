@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Endpoint, WorkerType
@@ -113,7 +113,6 @@ GROUPS = st.lists(st.sampled_from([0, 1, None]), min_size=5, max_size=5)
 CHANGES = st.tuples(st.sampled_from("abcde"), st.integers(0, 5), st.sampled_from(["+", "-"]))
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(CHANGES, GROUPS, st.none()), max_size=80))
 def test_candidates_stand_where_the_sets_of_live_requests_put_them(events):
     """None looks; so that changes are seen one by one and many at once."""
@@ -150,7 +149,6 @@ def test_candidates_stand_where_the_sets_of_live_requests_put_them(events):
                         assert candidates.least().engine_id == found[min(by_load)][0]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.driver.client.generation_client import EngineLoad
@@ -90,7 +90,6 @@ def test_the_limit_follows_the_load(limit, num_used, load, expected: int) -> Non
     assert next_limit(limit, num_used, load, highest=100) == expected
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 10_000),
     st.integers(0, 10_000),

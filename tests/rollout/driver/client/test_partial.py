@@ -1,7 +1,7 @@
 """Continuing a cut-off sample: budget, versions and lengths stay exact."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, GenerateReply, SamplingParams, VersionSpan
@@ -37,7 +37,6 @@ def test_the_remaining_budget_is_the_budget_less_the_tokens_so_far() -> None:
     assert remaining(sampling, 10) is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=8))
 def test_parts_add_up_whatever_the_versions(parts: list[tuple[int, int]]) -> None:
     sample, versions = pending(), []

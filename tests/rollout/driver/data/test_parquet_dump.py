@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, VersionSpan
@@ -43,7 +43,6 @@ def samples(draw) -> Sample:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(samples(), min_size=1, max_size=3), max_size=3))
 def test_arrow_round_trip_changes_nothing(of_groups: list[list[Sample]]) -> None:
     groups = [SampleGroup(7 * place, members) for place, members in enumerate(of_groups)]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.core.errors import ConfigError
@@ -40,7 +40,6 @@ def test_a_source_ends_after_its_epochs() -> None:
     assert source.epoch == 2
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 40), st.none() | st.integers(0, 9))
 def test_a_source_continues_at_the_next_prompt(num_rows, before, after, seed) -> None:
     whole = PromptData(rows(num_rows), seed=seed)

@@ -220,7 +220,6 @@ def with_gaps(
     share_of_limit=st.floats(0.02, 3.0),
     is_heavy=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
 def test_engines_that_are_off_alike_are_never_named(
     seed: int, num_engines: int, num_tokens: int, share_of_limit: float, is_heavy: bool
 ) -> None:
@@ -244,7 +243,7 @@ def test_engines_that_are_off_alike_are_never_named(
     times=st.floats(8.0, 100.0),
     is_heavy=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_engine_that_stands_out_is_named(
     seed: int, num_engines: int, gap: float, times: float, is_heavy: bool
 ) -> None:

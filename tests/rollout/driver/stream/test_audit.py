@@ -248,7 +248,9 @@ RUNS = {
     "num_groups": st.integers(1, 9),
 }
 PROFILE = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=settings.default.max_examples // 2,  # each is a run of a driver
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 
 

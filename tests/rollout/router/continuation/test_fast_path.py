@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.router.continuation import fast_path
@@ -29,7 +29,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4), st.sampled_from([None, 1]), st.booleans())
 def test_the_parts_of_a_body_are_what_a_parser_finds(raw, indent, is_ascii):
     body = json.dumps(raw, indent=indent, ensure_ascii=is_ascii).encode()
@@ -97,7 +96,6 @@ def length(num):
     return {"type": "length", "length": num}
 
 
-@settings(max_examples=300, deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 9), max_size=4), VALUES, st.booleans(), st.booleans())
 def test_an_event_in_parts_is_the_event_that_a_parser_finds(text, ids, other, is_ascii, is_dense):
     event = event_of(ids, finish=None, text=text, other=other)
@@ -138,7 +136,6 @@ OF_EVENT = [
 ]
 
 
-@settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from(OF_EVENT), max_size=3), st.data())
 def test_an_event_with_equal_or_escaped_keys_is_what_a_parser_finds(more, data):
     members = data.draw(st.permutations([*OF_EVENT[:2], OF_EVENT[5], *more]))
@@ -181,7 +178,6 @@ def parsed_or_error(parse, event):
         return ValueError
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.lists(EVENTS, max_size=6), EDITS)
 def test_of_lists_that_grow_is_read_what_a_parser_reads(steps, edit):
     lists, ids, entries = GrowingLists(), [], []

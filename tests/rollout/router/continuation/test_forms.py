@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.router.continuation.forms import read_object
@@ -83,7 +83,6 @@ def test_only_the_end_of_the_text_is_compared_with_stop_strings():
     assert end_of_text(6) == "yyzzzz"
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=3),
@@ -109,7 +108,6 @@ def test_text_is_safe_if_no_stop_string_is_in_it_or_begins_at_its_end(text, stop
         assert reply.is_safe == is_safe(so_far)
 
 
-@settings(max_examples=300, deadline=None)
 @given(odd_bodies())
 def test_a_body_that_is_read_can_be_continued_whatever_it_contains(drawn):
     path, body = drawn
@@ -139,7 +137,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text("ab"), VALUES, max_size=4))
 def test_a_body_is_read_exactly_or_not_at_all(raw):
     for value in (raw, raw | {"c": [[]] * 200}):  # with few lists, and with many

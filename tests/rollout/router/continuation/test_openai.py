@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rollout.router.continuation.replies import chat, completion
@@ -144,7 +144,6 @@ DEATHS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=6)
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("is_chat", [False, True])
-@settings(max_examples=150, deadline=None)
 @given(TOKENS, st.integers(1, 50), st.sampled_from([[], ["STOP"], ["STOP", "a a"]]), DEATHS)
 def test_lost_engines_change_only_the_versions_of_a_response(
     is_chat, is_streamed, tokens, budget, stops, deaths
@@ -172,7 +171,6 @@ def test_lost_engines_change_only_the_versions_of_a_response(
         assert joined(reported, is_chat) == (text, [choice["finish_reason"]])
 
 
-@settings(max_examples=60, deadline=None)
 @given(TOKENS, st.integers(1, 40), DEATHS)
 def test_log_probs_are_as_many_as_the_tokens_of_a_completion(tokens, budget, deaths):
     body = request(False, budget, [], logprobs=0, return_token_ids=True)

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.router.continuation.dialects.sglang import may_be_ahead
@@ -110,7 +110,6 @@ DEATHS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=6)
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-@settings(max_examples=200, deadline=None)
 @given(TOKENS, st.integers(1, 50), st.sampled_from([[], ["STOP"], ["STOP", "a a"]]), DEATHS)
 def test_lost_engines_change_only_the_versions_of_a_response(aborts, tokens, budget, stops, deaths):
     whole = finished(tokens, budget, stops, []).payload()
@@ -121,7 +120,6 @@ def test_lost_engines_change_only_the_versions_of_a_response(aborts, tokens, bud
         assert pieced["meta_info"][name] == whole["meta_info"][name]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([0, 5]), min_size=60, max_size=60), st.integers(1, 50), DEATHS)
 def test_engines_that_send_only_what_is_new_are_understood(tokens, budget, deaths):
     whole = finished(tokens, budget, [], []).payload()

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
@@ -332,7 +332,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(EVENTS)
 def test_whatever_happens_each_request_is_decided_once_and_counts_return_to_zero(events):
     gate, requests, reported, epoch = gate_with("a", "b", max_held=4), [], [], 1

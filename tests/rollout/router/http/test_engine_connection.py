@@ -4,7 +4,7 @@ import asyncio
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
@@ -194,7 +194,6 @@ async def test_a_reply_before_the_end_of_the_body_ends_the_connection():
     assert len(b"".join(pool.transport.written)) < 1 << 20
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, len(REPLY) - 1), max_size=6),
     st.lists(st.sampled_from(["pause", "resume", "tick"]), max_size=12),

@@ -71,7 +71,7 @@ async def test_damaged_requests_harm_no_other_request(make_bench, caplog):
     bench = await make_bench(counts)
     loop = asyncio.get_running_loop()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(suppress_health_check=list(HealthCheck))
     @given(damaged([WHOLE, CHUNKED, WHOLE + CHUNKED]))
     def fuzz(parts):
         asyncio.run_coroutine_threadsafe(talk(bench, parts), loop).result(10)
@@ -106,7 +106,7 @@ async def test_damaged_replies_harm_no_other_request(make_bench, caplog):
             return
         assert got.status in range(200, 600)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(suppress_health_check=list(HealthCheck))
     @given(damaged(ANSWERS))
     def fuzz(given_parts):
         parts[:] = given_parts

@@ -189,7 +189,7 @@ async def test_no_request_takes_a_healthy_engine_out_and_every_request_ends(make
             await asyncio.wait_for(bench.ask(path, data=data, headers=headers), 10)
         assert await states(bench) == ["serving"] * 2
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(suppress_health_check=list(HealthCheck))
     @given(odd_bodies(), st.sampled_from(sorted(COMPLETION_PATHS)), ODD_REPLIES)
     def attack(drawn, other_path, script):
         path, body = drawn

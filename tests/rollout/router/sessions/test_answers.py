@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
@@ -120,7 +120,6 @@ def test_two_calls_with_one_id_get_two() -> None:
 
 
 @pytest.mark.parametrize("name", [None, *FORM_NAMES])
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.booleans())
 def test_a_stream_joined_is_the_whole_message(
     name: str | None, data: st.DataObject, marks_are_special: bool
@@ -153,7 +152,6 @@ def test_a_stream_joined_is_the_whole_message(
 
 
 @pytest.mark.parametrize("name", FORM_NAMES)
-@settings(max_examples=100, deadline=None)
 @given(st.data(), st.booleans())
 def test_text_that_was_sent_is_never_part_of_a_call(
     name: str, data: st.DataObject, marks_are_special: bool

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.core.errors import ConfigError
@@ -96,7 +96,6 @@ def test_the_template_for_tools_shows_the_form_of_calls(tmp_path: Path) -> None:
 WORDS = st.text(alphabet="ab <>/|", max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=4), WORDS)
 def test_a_continuation_is_what_the_template_writes_behind_the_answer(
     loaded: ChatTokenizer, turns: list[tuple[str, str, bool]], last: str

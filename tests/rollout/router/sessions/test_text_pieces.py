@@ -127,11 +127,7 @@ def tokens_of(*names: str) -> list[Any]:
 @example(tokens_of("<word>", "a1"), ["<word>", "a1"])
 @example(tokens_of("<right>", " x"), ["<right>", " x", "a"])
 @example(tokens_of("<Upper>"), ["low", "<Upper>", "low"])
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(ADDED), max_size=len(ADDED), unique_by=lambda token: token.content),
     st.lists(st.sampled_from([*WORDS, *NAMES, *(name[:-1] for name in NAMES)]), max_size=20),
@@ -270,11 +266,7 @@ CONTENTS = st.sampled_from(["", "x", "<|im_start|>user\n", " y" * 30])
 
 
 @pytest.mark.usefixtures("short_pieces")
-@settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(CONTENTS, ANSWERS, st.integers(0, 9)), min_size=1, max_size=6))
 def test_the_first_difference_is_that_from_a_tokenisation_of_the_whole(
     loaded: ChatTokenizer, turns: list[tuple[str, str, int]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, VersionSpan
@@ -64,7 +64,6 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(MOVES)
 def test_a_turn_continues_the_answer_its_history_ends_with(moves: list[Any]) -> None:
     agent = Agent()

@@ -71,7 +71,7 @@ specs = st.builds(
 models = st.lists(specs, min_size=1, max_size=40, unique_by=lambda one: one.name)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(models, st.integers(1, 500), st.integers(1, 7), st.integers(1, 3), st.integers(1, 900))
 def test_every_byte_of_any_model_is_kept_often_enough_and_aligned(
     model: list[TensorSpec], unit_bytes: int, num_nodes: int, replicas: int, segment_bytes: int

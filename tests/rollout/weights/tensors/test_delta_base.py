@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from engines.embedded.core.errors import Invalid  # noqa: E402
@@ -144,7 +144,6 @@ def send(request: pytest.FixtureRequest) -> Iterator[Callable[[Engine, Any], Non
         assert os.listdir(folder) == []
 
 
-@settings(max_examples=300, deadline=None)
 @given(TENSORS, st.integers(0, 2**31))
 def test_every_bit_is_that_of_the_trainer(
     send: Callable[[Engine, Any], None], kinds: list[tuple[str, Any, float]], seed: int

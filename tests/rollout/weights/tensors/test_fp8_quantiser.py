@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.fake import FakeEngine, FakeLauncher
@@ -99,7 +99,6 @@ def dequantised(
     return values.float() * wide[:rows, :columns]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     block=st.tuples(st.sampled_from([1, 3, 16]), st.sampled_from([1, 5, 16])),
