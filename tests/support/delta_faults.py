@@ -26,14 +26,15 @@ class Faults:
 
     Attributes:
         fault: what is done to them; empty for nothing.  ``killed``: an engine dies while it applies
-            the second.
+            the second, or in the middle of a folder that it loads.
         engines: those that are killed.
         num_done: requests that went wrong.
+        num_killed: engines that were killed.
     """
 
     def __init__(self) -> None:
         self.fault = ""
-        self.num_done = 0
+        self.num_done = self.num_killed = 0
         self.engines: Sequence[EngineStatus] = ()
         self._begun: set[str] = set()
         self._waiting: dict[int, tuple[Any, Any]] = {}
@@ -82,7 +83,7 @@ class Faults:
         if fault == "lost" and not is_last:
             return
         if fault == "killed":
-            await self._send_and_kill(client.endpoint, send(client, payloads, **more))
+            await self._send_and_kill(client.endpoint, payloads, send(client, payloads, **more))
             return
         if fault == "reordered":
             before = self._waiting.pop(id(client), None)
@@ -109,13 +110,37 @@ class Faults:
         if fault == "the last repeated" or (fault == "repeated" and not is_last):
             await send(client, payloads, **more | {"weight_version": None})
 
-    async def _send_and_kill(self, endpoint: Endpoint, send: Awaitable[None]) -> None:
+    async def _send_and_kill(
+        self, endpoint: Endpoint, payloads: Any, send: Awaitable[None]
+    ) -> None:
         applied = asyncio.ensure_future(send)
-        if endpoint.url in self._begun:
-            (pid,) = [one.pid for one in self.engines if one.endpoint == endpoint]
-            os.killpg(os.getpgid(pid), signal.SIGKILL)
+        if isinstance(payloads, str):
+            await _kill_in_load(Path(payloads), applied, lambda: self._kill(endpoint))
+        elif endpoint.url in self._begun:
+            self._kill(endpoint)
         self._begun.add(endpoint.url)
         await applied
+
+    def _kill(self, endpoint: Endpoint) -> None:
+        (pid,) = [one.pid for one in self.engines if one.endpoint == endpoint]
+        os.killpg(os.getpgid(pid), signal.SIGKILL)
+        self.num_killed += 1
+
+
+async def _kill_in_load(folder: Path, load: asyncio.Future[None], kill: Callable[[], None]) -> None:
+    """Kill who loads a folder while it waits for the last file, which no process writes."""
+    pipe = folder / "z.safetensors"
+    os.mkfifo(pipe)
+    while not load.done():
+        try:
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # it is not read yet
+            await asyncio.sleep(0.01)
+            continue
+        kill()
+        os.close(writer)
+        break
+    pipe.unlink()
 
 
 class _FaultyHost(KnownHost):
