@@ -20,8 +20,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+import sys
+import warnings
 from asyncio import events
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from itertools import chain, starmap
 from typing import Any, Protocol, cast
@@ -30,6 +34,7 @@ Schedule = Mapping[int, int]
 """Decision number -> the option taken there; option 0 at all other decisions."""
 
 _MAX_STEPS = 100_000
+_MOST_AWAITS = 50
 
 
 class Violation(AssertionError):
@@ -55,6 +60,47 @@ class Scenario(Protocol):
         """Raise ``Violation`` if something is broken that must hold at the end of a run."""
 
 
+class ExploredProcess:
+    """Tasks that are lost together, with all that they have begun: none of them runs after that.
+
+    Attributes:
+        is_lost: it was killed.
+        ended: done when it is lost.
+    """
+
+    def __init__(self, loop: ExploredLoop) -> None:
+        self.is_lost = False
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._loop = loop
+        self._context = copy_context()
+        self._context.run(PROCESS.set, self)
+        loop.processes.append(self)
+
+    def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task in it; the tasks that it creates are in it too."""
+        task: asyncio.Task[Any] = self._loop.create_task(work, context=self._context.copy())
+        return task
+
+    def kill(self) -> None:
+        self.is_lost = True
+        self.ended.set_result(None)
+
+    def bury(self) -> None:
+        """Close its tasks, if it is lost, and those that they begin when they are closed."""
+        while self.is_lost and self.tasks:
+            task = self.tasks.pop()
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            for _ in range(_MOST_AWAITS):  # each ``finally`` may wait once more
+                with suppress(BaseException):
+                    self._context.copy().run(task.get_coro().close)  # type: ignore[union-attr]
+                    break
+
+
+PROCESS: ContextVar[ExploredProcess | None] = ContextVar("process", default=None)
+"""Where the code runs that asks; None outside of all."""
+
+
 class ExploredLoop:
     """An event loop without a selector and a clock; time passes only in ``pass_time``.
 
@@ -67,6 +113,10 @@ class ExploredLoop:
         self._num_timers = 0
         self._now = 0.0
         self.lost_errors: list[str] = []
+        self.processes: list[ExploredProcess] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ExploredLoop, ()  # locks remember theirs
 
     def time(self) -> float:
         return self._now
@@ -81,12 +131,12 @@ class ExploredLoop:
         return False
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        handle = _Handle(callback, args)
+        handle = _Handle(callback, args, copy_context() if context is None else context)
         self._ready.append(handle)
         return handle
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        handle = _Handle(callback, args)
+        handle = _Handle(callback, args, copy_context() if context is None else context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, handle))
         return handle
@@ -99,7 +149,11 @@ class ExploredLoop:
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> Any:
         # Unnamed tasks would be numbered by a counter that outlives the run.
-        return asyncio.Task(coro, loop=cast(Any, self), name=name or "task")
+        task = asyncio.Task(coro, loop=cast(Any, self), name=name or "task", context=context)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is not None:
+            process.tasks.append(task)
+        return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         """Runs ``func`` now, in this thread; another thread would make runs differ."""
@@ -144,7 +198,7 @@ class ExploredLoop:
 
     def next_timer_s(self) -> float | None:
         """The time of the next timer; None if there is none."""
-        while self._timers and self._timers[0][2].callback is None:
+        while self._timers and self._timers[0][2].is_idle():
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
@@ -161,6 +215,19 @@ class ExploredLoop:
         while (when := self.next_timer_s()) is not None and when <= self._now:
             self._ready.append(heapq.heappop(self._timers)[2])
         return self._now
+
+    def bury(self) -> None:
+        """Close what lost processes had begun, when nothing looks at its effects any more."""
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        events._set_running_loop(cast(Any, self))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what is never awaited
+                for process in self.processes:
+                    process.bury()
+        finally:
+            events._set_running_loop(None)
+            sys.unraisablehook = hook
 
     def abandon(self) -> None:
         """Cancel all tasks."""
@@ -180,15 +247,21 @@ class ExploredLoop:
 
 
 class _Handle:
-    __slots__ = ("args", "callback")
+    __slots__ = ("args", "callback", "context")
 
-    def __init__(self, callback: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, callback: Any, args: tuple[Any, ...], context: Context) -> None:
         self.callback = callback
         self.args = args
+        self.context = context
+
+    def is_idle(self) -> bool:
+        """It was cancelled, or its process is lost."""
+        process = self.context.get(PROCESS)
+        return self.callback is None or (process is not None and process.is_lost)
 
     def run(self) -> None:
-        if self.callback is not None:
-            self.callback(*self.args)
+        if not self.is_idle():
+            self.context.run(self.callback, *self.args)
         # Since 3.12 a failed task's traceback keeps this frame.  With ``self`` in it the task would
         # keep itself alive, and an error that is never retrieved would not be reported.
         del self
@@ -274,6 +347,8 @@ def run(scenario: Scenario, choose: Choose, *, by_turns: bool = False) -> Run:
     finally:
         loop.clear()
         events._set_running_loop(None)
+    if violation:
+        loop.bury()
     return Run(taken, counts, story, violation, scenario)
 
 

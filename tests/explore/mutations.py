@@ -18,7 +18,7 @@ from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.memory import CallOutcome, EngineMemory
 from rollout.control.engine.sentinel import Sentinel
 from rollout.control.engine.state import EngineState
-from rollout.control.group import engine_boots, push_path_check, server_group
+from rollout.control.group import engine_boots, engine_recovery, push_path_check, server_group
 from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_set import EngineSet
@@ -27,6 +27,7 @@ from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.actions import RecoveryActions
 from rollout.control.server import gate_control, phase_runner
 from rollout.control.server.gate_control import GateControl
+from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.phase_runner import PhaseRunner
 from rollout.control.server.server import RolloutServer
 from rollout.core import fanout
@@ -84,6 +85,7 @@ class Mutation:
             update=self.update,
             reports_released=self.reports_released,
             expect_version=self.expect_version,
+            has_journal="has_processes" in (self.settings or {}),
         )
         state = State(after(start, *self.begin) if self.begin else start)
         self.seed(patch)
@@ -413,7 +415,57 @@ def _serve_what_is_not_expected(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PhaseRunner, "why_expecting", "")
 
 
+def _take_over_as_if_at_rest(patch: pytest.MonkeyPatch) -> None:
+    async def replace_lost(
+        self: GroupRegistry, name: str, factory: Any, unfinished: Any, version: int
+    ) -> None:
+        await replaced(self, name, factory, None, version)
+
+    replaced = GroupRegistry.replace_lost
+    patch.setattr(GroupRegistry, "replace_lost", replace_lost)
+
+
+def _reuse_after_half_a_push(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine_recovery, "spoils_weights", lambda command: False)
+
+
+def _record_commands_afterwards(patch: pytest.MonkeyPatch) -> None:
+    async def write(self: PhaseRunner, *, durable: bool = True) -> None:
+        if not self.doing:
+            await written(self, durable=durable)
+
+    written = PhaseRunner.write_journal
+    patch.setattr(PhaseRunner, "write_journal", write)
+
+
+def _lost(which: str) -> dict[str, Any]:
+    injections = (f"crash {which}",)
+    settings = {"injections": injections, "outcomes": ORDER_ONLY, "has_processes": True}
+    return {"recover": True, "settings": settings, "groups": {"shared": {"num_engines": 2}}}
+
+
 MUTATIONS = (
+    Mutation(
+        "take over a lost group as if it was at rest",
+        _take_over_as_if_at_rest,
+        "I1/I3: a call of ours ended",
+        ("offload", "recover", "again", "recover"),
+        **_lost("shared"),
+    ),
+    Mutation(
+        "reuse an engine after half a push",
+        _reuse_after_half_a_push,
+        "I",
+        ("update", "recover", "serve"),
+        **_lost("shared"),
+    ),
+    Mutation(
+        "record a command after it has ended",
+        _record_commands_afterwards,
+        "I",
+        ("offload", "recover", "again", "recover"),
+        **_lost("server"),
+    ),
     Mutation(
         "continue over engines without weights",
         _continue_over_engines_without_weights,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.explore.search import Explorer, State
@@ -75,8 +75,8 @@ def _all_die(
     groups: dict[str, dict[str, Any]] | None,
     settings: Settings,
     deviations: int,
-    face: str = "sglang",
     then: tuple[str, ...] = (),
+    **start_as: Any,
 ) -> Any:
     """All engines die at some point of a command, and come back without weights.
 
@@ -85,13 +85,13 @@ def _all_die(
     """
 
     def search(explorer: Explorer) -> None:
-        start = after(serving(groups, recover=True, face=face), "update")
+        start = after(serving(groups, recover=True, **start_as), "update")
         places = [("update", start), ("offload", start), ("onload", after(start, "offload"))]
         for number, phase in enumerate(PHASES):
             places.append((phase, after(start, *PHASES[:number]) if number else start))
         for command, frozen in places:
             commands = (command, *then, "recover", "again", "recover")
-            one = Settings(commands, settings.injections, settings.outcomes, num_requests=0)
+            one = replace(settings, commands=commands, num_requests=0)
             explorer.explore(State(frozen), one, max_deviations=deviations)
             if explorer.is_over:
                 return
@@ -165,8 +165,17 @@ STANDBYS: dict[str, Any] = {
     "launch_outcomes": 3,
     "injections": ("cancel", "stop", "kill shared-0", "kill standby-shared-0"),
 }
+_WITH_ANOTHER: dict[str, dict[str, Any]] = {
+    "shared": {"num_engines": 2},
+    "apart": {"needs_offload": False},
+}
 _STOPPABLE = Settings((), ("cancel", "stop"), FEW_OUTCOMES)
 _KILLABLE = Settings((), ("cancel", "stop", *_DEATHS), FEW_OUTCOMES)
+
+
+def _crash(which: str, *others: str) -> Settings:
+    return Settings((), (f"crash {which}", *others), ORDER_ONLY, has_processes=True)
+
 
 DEFAULT: tuple[Plan, ...] = (
     Plan(
@@ -462,6 +471,28 @@ DEFAULT: tuple[Plan, ...] = (
         ),
     ),
     Plan(
+        "a group is lost in a command",
+        "the loss of a group at any time of each command of a step, also after its engines have "
+        "answered: any 1; they do not report what they have released",
+        _all_die({"shared": {"num_engines": 2}}, _crash("shared"), 1),
+    ),
+    Plan(
+        "a group of reporting engines is lost in a command",
+        "the same, beside another group, over engines that report what they have released",
+        _all_die(_WITH_ANOTHER, _crash("shared"), 1, reports_released=True),
+    ),
+    Plan(
+        "a server is lost in a command",
+        "the loss of a server with its groups at any time of each command of a step, also before "
+        "and after each record of its journal: any 1; another server continues",
+        _all_die({"shared": {"num_engines": 2}}, _crash("server"), 1, has_journal=True),
+    ),
+    Plan(
+        "a server of reporting engines is lost in a command",
+        "the same, with two groups, over engines that report what they have released",
+        _all_die(_WITH_ANOTHER, _crash("server"), 1, has_journal=True, reports_released=True),
+    ),
+    Plan(
         "a group of vLLM dies, or all",
         "a death of one group, or of all, at any time of each command of a step: any 1",
         _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1, face="vllm"),
@@ -581,6 +612,25 @@ DEEP: tuple[Plan, ...] = (
         "a group dies, or all",
         "a death of one group, and of all, at any time of each command of a step: any 2",
         _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 2),
+    ),
+    Plan(
+        "a group is lost in a command",
+        "four outcomes of every call, cancel, a death, the loss of a group: any 2 in each command",
+        _all_die(
+            {"shared": {"num_engines": 2}},
+            replace(_crash("shared", "cancel", "kill shared-0"), outcomes=FEW_OUTCOMES),
+            2,
+        ),
+    ),
+    Plan(
+        "a server is lost in a command",
+        "cancel, a death, the loss of a server with its groups: any 2 in each command",
+        _all_die(
+            {"shared": {"num_engines": 2}},
+            _crash("server", "cancel", "kill shared-0"),
+            2,
+            has_journal=True,
+        ),
     ),
     Plan(
         "a step by phases",

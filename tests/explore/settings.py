@@ -39,6 +39,7 @@ class Settings:
         kill_outcomes: of a kill: 1 works, 2 or fails.
         launch_outcomes: of a start: 1 works, 2 or fails, 3 or is slower than all other calls.
         has_actors: calls of groups may be held up, and go on when their caller has given up.
+        has_processes: the server and its groups run in processes, which can be lost.
         is_over: says after each command whether the loop has done what it wanted.
     """
 
@@ -50,4 +51,5 @@ class Settings:
     kill_outcomes: int = 1
     launch_outcomes: int = 1
     has_actors: bool = False
+    has_processes: bool = False
     is_over: Callable[[list[tuple[str, str]]], bool] | None = None

@@ -25,6 +25,7 @@ from rollout.control.deployment import Deployment
 from rollout.control.group.server_group import GroupSettings, ServerGroup
 from rollout.control.recovery.health_tracker import GroupTerms
 from rollout.control.server.group_registry import ActorFactory
+from rollout.control.server.journal import ServerJournal
 from rollout.control.server.server import RolloutServer
 from rollout.core.types import EngineSlot, GroupStatus
 from rollout.observability.timeline.recorder import Timeline
@@ -34,7 +35,7 @@ from rollout.rules.routing import Backend
 from rollout.weights.format.manifest import Manifest
 from tests.explore.explorer import ExploredLoop, Violation, following, run
 from tests.explore.settings import BUDGET_S, LOCK_S, STOP_S, Settings
-from tests.explore.steered import Delayed, Launcher, Parts, SteeredRouter, Successors
+from tests.explore.steered import Delayed, Launcher, Parts, Record, SteeredRouter, Successors
 from tests.explore.world import World
 
 # One group that shares its GPUs with the trainer, one that keeps its own.
@@ -135,6 +136,7 @@ def serving(
     reports_released: bool = False,
     face: str = "sglang",
     expect_version: int = 0,
+    has_journal: bool = False,
 ) -> bytes:
     """A server that has just started, with the gate open unless it expects a version.
 
@@ -143,9 +145,12 @@ def serving(
         frozen: groups of a second server, whose model is never updated.
         reports_released: engines report what they hold, so that a lost release can be checked.
         face: of the engines, ``sglang`` or ``vllm``.
+        has_journal: another server can take the place of a lost one.
     """
     launcher = Launcher(reports_released, face)
     parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
+    if has_journal:
+        parts.records["policy"] = Record("policy")
     _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover)
     if frozen is not None:
         _add_server(parts, "reference", frozen, lifecycle or {}, "frozen", recover)
@@ -204,6 +209,7 @@ def _add_server(
         [parts.routers[server]],
         timeline=_NOTHING,
         actor_factory=cast(ActorFactory, Successors(parts)),
+        journal=cast(ServerJournal | None, parts.records.get(server)),
     )
     parts.groups |= made
     parts.ports |= ports

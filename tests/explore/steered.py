@@ -6,8 +6,8 @@ Always true: without a world every call takes its ordinary course.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from engines.fake import FakeEngine, faults
@@ -16,18 +16,21 @@ from engines.fake.engine.request import FakeRequest
 from engines.fake.launcher import FakeRunningEngine
 from engines.fake.vllm import FakeVllm, connect_in_memory
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, Engine, MemoryTag
+from engines.protocol import Endpoint, Engine, MemoryTag, ProcessIdentity
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
 from rollout.control.engine import logprob_check, sentinel
 from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.group_registry import lost_groups
+from rollout.control.server.journal import JournalRecord
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import PhaseTimeout, RolloutError
+from rollout.core.errors import ActorLost, PhaseTimeout, RolloutError
 from rollout.core.types import GroupStatus
 from rollout.router.gate.gate import Gate, GateState
 from rollout.rules.routing import Backend
+from tests.explore.explorer import PROCESS, ExploredProcess
 
 if TYPE_CHECKING:
     from tests.explore.world import World
@@ -254,8 +257,33 @@ class SteeredRouter:
             raise RolloutError("the router cannot be reached")
 
 
+async def call_in(process: ExploredProcess, name: str, work: Coroutine[Any, Any, Any]) -> Any:
+    """The reply to a call that runs in another process.
+
+    Raises:
+        ActorLost: that process is lost, before the call or while it ran.
+    """
+    task = process.create_task(work)
+    while not (task.done() or process.is_lost):
+        try:
+            await asyncio.wait([task, process.ended], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+    if process.is_lost:
+        raise ActorLost(f"{name} is lost", actor=name, is_dead=True)
+    return task.result()
+
+
 class Delayed:
-    """A group behind an actor: calls arrive when they will, and giving up does not cancel them."""
+    """A group behind an actor: calls arrive when they will, and giving up does not cancel them.
+
+    Attributes:
+        process: of the group, if it can be lost.
+        is_lost: it was.
+    """
+
+    is_lost = False
+    process: ExploredProcess | None = None
 
     def __init__(self, name: str, group: ServerGroup) -> None:
         self._name = name
@@ -266,6 +294,12 @@ class Delayed:
         if method.startswith("_"):
             raise AttributeError(method)
         call = getattr(self._group, method)
+        if self.is_lost:
+            return self._refuse
+        if self.process is not None:
+            return lambda *args, **kwargs: call_in(
+                self.process, self._name, self._answer(method, call(*args, **kwargs))
+            )
         if method == "status" or self.world is None or not self.world.settings.has_actors:
             return call
 
@@ -274,6 +308,15 @@ class Delayed:
             return self._later(what, lambda: call(*args, **kwargs))
 
         return later
+
+    async def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ActorLost(f"{self._name} is lost", actor=self._name, is_dead=True)
+
+    async def _answer(self, method: str, work: Awaitable[Any]) -> Any:
+        reply = await work
+        if method == "run" and self.world is not None:  # the engines have done it
+            await self.world.happens(self._name, "reply", 1)
+        return reply
 
     def _later(self, what: str, call: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         assert self.world is not None
@@ -298,13 +341,23 @@ class Successor(Delayed):
         self._launcher = launcher
 
     async def start(self) -> GroupStatus:
+        if self.process is None:
+            return await self._take_over()
+        return await call_in(self.process, self._name, self._take_over())
+
+    async def _take_over(self) -> GroupStatus:
         known = (*self._lost.known.engines, *self._lost.known.asleep)
         processes = {one.process: self._launcher.all[one.endpoint.port - 1] for one in known}
         for process in self._launcher.all:  # those that booted have no owner
             is_of_group = slot_of(process.engine.engine_id).rpartition("-")[0] == self._name
             if is_of_group and process not in processes.values():
                 process.engine.die("killed: no group adopts it")
-        return await self._group.take_over(self._lost, processes)
+        assert self.world is not None
+        self.world.is_taking_over = True
+        try:
+            return await self._group.take_over(self._lost, processes)
+        finally:
+            self.world.is_taking_over = False
 
 
 class Launcher:
@@ -361,6 +414,7 @@ class Parts:
 
     Attributes:
         failed: the command of a step that failed last, and the version that it would push.
+        records: the journals, by server; none where no server is lost.
     """
 
     servers: dict[str, RolloutServer]
@@ -372,6 +426,7 @@ class Parts:
     deployment: Deployment
     now_s: float = 1000.0
     failed: tuple[str, int] | None = None
+    records: dict[str, Record] = field(default_factory=dict)
 
     @property
     def server(self) -> RolloutServer:
@@ -387,6 +442,41 @@ class Parts:
         slot = slot_of(engine_id)
         return any(slot in group._boots._booting for group in self.groups.values())
 
+    def lose_group(self, name: str) -> None:
+        """What its server knows of it stays: its engines.  The rest was in its memory."""
+        port, lost = self.ports[name], self.groups[name]
+        rest = ServerGroup(
+            lost._settings,
+            lost._engines.slots,
+            self.launcher,
+            self.launcher.connect,
+            timeline=lost.timeline,
+        )
+        rest._engines = lost._engines
+        rest._engines._launching = set()
+        rest._commands.phase = lost._commands.phase
+        self.groups[name] = port._group = rest
+        port.is_lost, port.process = True, None
+
+    def continue_server(self, record: JournalRecord) -> RolloutServer:
+        """Another server in the place of a lost one, by its record; nothing is started."""
+        name, old = record.server, self.servers[record.server]
+        lost = lost_groups(
+            record, {one: self.groups[one]._settings for one in old._registry.groups}
+        )
+        factory = Successors(self)
+        self.servers[name] = RolloutServer(
+            name,
+            old._config,
+            {one: factory.make(one, state) for one, state in lost.items()},
+            [self.routers[name]],
+            timeline=old.timeline,
+            actor_factory=factory,
+            journal=old._journal,
+        )
+        self.deployment = Deployment(self.servers, lock_timeout_s=old._lock._timeout_s)
+        return self.servers[name]
+
     def member(self, engine_id: str) -> EngineState | None:
         """The state of the engine on its slot in its group; None if it was removed."""
         slot = slot_of(engine_id)
@@ -400,6 +490,9 @@ class Successors:
         self._parts = parts
 
     async def make_group(self, name: str, lost: LostState) -> Successor:
+        return self.make(name, lost)
+
+    def make(self, name: str, lost: LostState) -> Successor:
         parts, old = self._parts, self._parts.groups[name]
         for boot in old._boots._booting.values():
             boot.cancel()
@@ -409,14 +502,42 @@ class Successors:
         )
         port = Successor(name, group, lost, launcher)
         port.world, parts.ports[name].world = parts.ports[name].world, None
+        if port.world is not None and port.world.settings.has_processes:
+            port.process = port.world.new_process()
         parts.groups[name], parts.ports[name] = group, port
         return port
+
+
+class Record:
+    """A ``ServerJournal`` in memory.
+
+    Attributes:
+        newest: what another server would read.
+    """
+
+    def __init__(self, server: str) -> None:
+        here = ProcessIdentity(1, 1, "here", "boot", "")
+        self.newest = self._first = JournalRecord("explored", server, "ray", here, here)
+        self.world: World | None = None
+
+    async def write(self, *, durable: bool = True, **now: Any) -> None:
+        record = replace(self._first, **now)
+        if self.world is not None and self.world.settings.has_processes:
+            await self.world.happens("journal", "write", 1)
+        self.newest = record
+
+    async def end(self) -> None:
+        """No other server continues this one."""
+        await self.write(is_ended=True)
+
+    def keep(self, **values: Any) -> None:
+        self._first = replace(self._first, **values)
 
 
 class Pending:
     """A call that waits until the explorer says what becomes of it."""
 
-    __slots__ = ("future", "is_slow", "num_outcomes", "operation", "owner")
+    __slots__ = ("future", "is_slow", "num_outcomes", "operation", "owner", "process")
 
     def __init__(
         self,
@@ -432,6 +553,7 @@ class Pending:
         self.num_outcomes = num_outcomes
         self.future = future
         self.is_slow = is_slow
+        self.process = PROCESS.get()
 
 
 def slot_of(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from inspect import CORO_CREATED, getcoroutinestate
 from typing import Any
 
 from engines.fake import FakeTensor, faults, pack_tensors
@@ -15,6 +16,8 @@ from engines.fake.engine.fake_caches import FakeCaches
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.protocol import SamplingParams
 from engines.protocol.errors import EngineUnreachable
+from engines.protocol.plain_text import describe
+from rollout.control.server.journal import JournalRecord
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RolloutError
 from rollout.core.types import StepReport
@@ -22,10 +25,18 @@ from rollout.router.gate.gate import Refusal, Waiter
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
-from tests.explore.explorer import ExploredLoop, Violation
+from tests.explore.explorer import ExploredLoop, ExploredProcess, Violation
 from tests.explore.invariants import Invariants
 from tests.explore.settings import Settings
-from tests.explore.steered import CONTROL, Parts, Pending, SteeredProcess, operation_name, slot_of
+from tests.explore.steered import (
+    CONTROL,
+    Parts,
+    Pending,
+    SteeredProcess,
+    call_in,
+    operation_name,
+    slot_of,
+)
 
 _CLIENT_S = 3000.0
 _HOLD_S = 600.0
@@ -44,6 +55,7 @@ class World(Invariants):
         self._late: list[Pending] = []
         self._clients: dict[str, int] = {}
         self._main: asyncio.Task[None] | None = None
+        self._server_process: ExploredProcess | None = None
 
     # -- driven by the explorer
 
@@ -59,9 +71,19 @@ class World(Invariants):
             self.attach(process)
         for port in parts.ports.values():
             port.world = self
+            if self.settings.has_processes and not port.is_lost:
+                port.process = self.new_process()
+        if self.settings.has_processes:
+            self._server_process = self.new_process()
+        for record in parts.records.values():
+            record.world = self
         for number in range(self.settings.num_requests):
             self._request(f"early-{number}")
         self._main = loop.create_task(self._train())
+
+    def new_process(self) -> ExploredProcess:
+        """A process that can be lost."""
+        return ExploredProcess(self._loop)
 
     def attach(self, process: SteeredProcess) -> None:
         process.world = process.engine.world = self
@@ -78,7 +100,9 @@ class World(Invariants):
             process.engine.director = None
             process.engine.calls.clear()
         for port in parts.ports.values():
-            port.world = None
+            port.world = port.process = None
+        for record in parts.records.values():
+            record.world = None
         return parts
 
     def num_options(self) -> int:
@@ -90,11 +114,11 @@ class World(Invariants):
         return count + self._may_time_pass()
 
     def _may_time_pass(self) -> bool:
-        # The router answers at once or not at all: it is no engine that thinks for a minute.
+        # These answer at once or not at all: they are no engines that think for a minute.
         if self._loop.num_ready:
             return False  # no loop leaves for minutes what it could run
         for pending in self._pending:
-            if pending.owner == "router":
+            if pending.owner in ("router", "journal") or pending.operation == "reply":
                 return False
         return self._loop.next_timer_s() is not None
 
@@ -207,6 +231,8 @@ class World(Invariants):
                     task.cancel()
         elif what.startswith("kill "):
             self._end_engines(what.removeprefix("kill "))
+        elif what.startswith("crash "):
+            self._crash(what.removeprefix("crash "))
         else:
             self._begin(what, f"other {what}")
         return f"meanwhile: {what}"
@@ -249,6 +275,8 @@ class World(Invariants):
             work = self._lose(command.removeprefix("lose "))
         elif command.startswith("replace "):
             work = self._replace(command.removeprefix("replace "))
+        elif command == "takeover":
+            work = self._take_over()
         elif command.startswith("remember "):
             work = self._remember(command.removeprefix("remember "))
         else:
@@ -256,7 +284,8 @@ class World(Invariants):
             work = _COMMANDS[verb](server, *([engine_id] if engine_id else []))
         try:
             try:
-                done = await work
+                is_own = command == "takeover"
+                done = await (work if is_own else self._in_server(server, work))
             finally:
                 self._is_dark &= command.partition(" ")[0] in _BESIDE
         except asyncio.CancelledError:
@@ -282,6 +311,64 @@ class World(Invariants):
             self._running.pop(name, None)
         self._check_returned(command, started)
 
+    async def _in_server(self, server: RolloutServer, work: Awaitable[Any]) -> Any:
+        if self._server_process is None:
+            return await work
+
+        async def run() -> Any:
+            await server._lock.opened.wait()  # it may have to continue a lost one first
+            return await work
+
+        try:
+            return await call_in(self._server_process, "the server", run())
+        finally:
+            if asyncio.iscoroutine(work) and getcoroutinestate(work) == CORO_CREATED:
+                work.close()
+
+    def _crash(self, which: str) -> None:
+        """A group, or the server with its groups, is lost in the middle of all that it does."""
+        parts, is_server = self.parts, which == "server"
+        names = list(parts.ports) if is_server else [which]
+        lost = [parts.ports[name].process for name in names]
+        for process in [*lost, self._server_process] if is_server else lost:
+            if process is not None and not process.is_lost:
+                process.kill()
+        for calls in (self._pending, self._late):
+            calls[:] = [one for one in calls if one.process is None or not one.process.is_lost]
+        for engine_id in parts.launcher.processes:  # what they did decides, and not who knew of it
+            if slot_of(engine_id).rpartition("-")[0] in names:
+                self.hanging.pop(engine_id, None)
+                self.struck.pop(engine_id, None)
+                parts.launcher.processes[engine_id].engine.struck_in = ""
+        self.is_taking_over = False
+        for name in names:
+            parts.lose_group(name)
+        if is_server:
+            parts.router.on_idle = None
+            self._server_process = self.new_process()
+            (record,) = parts.records.values()
+            if why := record.newest.why_lost:
+                self.violate(f"nobody continues the server: {why}")
+                return
+            parts.continue_server(record.newest)._lock.opened.clear()
+            self._begin("takeover", "other takeover")
+
+    async def _take_over(self) -> None:
+        """What ``RolloutServerActor`` does when Ray has started it again."""
+        (record,) = self.parts.records.values()
+        assert self._server_process is not None
+        work = self._take_place(self.parts.server, record.newest)
+        await call_in(self._server_process, "the server", work)
+
+    async def _take_place(self, server: RolloutServer, record: JournalRecord) -> None:
+        try:
+            await server.continue_lost(record)
+            await server._recovery.stop()  # it runs only as a command of the plan
+        except Exception as error:
+            self.violate(f"the server is not continued: {describe(error)}")
+        finally:
+            server._lock.opened.set()
+
     def _has_failed(self, command: str, version: int) -> None:
         """Remember a command of a step, so that ``again`` can repeat it."""
         if command.partition(" ")[0] not in _BESIDE:
@@ -304,11 +391,7 @@ class World(Invariants):
         """The memory of a group is lost between two commands; another one takes its place."""
         server = next(one for one in self.parts.servers.values() if name in one._registry.groups)
         async with server._lock.held("replace"):
-            self.is_taking_over = True
-            try:
-                await server.replace_lost_group(name)
-            finally:
-                self.is_taking_over = False
+            await server.replace_lost_group(name)
             await server._recovery.probe_once()  # as ``replace_lost_groups`` does
 
     async def _remember(self, engine_id: str) -> None:
@@ -379,6 +462,12 @@ class World(Invariants):
                 )
                 for name, server in parts.servers.items()
             ),
+            tuple(
+                (name, server._phase_runner.unfinished.get(name))
+                for server in parts.servers.values()
+                for name in server._registry.groups
+                if parts.ports[name].is_lost
+            ),
             parts.failed if parts.server._config.health.recover else None,
             tuple(
                 (
@@ -419,6 +508,7 @@ class World(Invariants):
     def dispose(self) -> None:
         """Break the cycles: a hundred thousand worlds keep the garbage collector busy."""
         parts = self.parts
+        self._loop.bury()
         used: list[Any] = [parts.deployment, parts.launcher]
         for server in parts.servers.values():
             recovery = server._recovery
@@ -470,7 +560,19 @@ _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     "prove": lambda server, push: server.check_push_path(push),
 }
 _BESIDE = frozenset(
-    {"boot", "recover", "remove", "lend", "add", "kill", "lose", "remember", "alike", "replace"}
+    {
+        "boot",
+        "recover",
+        "remove",
+        "lend",
+        "add",
+        "kill",
+        "lose",
+        "remember",
+        "alike",
+        "replace",
+        "takeover",
+    }
 )
 
 

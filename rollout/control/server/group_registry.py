@@ -14,8 +14,10 @@ from typing import Protocol
 
 from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig
+from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.journal import JournalRecord
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
 from rollout.core.types import GroupStatus
@@ -34,6 +36,26 @@ class ActorFactory(Protocol):
     def make_group(self, name: str, lost: LostState) -> Awaitable[ServerGroup]:
         """A group in the place of a lost one; see ``ServerGroup.take_over``."""
         ...
+
+
+def lost_groups(record: JournalRecord, groups: Mapping[str, GroupSettings]) -> dict[str, LostState]:
+    """The groups of a lost server, by its record."""
+    lost: dict[str, LostState] = {}
+    for name, settings in groups.items():
+        phase = record.phases[name]
+        entries = [one for one in record.engines if one.group == name]
+        known = GroupStatus(
+            name,
+            settings.group.worker_type,
+            phase,
+            settings.group.needs_offload,
+            tuple(one.status(phase) for one in entries if not one.is_asleep),
+            kind=settings.group.engine.kind.value,
+            asleep=tuple(one.status("asleep") for one in entries if one.is_asleep),
+        )
+        command = record.unfinished.get(name)
+        lost[name] = LostState(known, Command(command) if command else None, record.base_version)
+    return lost
 
 
 class GroupRegistry:

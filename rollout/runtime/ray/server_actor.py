@@ -22,15 +22,15 @@ from rollout.config.run_dir import RunFolder
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.group_registry import lost_groups
 from rollout.control.server.journal import JournalRecord, ServerJournal, read
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RolloutError
-from rollout.core.types import EngineSlot, GroupStatus, NodeShare, ServerStatus
+from rollout.core.types import EngineSlot, NodeShare, ServerStatus
 from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.rules.deadlines import kill_timeout_s
-from rollout.rules.lifecycle import Command
 from rollout.runtime.ray.engine_launcher import EnginePlacement, end_host
 from rollout.runtime.ray.group_actor import LostGroup
 from rollout.runtime.ray.handles import remote_group, remote_router
@@ -119,26 +119,6 @@ class ServerActors:
             ray.kill(actor)
 
 
-def lost_groups(record: JournalRecord, parts: ServerParts) -> dict[str, LostState]:
-    """The groups of a lost server, by its record."""
-    lost: dict[str, LostState] = {}
-    for name, (settings, _) in parts.groups.items():
-        phase = record.phases[name]
-        entries = [one for one in record.engines if one.group == name]
-        known = GroupStatus(
-            name,
-            settings.group.worker_type,
-            phase,
-            settings.group.needs_offload,
-            tuple(one.status(phase) for one in entries if not one.is_asleep),
-            kind=settings.group.engine.kind.value,
-            asleep=tuple(one.status("asleep") for one in entries if one.is_asleep),
-        )
-        command = record.unfinished.get(name)
-        lost[name] = LostState(known, Command(command) if command else None, record.base_version)
-    return lost
-
-
 def at_page_of(config: ServerConfig, record: JournalRecord) -> ServerConfig:
     """The settings of a server whose page is where that of a lost one was."""
     if not record.page:
@@ -176,7 +156,8 @@ class RolloutServerActor(RolloutServer):
             # Ray refuses a call while it starts an actor again, and repeats this one.
             this_actor = ray.get_runtime_context().current_actor
             this_actor.take_place.options(max_task_retries=-1).remote()
-        groups = None if self._lost is None else lost_groups(self._lost, parts)
+        settings = {group: one for group, (one, _) in parts.groups.items()}
+        groups = None if self._lost is None else lost_groups(self._lost, settings)
         self._parts = ServerActors(name, parts, groups)
         super().__init__(
             name,

@@ -12,6 +12,7 @@ import pytest
 
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.server.group_registry import lost_groups
 from rollout.control.server.journal import read
 from rollout.core.errors import ActorLost
 from rollout.core.types import EngineStatus
@@ -192,9 +193,8 @@ def test_a_standby_of_a_lost_group_takes_a_place_without_a_boot(
             lambda: [one.url for one in read(journal).engines if one.is_asleep] == [slept.url],
             TIMEOUT_S,
         )
-        actors, (group, _) = world.load("server_actor"), make_group(1, standby=1, health={})
-        parts = actors.ServerParts((), None, {"main": (group._settings, ())}, None)
-        known = actors.lost_groups(read(journal), parts)["main"].known  # of a lost server
+        group, _ = make_group(1, standby=1, health={})
+        known = lost_groups(read(journal), {"main": group._settings})["main"].known
         assert [one.endpoint for one in known.asleep] == [slept]
         assert [one.endpoint for one in known.engines] == [engines(policy)["main-0"].endpoint]
         for reach in (lambda: generate(policy.url), lambda: policy.give_memory().result(TIMEOUT_S)):
