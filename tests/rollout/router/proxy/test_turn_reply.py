@@ -135,7 +135,9 @@ async def test_a_reply_without_what_a_turn_needs_is_unusable(num_tokens: int) ->
     ids = list(range(num_tokens))
     whole = {"output_ids": ids, "text": "x", "meta_info": {"finish_reason": {"type": "stop"}}}
     rig.engines.sent[0].reply(STREAM, b"data: " + json.dumps(whole).encode() + b"\n\n")
-    with pytest.raises(ChatFailure, match="engine a failed /generate: .* cannot be used: KeyError"):
+    with pytest.raises(
+        ChatFailure, match=r"engine a failed /generate: .* cannot be used: KeyError"
+    ):
         await first
     assert rig.proxy.counts.num_unusable_replies == 1
     assert rig.is_empty()
