@@ -253,16 +253,15 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return faults
 
 
-# Each starts engines, and starts them again.
-SLOW = [("tensor", fault) for fault in (*REFUSED, "killed", "another content of the base")]
-SLOW += [("disk", fault) for fault in ("flipped", "cut", "lost")]
-SLOW += [("distributed", fault) for fault in ("flipped", "lost")]
+FAULTS = [
+    ("tensor", fault) for fault in (*REFUSED, "lost", "killed", "another content of the base")
+]
+FAULTS += [("disk", fault) for fault in ("flipped", "cut", "lost")]
+FAULTS += [("distributed", fault) for fault in ("flipped", "lost")]
 
 
-@pytest.mark.parametrize(
-    ("transport", "fault"),
-    [("tensor", "lost"), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "fault"), FAULTS)
 def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
     model_path: Path,
     weights: dict[str, torch.Tensor],

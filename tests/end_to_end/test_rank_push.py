@@ -17,14 +17,14 @@ from rollout.weights.format.manifest import read_checkpoint_manifest
 from tests.support.kinds import chaos_for
 from tests.support.rank_processes import BUCKET_BYTES, Ranks, errors, served_seed, tiny_policy
 
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(180)]
 
 RANK_TIMEOUT_S = 4
 # With both in ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_rank_push.py``.
 UNTIED_IN_CHAOS = chaos_for("untied")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
+@pytest.fixture(scope="module", params=["untied", "tied"])
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeploymentHandle]:
@@ -71,7 +71,6 @@ def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) 
     assert [one.get("version") for one in said] == [before + 9] * 2, said
 
 
-@pytest.mark.slow
 @UNTIED_IN_CHAOS
 def test_all_ranks_offload_together_or_not_at_all(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
@@ -88,7 +87,6 @@ def test_all_ranks_offload_together_or_not_at_all(run: DeploymentHandle, ranks: 
     assert [one.get("version") for one in ranks.do("push", seed=17)] == [before + 3] * 2
 
 
-@pytest.mark.slow
 @UNTIED_IN_CHAOS
 def test_the_report_has_the_seconds_and_bytes_of_every_rank(
     run: DeploymentHandle, ranks: Ranks
@@ -109,7 +107,6 @@ def test_the_report_has_the_seconds_and_bytes_of_every_rank(
     assert {one["route"] for one in copied.values()} == {"shared_memory"}
 
 
-@pytest.mark.slow
 @UNTIED_IN_CHAOS
 def test_the_trace_of_a_push_has_a_lane_for_every_rank(
     run: DeploymentHandle, ranks: Ranks, tmp_path: Path
@@ -131,7 +128,6 @@ def test_the_trace_of_a_push_has_a_lane_for_every_rank(
             assert before["ts"] + before["dur"] <= after["ts"] + 1
 
 
-@pytest.mark.slow
 @UNTIED_IN_CHAOS
 def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
@@ -149,7 +145,6 @@ def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ra
     served_seed(run, 30)
 
 
-@pytest.mark.slow
 @UNTIED_IN_CHAOS
 def test_tensors_are_cast_before_they_are_gathered(run: DeploymentHandle, ranks: Ranks) -> None:
     said = ranks.do("push_wide", seed=40)
@@ -158,7 +153,6 @@ def test_tensors_are_cast_before_they_are_gathered(run: DeploymentHandle, ranks:
     served_seed(run, 40)
 
 
-@pytest.mark.slow
 @UNTIED_IN_CHAOS
 def test_a_generator_is_consumed_bucket_by_bucket(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
@@ -174,7 +168,6 @@ def test_a_generator_is_consumed_bucket_by_bucket(run: DeploymentHandle, ranks: 
     served_seed(run, 11)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", ["tied"], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_with_other_tensors_is_named_before_anything_is_gathered(
@@ -188,7 +181,6 @@ def test_a_rank_with_other_tensors_is_named_before_anything_is_gathered(
     assert ranks.do("push", seed=3)[1]["version"] == before + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", ["tied"], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_is_named_on_all_ranks(
@@ -204,7 +196,6 @@ def test_a_rank_that_raises_is_named_on_all_ranks(
     served_seed(run, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", ["tied"], indirect=True)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
 def test_a_rank_that_is_killed_in_a_push_ends_it_on_the_other(
@@ -223,7 +214,6 @@ def test_a_rank_that_is_killed_in_a_push_ends_it_on_the_other(
     served_seed(run, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", ["tied"], indirect=True)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.chaos), 1])
 def test_a_rank_may_be_late_but_not_too_late(
@@ -239,7 +229,6 @@ def test_a_rank_may_be_late_but_not_too_late(
     assert [one["version"] for one in ranks.do("push", seed=4)] == [before + 2] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", ["untied"], indirect=True)
 def test_four_ranks_write_a_quarter_each(run: DeploymentHandle, tmp_path: Path) -> None:
     ranks = Ranks(run, tmp_path, 4)

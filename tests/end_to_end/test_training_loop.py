@@ -191,11 +191,3 @@ def test_after_an_error_in_the_block_stop_leaves_nothing(
         train()
     assert len(pids) == 1
     assert wait_until(lambda: not any(map(psutil.pid_exists, pids)), 5)
-
-
-def test_the_example_goes_all_three_ways(
-    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    example.main([])
-    assert "serving at http://127.0.0.1:" in capsys.readouterr().out

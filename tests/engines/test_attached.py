@@ -76,6 +76,7 @@ async def test_an_attached_engine_that_fails_is_fenced_and_not_killed(
     assert await bench.running.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.embedded
 async def test_an_engine_without_a_memory_saver_is_not_offloaded(
     contract_models: Models, tmp_path: Path

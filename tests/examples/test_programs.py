@@ -14,7 +14,9 @@ def output_of(example: str, *arguments: str) -> str:
 
 
 def test_the_training_loop_takes_three_steps() -> None:
-    assert "weight version 3" in output_of("training_loop").splitlines()[-1]
+    last = output_of("training_loop").splitlines()[-1]
+    assert last.startswith("serving at http://127.0.0.1:")
+    assert last.endswith("weight version 3")
 
 
 @pytest.mark.ray

@@ -38,6 +38,7 @@ def packed(gpu: Gpu, pairs: Pairs) -> tuple[bytes, object]:
     return head + made.handle + tail, made.flat
 
 
+@pytest.mark.slow
 def test_every_rank_opens_the_entry_that_is_its_own(gpu: Gpu) -> None:
     need("pybase64", gpu)
     shares = [some_pairs(gpu, seed) for seed in range(NUM_CHILDREN[gpu.device])]

@@ -17,7 +17,7 @@ from tests.rollout.router.conftest import router_config
 NUM = 200
 TOKENS = 64
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, pytest.mark.slow]
 
 
 def request(number):

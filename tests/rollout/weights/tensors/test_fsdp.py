@@ -17,6 +17,7 @@ from tests.rollout.weights.tensors.gathering_ranks import WORKER, gather_by_rank
 pytestmark = pytest.mark.embedded
 
 
+@pytest.mark.slow
 def test_shards_are_gathered_whole_with_one_bucket_of_them_alive(tmp_path: Path) -> None:
     for report in gather_by_ranks(tmp_path):
         assert report["equal"], "what was gathered is not what was sharded"
