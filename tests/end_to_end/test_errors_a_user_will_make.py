@@ -56,6 +56,7 @@ def test_a_wrong_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> None
     assert "did you mean 'num_engines'?" in said
 
 
+@pytest.mark.slow
 def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     said = refused("serve", config(tmp_path, str(tmp_path / "nowhere")), status=2)
     assert f"servers.policy.model_path: there is no directory '{tmp_path}/nowhere'" in said
@@ -71,6 +72,7 @@ def test_a_taken_router_port_is_named_before_any_engine_starts(tmp_path: Path) -
     assert not list(tmp_path.glob("logs/**/*.log")), "no engine has written a log"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_too_few_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -96,6 +98,7 @@ def test_an_engine_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: P
     assert "engines.embedded: cannot serve" in said
 
 
+@pytest.mark.slow
 def test_an_option_the_library_sets_itself_is_refused_by_name(tmp_path: Path) -> None:
     path = config(tmp_path, fake_checkpoint(tmp_path), engine={"options": {"port": 1}})
     said = refused("serve", path, status=2)

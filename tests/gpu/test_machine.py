@@ -122,6 +122,7 @@ def test_a_run_for_the_gpu_that_used_none_has_failed() -> None:
     assert "tests for a GPU none was run and passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_skipped_tests_for_the_gpu_are_a_failed_run(tmp_path: Path) -> None:
     tests = "import pytest\ndef test_without_the_gpu(): pass\n@pytest.mark.gpu\n"
     tests += "@pytest.mark.skipif({}, reason='not there')\ndef test_one(): pass\n"
