@@ -28,7 +28,7 @@ from tests.support.push_settings import with_settings
 from tests.support.random_deltas import changed, sent
 
 pytestmark = pytest.mark.embedded
-VERSIONS = iter(range(1, 1000))
+VERSIONS = iter(range(100, 1000))
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +50,23 @@ def launcher() -> ProxiedLauncher:
 def deployment(
     model_path: Path, launcher: ProxiedLauncher, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    group = {"engine": {"kind": "embedded"}, "needs_offload": False}
-    config = {
-        "log_dir": str(tmp_path_factory.mktemp("logs")),
-        "servers": {
-            "policy": {
-                "model_path": str(model_path),
-                "groups": {"one": group, "other": group},
-                "health": {"recover": False},
-            }
-        },
-    }
-    with launch_local(RolloutConfig.from_dict(config), launcher=launcher) as deployment:
+    config = config_of(model_path, tmp_path_factory.mktemp("logs"), {"recover": False})
+    with launch_local(config, launcher=launcher) as deployment:
         yield deployment
+
+
+@pytest.fixture(scope="module")
+def recovering(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    health = {"probe_interval_s": 0.5, "max_restarts": 100, "backoff_s": 0.1, "max_backoff_s": 0.5}
+    with launch_local(config_of(model_path, tmp_path_factory.mktemp("logs"), health)) as deployment:
+        yield deployment
+
+
+def config_of(model_path: Path, log_dir: Path, health: dict[str, Any]) -> RolloutConfig:
+    group = {"engine": {"kind": "embedded"}, "needs_offload": False}
+    groups = {"one": group, "other": group}
+    server = {"model_path": str(model_path), "groups": groups, "health": health}
+    return RolloutConfig.from_dict({"log_dir": str(log_dir), "servers": {"policy": server}})
 
 
 @pytest.fixture
@@ -263,73 +267,52 @@ FAULTS += [("distributed", fault) for fault in ("flipped", "lost")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "fault"), FAULTS)
 def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
-    model_path: Path,
+    recovering: DeploymentHandle,
     weights: dict[str, torch.Tensor],
+    shm: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     transport: str,
     fault: str,
 ) -> None:
     faults = faulty(monkeypatch)
-    disk_path = str(tmp_path / "disk" / "{version}")
-    names = ["one", "other"] if transport == "distributed" else ["one"]
-    server = {
-        "model_path": str(model_path),
-        "groups": {
-            name: {"engine": {"kind": "embedded"}, "needs_offload": False} for name in names
-        },
-        "health": {"probe_interval_s": 0.5},
-        "weights": {
-            "transport": transport,
-            "encoding": "delta",
-            "bucket_bytes": 100_000,
-            "disk_path": disk_path,
-        },
-    }
-    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
-    with launch_local(config) as deployment:
-        policy = deployment["policy"]
-        policy.serve_weights(weights, version=1).result(60)
-        weights = changed(weights, 0.01)
-        faults.fault, faults.engines = fault, engines(deployment)
-        with pytest.raises(RolloutError) as told:
-            policy.serve_weights(weights, version=2).result(60)
-        assert faults.num_done
-        is_refused = "nothing was updated" in str(told.value) or "payload" in str(told.value)
-        assert is_refused is (fault in REFUSED), told.value
-        status = policy.status().result(30)
-        assert status.gate != "open"
-        assert "weight_version=2, is_verified=True" not in str(status)
-        faults.fault = ""
-        weights = changed(weights, 0.01)
-        report = policy.serve_weights(weights, version=3).result(60)
-        assert sent(report).route == transport
-        assert_held(deployment, weights)
-        weights = changed(weights, 0.01)
-        assert sent(policy.serve_weights(weights).result(60)).route == f"{transport} delta"
-        assert_held(deployment, weights)
+    settings = {"encoding": "delta", "disk_path": str(tmp_path / "disk" / "{version}")}
+    policy = with_settings(recovering, shm, transport=transport, **settings)
+    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    weights = changed(weights, 0.01)
+    faults.fault, faults.engines, version = fault, engines(recovering), next(VERSIONS)
+    with pytest.raises(RolloutError) as told:
+        policy.serve_weights(weights, version=version).result(60)
+    assert faults.num_done
+    is_refused = "nothing was updated" in str(told.value) or "payload" in str(told.value)
+    assert is_refused is (fault in REFUSED), told.value
+    status = policy.status().result(30)
+    assert status.gate != "open"
+    assert f"weight_version={version}, is_verified=True" not in str(status)
+    faults.fault = ""
+    weights = changed(weights, 0.01)
+    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    assert sent(report).route == transport
+    assert_held(recovering, weights)
+    weights = changed(weights, 0.01)
+    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    assert sent(report).route == f"{transport} delta"
+    assert_held(recovering, weights)
+    policy.close()
 
 
-@pytest.mark.slow
 def test_a_delta_that_comes_twice_changes_nothing_more(
-    model_path: Path,
+    deployment: DeploymentHandle,
     weights: dict[str, torch.Tensor],
-    tmp_path: Path,
+    shm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faults = faulty(monkeypatch)
-    server = {
-        "model_path": str(model_path),
-        "groups": {"main": {"engine": {"kind": "embedded"}, "needs_offload": False}},
-        "weights": {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000},
-        "health": {"recover": False},
-    }
-    config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
-    with launch_local(config) as deployment:
-        policy = deployment["policy"]
-        policy.serve_weights(weights, version=1).result(60)
-        faults.fault = "repeated"
-        weights = changed(weights, 0.01)
-        policy.serve_weights(weights, version=2).result(60)
-        assert faults.num_done > 1
-        assert_held(deployment, weights)
+    policy = with_settings(deployment, shm, transport="tensor", encoding="delta")
+    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    faults.fault = "repeated"
+    weights = changed(weights, 0.01)
+    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    assert faults.num_done > 1
+    assert_held(deployment, weights)
+    policy.close()
