@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVarTuple
 
-from engines.protocol.adapter_names import Names
+from engines.protocol.adapter_names import Names, resolved
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.continuation.reply import Reply
@@ -305,7 +305,8 @@ class Exchange:
             read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
             read.reply.passes_on &= self._http is not None
             tokens = TokenReader(read.reply)
-            if proxy.kept is not None and proxy.gate.adapters is None:
+            # Until the server names its weights, a router in the place of a lost one refuses all.
+            if proxy.kept is not None and proxy.gate.state is not GateState.CLOSED:
                 fields = self._keep(proxy.kept, tokens, body, fields)
         if tokens is None and proxy.gate.adapters is not None and not self._named.is_for_base:
             tokens = read_for_adapter(body, self._named)
@@ -317,6 +318,8 @@ class Exchange:
         self._tokens = tokens
         whole = body if fields.body is None else fields.body
         self._request = Request(self._head, whole, fields)
+        if self._kept is not None and self._kept.is_resumed:
+            self._pin(self._kept.names)
         self._enter("")
 
     def _keep(
@@ -328,7 +331,8 @@ class Exchange:
             name = affinity_of(b"", self._head.headers)
         if not name:
             return fields
-        self._kept = kept = replies.of((self._head.route.path, name, body))
+        names = resolved(self._wanted_names(), self._proxy.gate.adapters or {})
+        self._kept = kept = replies.of((self._head.route.path, name, body), names)
         tokens.keep = kept.add
         if kept.earlier:
             self._proxy.counts.num_resumed += 1
@@ -346,15 +350,16 @@ class Exchange:
             num_bytes=len(request.body),
             excluded_engine=excluded_engine,
             hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
-            names=self._pinned
-            or (self.session.names if self.session is not None else ())
-            or self._named.names,
+            names=self._pinned or self._wanted_names(),
         )
         if isinstance(decision, Waiter):
             decision.on_decision = self.decided
             self._timer = proxy.call_later(proxy.config.hold_timeout_s, proxy.gate.expire, decision)
         else:
             self._decided(decision)
+
+    def _wanted_names(self) -> Names:
+        return (self.session.names if self.session is not None else ()) or self._named.names
 
     def decided(self, decision: Admission | Refusal) -> None:
         """The gate has decided on the held request."""
@@ -420,7 +425,7 @@ class Exchange:
             if is_one_of_pair:  # what the prefill engine sends is not kept
                 self._drop_kept()
             else:
-                self._kept.begin(version, kind.dialect)
+                self._kept.begin(version, kind.dialect, self._pinned)
         parts = request.parts_for(endpoint, namespace, more, kind)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
 

@@ -20,7 +20,7 @@ from engines.protocol.plain_text import describe
 from rollout.router.continuation.core import UNUSABLE, NotFinite, Payload
 from rollout.router.continuation.fast_path import Event
 from rollout.router.continuation.named_weights import NamedWeights
-from rollout.router.continuation.reply import END, Reply
+from rollout.router.continuation.reply import Reply
 from rollout.router.http.fast_json import Data, dumps, loads
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.engine_errors import status_of
@@ -246,7 +246,8 @@ class TokenReader:
             if end - begin <= _LONGEST_DONE and data[begin:end].strip() == b"[DONE]":
                 continue
             if self.named is not None:
-                data, begin, end = dumps(self._stamped(loads(data[begin:end]))), 0, END
+                data, begin = dumps(self._stamped(loads(data[begin:end]))) + b"\n", 0
+                end = len(data) - 1
             if (error := self.reply.take(data, begin, end)) is not None:
                 return error
             # Another engine goes on from the tokens of an abort.

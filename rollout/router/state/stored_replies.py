@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+from engines.protocol.adapter_names import Names
 from rollout.router.continuation.core import UNUSABLE
 from rollout.router.continuation.reply import Reply
 from rollout.router.state.state_file import Kind, Record, StateFile
@@ -36,11 +37,13 @@ class Attempt(NamedTuple):
     Attributes:
         key: of the request; None but for the first part.
         version, dialect: of the engine.
+        names: of the adapters' versions that answer, or of the base; see ``adapter_names``.
     """
 
     key: Key | None
     version: int | None
     dialect: str
+    names: Names
 
 
 @dataclass(slots=True)
@@ -48,10 +51,12 @@ class StoredReply:
     """The records of one reply.
 
     Attributes:
+        names: see ``Attempt``.
         earlier: those that a lost router has written, in order.
     """
 
     key: Key
+    names: Names
     _state: StateFile
     _owner: int
     earlier: list[Record] = field(default_factory=list)
@@ -63,11 +68,16 @@ class StoredReply:
     _used: int = 0  # bytes of the last one
     _room: int = 0
 
-    def begin(self, version: int | None, dialect: str) -> None:
+    @property
+    def is_resumed(self) -> bool:
+        """A lost router has begun it, so it stays with the weights that it had there."""
+        return self._number > 0
+
+    def begin(self, version: int | None, dialect: str, names: Names) -> None:
         """The request is sent to an engine; written with its first event."""
         self._places += self._events
         self._events, self._room = [], 0
-        self._attempt = Attempt(None if self._number else self.key, version, dialect)
+        self._attempt = Attempt(None if self._number else self.key, version, dialect, names)
 
     def add(self, event: bytes, has_all: bool) -> None:
         """Keep one event of the engine.
@@ -141,7 +151,7 @@ class StoredReplies:
 
     def __init__(self, state: StateFile) -> None:
         self._state = state
-        self._earlier: dict[Key, list[StoredReply]] = {}
+        self._earlier: dict[tuple[Key, Names], list[StoredReply]] = {}
         self._until_s = self._known_s = 0.0
 
     def load(self, records: Iterable[Record], now_s: float) -> None:
@@ -161,17 +171,21 @@ class StoredReplies:
                 for record in found:
                     self._state.remove(record.place)
             else:
-                kept = StoredReply(first.key, self._state, owner, found)
-                self._earlier.setdefault(first.key, []).append(kept)
+                kept = StoredReply(first.key, first.names, self._state, owner, found)
+                self._earlier.setdefault((first.key, first.names), []).append(kept)
 
-    def of(self, key: Key) -> StoredReply:
-        """The records of a request, which may be one of the lost router."""
-        if self._earlier and (found := self._earlier.get(key)):
+    def of(self, key: Key, names: Names) -> StoredReply:
+        """The records of a request, which may be one of the lost router.
+
+        Args:
+            names: of the weights that would answer it now.
+        """
+        if self._earlier and (found := self._earlier.get((key, names))):
             kept = found.pop()
             if not found:
-                del self._earlier[key]
+                del self._earlier[key, names]
             return kept
-        return StoredReply(key, self._state, self._state.new_owner())
+        return StoredReply(key, names, self._state, self._state.new_owner())
 
     def may_run(self, now_s: float) -> bool:
         """An engine may still work for a lost router on a request of any id."""

@@ -94,7 +94,8 @@ async def main() -> None:
 
     async def carry_out(command: str, *arguments: Any) -> Any:
         if command == "gate":
-            return await host.set_gate(*arguments, weight_version=1)
+            state, *more = arguments
+            return await host.set_gate(state, **{"weight_version": 1} | dict(*more))
         if command == "members":
             epoch, ports = arguments
             members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in ports]

@@ -38,11 +38,13 @@ async def engines(*scripts: Any) -> AsyncIterator[list[StubEngine]]:
 
 
 @asynccontextmanager
-async def serving(state: StateFile, *members: StubEngine) -> AsyncIterator[RouterProcess]:
+async def serving(
+    state: StateFile, *members: StubEngine, **weights: Any
+) -> AsyncIterator[RouterProcess]:
     async with RouterProcess(state, token_failover="on") as router:
         ports = [(number, one.endpoint.port) for number, one in enumerate(members)]
         await router.call("members", 1, ports)
-        await router.call("gate", "open")
+        await router.call("gate", "open", weights)
         yield router
 
 
@@ -56,10 +58,12 @@ async def ask(router: RouterProcess, body: dict[str, Any], path: str = "/generat
         return await response.json()
 
 
-async def lose_router(state: StateFile, hold: Hold, engine: StubEngine, body: Any) -> None:
+async def lose_router(
+    state: StateFile, hold: Hold, engine: StubEngine, body: Any, **weights: Any
+) -> None:
     """Kill a router that has tokens of a request; its engine holds the rest."""
     with suppress(ProcessLookupError):
-        async with serving(state, engine) as router:
+        async with serving(state, engine, **weights) as router:
             pending = asyncio.create_task(ask(router, body))
             await hold.entered.wait()
             await asyncio.sleep(0.1)  # the router has read them
@@ -89,6 +93,58 @@ async def test_a_reply_goes_on_from_the_tokens_that_the_lost_router_had(state: S
     assert got["rid"].startswith("mine-")
     assert (stats["num_resumed"], stats["num_tokens_kept"]) == (1, num_kept)
     assert records(state) == []
+
+
+def adapters(version: int) -> dict[str, Any]:
+    """The weights of a server whose adapter has this version."""
+    names = {"": f"policy@{version}", "policy": f"policy@{version}"}
+    return {"weight_version": version, "base_version": 1, "adapters": names}
+
+
+@pytest.mark.parametrize("name", [{}, {"lora_path": "policy"}])
+async def test_a_reply_of_an_adapter_goes_on_with_the_same_version(
+    state: StateFile, name: dict[str, str]
+) -> None:
+    hold, body = Hold(), MINE | name
+    async with engines(counting(dies_after=9, hold=hold), counting()) as (first, second):
+        await lose_router(state, hold, first, body, **adapters(8))
+        async with serving(state, second, **adapters(8)) as router:
+            reply = await ask(router, body)
+        hold.opened.set()
+    assert reply["output_ids"] == list(range(3, 23))
+    versions = reply["meta_info"]["weight_versions"]
+    assert {one["version"] for one in versions} == {"8"}
+    (got,) = [one.json for one in second.seen if one.target == "/generate"]
+    assert (len(got["input_ids"]) >= 3 + 5, got["lora_path"]) == (True, "policy@8")
+    assert records(state) == []
+
+
+async def test_a_reply_of_an_adapter_starts_over_with_a_newer_version(state: StateFile) -> None:
+    hold = Hold()
+    async with engines(counting(dies_after=9, hold=hold), counting()) as (first, second):
+        await lose_router(state, hold, first, MINE, **adapters(8))
+        async with serving(state, second, **adapters(9)) as router:
+            reply = await ask(router, MINE)
+            assert (await router.call("stats"))["num_resumed"] == 0
+        hold.opened.set()
+    assert {one["version"] for one in reply["meta_info"]["weight_versions"]} <= {"9"}
+    (got,) = [one.json for one in second.seen if one.target == "/generate"]
+    assert (got["input_ids"], got["lora_path"]) == ([1, 2, 3], "policy@9")
+
+
+async def test_a_refusal_before_the_router_knows_its_weights_keeps_the_tokens(
+    state: StateFile,
+) -> None:
+    hold = Hold()
+    async with engines(counting(dies_after=9, hold=hold), counting()) as (first, second):
+        await lose_router(state, hold, first, MINE, **adapters(8))
+        async with RouterProcess(state, token_failover="on") as router:
+            assert "closed" in (await ask(router, MINE))["error"]["message"]
+            await router.call("members", 1, [(0, second.endpoint.port)])
+            await router.call("gate", "open", adapters(8))
+            await ask(router, MINE)
+            assert (await router.call("stats"))["num_resumed"] == 1
+        hold.opened.set()
 
 
 @pytest.mark.slow

@@ -121,8 +121,8 @@ def test_the_lock_is_free_when_its_process_is_killed(state: StateFile) -> None:
 def test_a_reply_of_many_events_needs_the_room_of_the_last_ones(state: StateFile) -> None:
     state.records()
     replies = StoredReplies(state)
-    kept = replies.of(("/generate", "r", b"{}"))
-    kept.begin(1, "sglang")
+    kept = replies.of(("/generate", "r", b"{}"), (None,))
+    kept.begin(1, "sglang", (None,))
     for number in range(1, 200):
         kept.add(b"x" * 50 * number + b"\n", True)
     assert state.num_lost == 0
