@@ -1,4 +1,4 @@
-"""Deltas to an engine behind a link of 1 Gbit/s, beside whole tensors and beside a peer's way.
+"""Deltas to an engine behind a link of 1 or 10 Gbit/s, beside whole tensors and a peer's way.
 
 Two network namespaces are joined by a veth pair, each end limited by ``tc tbf``; it needs root.
 Seconds are from the trainer's tensors until the engine has them; bytes are those that the kernel
@@ -43,7 +43,8 @@ _BYTES_OF_CHANGE = 6
 _MOST_BYTES = 256 << 20
 # Less than this is the size of ``--smoke``.
 _SMALL_BYTES = 64 << 20
-_RATE, _BURST = "1gbit", "256kb"
+# With the bytes that go at once; the smallest size runs only the first.
+_RATES = {"1gbit": "256kb", "10gbit": "2560kb"}
 _TRAINER, _ENGINE = "rollout-bench-trainer", "rollout-bench-engine"
 _ADDRESSES = {_TRAINER: "10.77.0.1", _ENGINE: "10.77.0.2"}
 _CLONE_NEWNET = 0x40000000
@@ -53,13 +54,16 @@ def measure(num_bytes: int, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     if os.geteuid():
         return {"why_not": "it needs root, for network namespaces"}
+    rates = list(_RATES)[: 1 if num_bytes < _SMALL_BYTES else None]
     with _link(), ThreadPoolExecutor(1) as threads:
         threads.submit(_enter, _TRAINER).result()
-        return threads.submit(_measure, min(num_bytes, _MOST_BYTES), repeats).result()
+        measured = partial(_measure, min(num_bytes, _MOST_BYTES), repeats)
+        return {rate: threads.submit(measured, rate).result() for rate in rates}
 
 
-def _measure(num_bytes: int, repeats: int) -> dict[str, Any]:
-    rows = Rows("link")
+def _measure(num_bytes: int, repeats: int, rate: str) -> dict[str, Any]:
+    _limit(rate)
+    rows = Rows(f"link.{rate}")
     tensors = {
         spec.name: torch.randn(spec.shape).to(torch.bfloat16)
         for spec in specs_of("dense", num_bytes)
@@ -191,11 +195,15 @@ def _link() -> Iterator[None]:
             _run(f"-n {name} addr add {address}/24 dev veth0")
             _run(f"-n {name} link set lo up")
             _run(f"-n {name} link set veth0 up")
-            limit = f"tc qdisc add dev veth0 root tbf rate {_RATE} burst {_BURST} latency 50ms"
-            _run(f"netns exec {name} {limit}")
         yield
     finally:
         _remove()
+
+
+def _limit(rate: str) -> None:
+    limit = f"tc qdisc replace dev veth0 root tbf rate {rate} burst {_RATES[rate]} latency 50ms"
+    for name in _ADDRESSES:
+        _run(f"netns exec {name} {limit}")
 
 
 def _remove() -> None:

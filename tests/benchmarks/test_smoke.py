@@ -29,13 +29,15 @@ OF_LINK = {"seconds", "link_bytes", "density", "of_information"}
 LINK: dict[str, Any] = {"why_not": str}
 if not os.geteuid():  # network namespaces need root
     LINK = {
-        "bytes": None,
-        **{
-            f"{density:g}_{way}": OF_LINK
-            for density in (0.001, 0.01, 0.03, 0.1, 0.5)
-            for way in ("full", "delta", "auto", "peer")
-        },
-        **{f"trained_{way}": OF_LINK for way in ("full", "delta", "peer")},
+        "1gbit": {
+            "bytes": None,
+            **{
+                f"{density:g}_{way}": OF_LINK
+                for density in (0.001, 0.01, 0.03, 0.1, 0.5)
+                for way in ("full", "delta", "auto", "peer")
+            },
+            **{f"trained_{way}": OF_LINK for way in ("full", "delta", "peer")},
+        }
     }
 SECONDS = {"seconds", "paused_s", "first_seconds"}
 GATE = {"tensors": None, "bytes": None, "copied": SECONDS, "streamed": SECONDS}
