@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.protocol.adapter_names import UNNAMED
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.token_reader import OPEN, Again, TokenReader
 from rollout.router.state.state_file import StateFile
@@ -39,11 +40,11 @@ def test_it_goes_on_after_the_same_tokens(engines: list[tuple[list[int], int, bo
     reply, restored = generate(BODY, 4), generate(BODY, 4)
     assert reply is not None
     assert restored is not None
-    tokens, kept, token = TokenReader(reply), StoredReplies(state).of(KEY), 100
+    tokens, kept, token = TokenReader(reply), StoredReplies(state).of(KEY, UNNAMED), 100
     tokens.keep = kept.add
     for version, (sizes, more, is_aborted) in enumerate(engines):
         tokens.body(version, "sglang")
-        kept.begin(version, "sglang")
+        kept.begin(version, "sglang", UNNAMED)
         tokens.begin(STREAM)
         ids: list[int] = []
         for size in sizes:
@@ -57,7 +58,7 @@ def test_it_goes_on_after_the_same_tokens(engines: list[tuple[list[int], int, bo
     other = StateFile(state.path, 1 << 20)
     replies = StoredReplies(other)
     replies.load(other.records(), 0.0)
-    found = replies.of(KEY)
+    found = replies.of(KEY, UNNAMED)
     if found.earlier:
         found.restore(restored)
     assert restored.base == reply.base
