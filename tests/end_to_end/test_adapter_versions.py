@@ -192,7 +192,7 @@ def test_sessions_stay_with_their_version_while_adapters_are_pushed(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(6000)
 def test_many_adapters_many_updates_many_sessions(tmp_path: Path) -> None:
     sizes = os.environ.get("ADAPTERS_RUN", "8x6x64").split("x")
     print(run(tmp_path, *map(int, sizes)))
