@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.processes import program, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RATE = {"gib_per_s", "cpu_s_per_gib"}
 PUSH = RATE | {"first_gib_per_s", "of_memcpy"}

@@ -12,7 +12,7 @@ import pytest
 from tests.support.kinds import chaos_for
 from tests.support.processes import ROOT, program, shared_memory_of, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(480)]
 EXAMPLE = "examples/colocated_grpo.py"
 MIB = 1024 * 1024
 # Of a run in which nothing is learned.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.processes import ROOT, program, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(480)]
 SMALL = ("--prompts", "8", "--group-size", "4")
 
 

@@ -13,7 +13,7 @@ from rollout.weights.routes.buffers import remove_leftovers
 from tests.support.kinds import chaos_for
 from tests.support.processes import ROOT, Program, program, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(480)]
 
 SHARED_MEMORY = Path("/dev/shm")
 COMMANDS = {

@@ -22,7 +22,7 @@ from tests.support.pages import code_of
 from tests.support.processes import ROOT, Program, program, wait_until
 from tests.support.ray_worlds import RAY_METRICS
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(480)]
 
 
 def free_ports(num: int) -> list[int]:
