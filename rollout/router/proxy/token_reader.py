@@ -135,6 +135,11 @@ class Refused(NamedTuple):
 Action = Write | Finish | Again | Unusable | Broken | Refused
 
 
+def why_unusable(error: Exception) -> str:
+    """Why a reply cannot be used whose reading has raised this."""
+    return f"its reply cannot be used: {describe(error, with_type=True)}"
+
+
 @dataclass(eq=False, slots=True)
 class TokenReader:
     """Reads the replies of the engines that one request is sent to, one after the other.
@@ -206,7 +211,7 @@ class TokenReader:
         except NotFinite as error:
             return Broken(str(error))
         except UNUSABLE as error:
-            return Unusable(f"its reply cannot be used: {describe(error, with_type=True)}")
+            return Unusable(why_unusable(error))
 
     def take_loss(self, context: Context) -> Action | None:
         """The engine is lost.  None if it has not sent its last token."""
@@ -215,7 +220,7 @@ class TokenReader:
         try:
             return self._end(context)
         except UNUSABLE as error:
-            return Unusable(f"its reply cannot be used: {describe(error, with_type=True)}")
+            return Unusable(why_unusable(error))
 
     def take_prompt(self, logprobs: PromptLogprobs, context: Context) -> Action | None:
         """The log-probs of the prompt, from the prefill engine."""

@@ -8,22 +8,23 @@ and of the tokens before its last ones nothing is read again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engines.http.sglang_json import read_generate, read_logprob
 from engines.protocol import GenerateReply
-from engines.protocol.plain_text import describe
 from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.reply import Reply
 from rollout.router.http import responses
-from rollout.router.http.fast_json import Data, dumps, loads
+from rollout.router.http.fast_json import dumps, loads
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.responses import RouterResponse
 from rollout.router.http.routes import GENERATE_PATH, route_of
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.exchange import Exchange
+from rollout.router.proxy.token_reader import why_unusable
 from rollout.router.sessions.chat_sessions import ChatFailure, failure
 from rollout.router.sessions.session_store import Session
 
@@ -55,20 +56,18 @@ class _Unread:
     """A complete reply; to read 64 k tokens takes 5 ms.
 
     Attributes:
-        size: tokens of the payload, or bytes of the parts.
+        size: its tokens, or its bytes.
+        read_now: reads it.  Raises as ``UNUSABLE`` has.
     """
 
     size: int
-    payload: Payload | None
-    parts: Sequence[Data] = ()
+    read_now: Callable[[], GenerateReply]
 
     async def read(self) -> GenerateReply:
-        """The reply; a long one is read in a thread.  Raises as ``UNUSABLE`` has."""
-        return self._read() if self.size <= _MOST_AT_ONCE else await asyncio.to_thread(self._read)
-
-    def _read(self) -> GenerateReply:
-        payload = self.payload
-        return read_generate(loads(b"".join(self.parts)) if payload is None else payload)
+        """The reply; a long one is read in a thread."""
+        if self.size > _MOST_AT_ONCE:
+            return await asyncio.to_thread(self.read_now)
+        return self.read_now()
 
 
 async def generate(
@@ -97,8 +96,8 @@ async def generate(
                 try:
                     reply = await newest.read() if isinstance(newest, _Unread) else newest
                 except UNUSABLE as error:
-                    why = f"its reply cannot be used: {describe(error, with_type=True)}"
-                    raise ChatFailure(502, dumps(exchange.unusable(why).payload)) from error
+                    unusable = exchange.unusable(why_unusable(error))
+                    raise ChatFailure(502, dumps(unusable.payload)) from error
                 yield reply
             elif response.failure is not None:
                 raise response.failure
@@ -123,15 +122,15 @@ class _AsObjects:
             return ChatFailure(502, dumps({"error": last["error"]}))
         meta, ids = last["meta_info"], last.get("output_ids") or ()
         if meta.get("finish_reason") is not None:
-            return _Unread(len(ids), last)
+            return _Unread(len(ids), partial(read_generate, last))
         return Progress(last.get("text") or "", ids, meta.get("output_token_logprobs") or ())
 
     def whole(self, reply: Reply) -> list[_Unread]:
         parts = reply.passed_on
         if parts is not None:
-            return [_Unread(sum(map(len, parts)), None, parts)]
+            return [_Unread(sum(map(len, parts)), lambda: read_generate(loads(b"".join(parts))))]
         payload = reply.payload()
-        return [_Unread(len(payload.get("output_ids") or ()), payload)]
+        return [_Unread(len(payload.get("output_ids") or ()), partial(read_generate, payload))]
 
 
 class _TurnResponse:

@@ -36,7 +36,7 @@ from rollout.router.sessions.messages import History, Message, history_of
 from rollout.router.sessions.session_store import Session, SessionStore
 from rollout.router.sessions.tool_calls import Answer, AnswerReader, unread_call
 from rollout.router.sessions.tool_forms import schemas_of
-from rollout.router.sessions.tree import IDS, Generated, Known, Prompt, Turn
+from rollout.router.sessions.tree import IDS, Generated, Known, Prompt, Turn, compact_generated
 from rollout.rules.continuation import spans_of
 
 logger = logging.getLogger(__name__)
@@ -238,8 +238,7 @@ class ChatSessions:
             assert isinstance(reply, GenerateReply)
             is_long = len(reply.text) + len(reply.output_ids) > _MOST_BYTES_IN_THREAD
             do = self._in_thread if is_long else _at_once
-            answer = await do(_read_answer, reader, reply.text, chat.tools)
-            generated = await do(_generated, reader, reply)
+            answer, generated = await do(_read_reply, reader, reply, chat.tools)
             if reader is not None:
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
@@ -348,15 +347,18 @@ def _continuation(template: Template, chat: ChatRequest, known: Known) -> list[i
     return new + tokenised(template, chat.begun)[0] if new is not None and chat.begun else new
 
 
-def _generated(reader: AnswerReader | None, reply: GenerateReply) -> Generated:
-    """What a turn keeps of a reply, without routed experts."""
-    finish = reply.finish_reason
+def _read_reply(
+    reader: AnswerReader | None, reply: GenerateReply, tools: Any
+) -> tuple[Answer, Generated]:
+    """The answer, and what a turn keeps of it, without routed experts."""
+    answer = _read_answer(reader, reply.text, tools)
+    ids, finish = reply.output_ids, reply.finish_reason
     assert finish is not None
-    spans = spans_of(reply.weight_versions, reply.weight_version, len(reply.output_ids))
-    text = reply.text if reader is None else reader.visible(reply.text)
+    spans = spans_of(reply.weight_versions, reply.weight_version, len(ids))
     with _not_recorded():
-        ids, logprobs = array(IDS, reply.output_ids), array("d", reply.output_logprobs or ())
-        return Generated(ids, logprobs, spans, finish, text)
+        text = reply.text if reader is None else reader.visible(reply.text)
+        made = Generated(ids, reply.output_logprobs or (), spans, finish, text)
+        return answer, compact_generated(made)
 
 
 def _keep(
