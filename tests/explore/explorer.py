@@ -217,7 +217,7 @@ class ExploredLoop:
         return self._now
 
     def bury(self) -> None:
-        """Close what lost processes had begun, when nothing looks at its effects any more."""
+        """Close what lost processes had begun, when the run is over: no callback follows."""
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
         events._set_running_loop(cast(Any, self))
         try:
@@ -225,6 +225,8 @@ class ExploredLoop:
                 warnings.simplefilter("ignore")  # of what is never awaited
                 for process in self.processes:
                     process.bury()
+                # What these refer to has to be freed here, too.
+                self.clear()
         finally:
             events._set_running_loop(None)
             sys.unraisablehook = hook
