@@ -22,6 +22,7 @@ from rollout.config import RolloutConfig
 from rollout.control.server.journal import read
 from tests.support.builders import write_checkpoint
 from tests.support.processes import Program, program, wait_until
+from tests.support.ray_worlds import set_up_ray
 from tests.support.served_fakes import TIMEOUT_S, ServedEngine
 
 # Launches, waits for a command, offloads, and on others pushes and stops.  Each engine of its own
@@ -338,8 +339,7 @@ def driven_over_ray(tmp_path: Path) -> Iterator[Crash]:
         tempfile.TemporaryDirectory(prefix="rr", ignore_cleanup_errors=True) as folder,
     ):
         patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        patch.delenv("RAY_ADDRESS", raising=False)
+        set_up_ray(patch)
         with driven(tmp_path, "ray") as crash:
             yield crash
 

@@ -20,7 +20,7 @@ import pytest
 from rollout.testing.tiny_model import make_tiny_model
 from tests.support.pages import code_of
 from tests.support.processes import ROOT, Program, program, wait_until
-from tests.support.ray_worlds import RAY_METRICS
+from tests.support.ray_worlds import set_up_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(480)]
 
@@ -62,9 +62,7 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Own:
     """A cluster of its own; ``ray stop`` would end every cluster of the machine."""
     bin_folder = str(Path(sys.executable).parent)
     monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
-    monkeypatch.setenv(RAY_METRICS, "0")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    set_up_ray(monkeypatch)
     dashboard, *others = free_ports(6)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{dashboard}")
     names = (

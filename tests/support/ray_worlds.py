@@ -22,8 +22,21 @@ HEALTH_CHECKS = {
     "timeout_ms": "10000",
     "failure_threshold": "3",
 }
-# Ray 2.60's own metrics have crashed a worker that started: SIGSEGV in ``AsyncMetricStorage``.
-RAY_METRICS = "RAY_enable_open_telemetry"
+# What each cluster of a test has in its environment.
+RAY_SETTINGS = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Ray 2.60's own metrics have crashed a worker that started: SIGSEGV in ``AsyncMetricStorage``.
+    "RAY_enable_open_telemetry": "0",
+    # 15 by default: beside tests that compute, an actor would get a thirtieth of a core.
+    "RAY_worker_niceness": "0",
+}
+
+
+def set_up_ray(patch: pytest.MonkeyPatch) -> None:
+    """Prepare the environment of a cluster that is about to start."""
+    for name, value in RAY_SETTINGS.items():
+        patch.setenv(name, value)
+    patch.delenv("RAY_ADDRESS", raising=False)
 
 
 class World:
@@ -153,12 +166,10 @@ def ray_world() -> Iterator[RayWorld]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        patch.setenv(RAY_METRICS, "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         for name, value in HEALTH_CHECKS.items():
             patch.setenv(f"RAY_health_check_{name}", value)
-        patch.delenv("RAY_ADDRESS", raising=False)
+        set_up_ray(patch)
         world = RayWorld()
         world.ray.init(
             address="local",

@@ -19,7 +19,7 @@ from engines.process.guard import RECORD_PREFIX, TOKEN_VARIABLE
 from rollout.runtime.handle import ServerHandle
 from tests.support.contract import CPU_OPTIONS
 from tests.support.processes import Program, kill_listener, program, shared_memory_of, wait_until
-from tests.support.ray_worlds import RayWorld
+from tests.support.ray_worlds import RayWorld, set_up_ray
 from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
@@ -99,8 +99,7 @@ def test_nothing_of_an_engine_remains_after_its_driver_and_guard_were_killed(
     config = real_config(models[0], tmp_path, {"main": group(kind)}).model_dump(mode="json")
     with short_folder() as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
-        monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        set_up_ray(monkeypatch)
         with program("-c", DRIVER, json.dumps(config), backend, phase) as driver:
             driver.wait_for("reached", START_S)
             (engine,) = engines_of(driver)
