@@ -71,9 +71,15 @@ def refused(refusal: Refusal) -> RouterResponse:
     return error(503, "unavailable", refusal.message, retry_after, **gate)
 
 
-def engine_failed(failure: ConnectionFailure) -> RouterResponse:
-    """An error that names the engine, in the body and in a header."""
+def engine_failed(failure: ConnectionFailure, why_not_again: str = "") -> RouterResponse:
+    """An error that names the engine, in the body and in a header.
+
+    Args:
+        why_not_again: why no other engine gets the request, if that has its own reason.
+    """
     engine_id = failure.engine_id
     message = f"engine {engine_id} failed {failure.operation}: {failure.message}"
+    if why_not_again:
+        message += f"; the request is not sent again: {why_not_again}"
     header = (b"x-engine-id", engine_id.encode())
     return error(502, "engine_failure", message, header, engine=engine_id)

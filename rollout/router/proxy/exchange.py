@@ -663,9 +663,9 @@ class Exchange:
     def _fail_over(self, failure: ConnectionFailure) -> None:
         """Try another engine, if this request may be sent once more."""
         most = 1 if self._tokens is None else self._proxy.config.max_failovers
-        is_suspect = self._lost is not None and self._lost.may_be_its_fault
-        if self._num_attempts > most or is_suspect:
-            self._end_with(responses.engine_failed(failure))
+        why_not = "" if self._lost is None else self._lost.why_not_again
+        if self._num_attempts > most or why_not:
+            self._end_with(responses.engine_failed(failure, why_not))
         else:
             self._enter_again(failure, excluded_engine=failure.engine_id)
 

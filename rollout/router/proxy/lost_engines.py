@@ -3,7 +3,8 @@
 A request may itself be what breaks its engines, so:
 - The first engine that it loses leaves routing at once.  A later one stays: the health probes and
   the other requests decide about it.  One that refuses the connection always leaves routing.
-- A request that loses two engines in a row, without a token from either, is not sent again.
+- A request that loses three engines in a row, without a token from any of them, is not sent again.
+  Two may have nothing to do with it: they end together, or another request on both breaks them.
 - With an open gate an abort is the engine's own.  A request that engines abort again and again, and
   add no tokens, has a reason that its client has to see.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MOST_IN_VAIN = 2
+_MOST_IN_VAIN = 3
 
 
 @dataclass(slots=True)
@@ -44,9 +45,11 @@ class LostEngines:
         return self.num == 1
 
     @property
-    def may_be_its_fault(self) -> bool:
-        """The request may be what breaks its engines."""
-        return self.num_in_vain >= _MOST_IN_VAIN
+    def why_not_again(self) -> str:
+        """Why the request may be what breaks its engines; empty if nothing says so."""
+        if self.num_in_vain < _MOST_IN_VAIN:
+            return ""
+        return f"{self.num_in_vain} engines in a row were lost before they sent a token of it"
 
     def may_be_aborted(self, most: int, *, is_open: bool, num_kept: int) -> bool:
         """Whether one more abort may come from a pause.

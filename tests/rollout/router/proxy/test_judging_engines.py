@@ -107,16 +107,24 @@ async def test_a_body_that_engines_read_in_their_own_way_is_forwarded_as_it_is(
     assert "stream" not in sent
 
 
-async def test_a_request_that_breaks_two_engines_in_a_row_is_not_sent_to_a_third(make_bench):
-    bench = await make_bench(*[die_unanswered()] * 3, config=ON)
+async def test_a_request_that_breaks_three_engines_in_a_row_is_not_sent_to_a_fourth(make_bench):
+    bench = await make_bench(*[die_unanswered()] * 4, config=ON)
     got = await bench.ask(json=limited(GENERATE, 16))
-    assert (got.status, got.json["error"]["engine"]) == (502, "e-1")
-    assert await states(bench) == ["dead", "serving", "serving"]
-    assert bench.engines[2].seen == []
-    assert [failure.has_left_routing for failure in bench.failures] == [True, False]
-    # The engine that stayed is judged by the next request, as any other.
+    assert (got.status, got.json["error"]["engine"]) == (502, "e-2")
+    assert "not sent again: 3 engines in a row" in got.json["error"]["message"]
+    assert await states(bench) == ["dead", "serving", "serving", "serving"]
+    assert bench.engines[3].seen == []
+    assert [failure.has_left_routing for failure in bench.failures] == [True, False, False]
+    # The engines that stayed are judged by the next request, as any other.
     assert (await bench.ask(json=limited(GENERATE, 16))).status == 502
     assert (await states(bench)).count("dead") == 2
+
+
+async def test_a_request_whose_two_engines_end_together_is_answered_by_a_third(make_bench):
+    finished = stream(tokens(GENERATE, 3), b"data: [DONE]\n\n")
+    bench = await make_bench(die_unanswered(), die_unanswered(), finished, config=ON)
+    got = await bench.ask(json=limited(GENERATE, 3))
+    assert (got.status, got.headers["x-engine-id"]) == (200, "e-2")
 
 
 async def test_engines_without_a_connection_are_not_counted_as_broken_by_the_request(make_bench):

@@ -4,21 +4,23 @@ from rollout.router.proxy.lost_engines import LostEngines
 def test_only_the_first_engine_that_a_request_loses_leaves_routing_by_it():
     lost = LostEngines()
     assert [lost.add(was_sent=True, has_tokens=True) for _ in range(3)] == [True, False, False]
-    assert not lost.may_be_its_fault
+    assert not lost.why_not_again
 
 
 def test_an_engine_that_cannot_be_connected_to_always_leaves_routing():
     lost = LostEngines()
     assert all(lost.add(was_sent=False, has_tokens=False) for _ in range(3))
     assert lost.add(was_sent=True, has_tokens=False)
-    assert not lost.may_be_its_fault
+    assert not lost.why_not_again
 
 
-def test_two_engines_in_a_row_without_a_token_may_be_the_requests_fault():
+def test_three_engines_in_a_row_without_a_token_may_be_the_requests_fault():
     lost = LostEngines()
-    for has_tokens, expected in [(False, False), (True, False), (False, False), (False, True)]:
+    for has_tokens in (False, False, True, False, False):
         lost.add(was_sent=True, has_tokens=has_tokens)
-        assert lost.may_be_its_fault is expected
+        assert not lost.why_not_again
+    lost.add(was_sent=True, has_tokens=False)
+    assert "3 engines in a row" in lost.why_not_again
 
 
 def test_aborts_in_a_row_with_an_open_gate_and_no_token_have_another_reason():
