@@ -28,7 +28,7 @@ from engines.process.process_identity import find_processes, identify, kill_all
 from engines.protocol import ProcessIdentity
 
 NOTE, TERMINATE, KILL = b"n", b"t", b"k"
-OUTLIVES_S = 60.0
+OUTLIVES_S = 120.0
 """How long an engine of a run waits for another owner: longer than the start of two actors."""
 
 _CONNECT_S = 5.0
