@@ -132,8 +132,11 @@ def test_the_report_of_a_run_has_the_same_charts(
     httpx.post(f"{policy.url}/figures", json=figures).raise_for_status()
 
     def is_whole() -> bool:
-        words = ["report", str(RunFolder.of(deployment.config).path), "-o", str(out)]
-        return CliRunner().invoke(app, words).exit_code == 0 and "0.875" in out.read_text()
+        words = ["report", str(RunFolder.of(deployment.config).path), "-o", str(out), "--json"]
+        done = CliRunner().invoke(app, words)
+        # The spans of the step and its figures are in two files.
+        has_step = done.exit_code == 0 and json.loads(done.stdout)["num_steps"] > 0
+        return has_step and "0.875" in out.read_text()
 
     until(is_whole, "the step is recorded")
     with open_page(browser, out.as_uri(), ready="#charts figure polyline") as report:
