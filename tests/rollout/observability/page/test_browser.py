@@ -139,7 +139,7 @@ def test_the_report_of_a_run_has_the_same_charts(
         return has_step and "0.875" in out.read_text()
 
     until(is_whole, "the step is recorded")
-    with open_page(browser, out.as_uri(), ready="#charts figure polyline") as report:
+    with open_page(browser, out.as_uri(), ready="#charts figcaption") as report:
         captions = report.locator("#charts figcaption").all_inner_texts()
         assert "0.875" in next(one for one in captions if one.startswith("Reward"))
         assert any(one.startswith("Seconds of each phase") and "release" in one for one in captions)
