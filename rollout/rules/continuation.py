@@ -22,14 +22,15 @@ class Part:
     Attributes:
         num: how many tokens, as the engine counts them.
         ids: the token ids; empty where the engine does not report any.
-        columns: lists with one entry per token, such as log-probs, by name.
+        columns: lists with one entry per token, such as log-probs, by name; they may be of other
+            types that can be sliced and joined as lists can.
         spans: the weight version of each token.
     """
 
     text: str = ""
     num: int = 0
     ids: list[int] = field(default_factory=list)
-    columns: dict[str, list[Any]] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     spans: tuple[VersionSpan, ...] = ()
 
     def plus(self, other: Part) -> Part:

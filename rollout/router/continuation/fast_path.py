@@ -257,11 +257,64 @@ def _end_of_text(data: bytes, begin: int, end: int) -> int:
     return at if text.count(b'"') == text.count(b'\\"') + 1 else -1
 
 
+class GrownList(JsonText, Sequence[Any]):
+    """A list that is written as it stands in an event, and parsed only for another engine.
+
+    Making, writing and freeing a small list for each token would hold up other requests.
+
+    Args:
+        data: its entries, without the brackets.
+        new: the last of the entries.
+    """
+
+    __slots__ = ("_new", "_num")
+
+    def __init__(self, data: bytes, num: int, new: list[Any]) -> None:
+        super().__init__(data, b"[%s]")
+        self._num = num
+        self._new = new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GrownList, (self.data, self._num, self._new)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, index: Any) -> Any:
+        return orjson.loads(self.json)[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self[:] == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __add__(self, other: Sequence[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Any]) -> list[Any]:
+        return [*other, *self]
+
+    def since(self, begin: int) -> list[Any]:
+        """The entries from that index on."""
+        begin_of_new = self._num - len(self._new)
+        if begin >= begin_of_new:
+            return self._new[begin - begin_of_new :]
+        entries: list[Any] = self[begin:]
+        return entries
+
+    def grown(self, data: bytes, new: list[Any]) -> GrownList:
+        """This one with ``new`` entries behind the others."""
+        return GrownList(data, self._num + len(new), new)
+
+
 class GrowingLists:
     """Events that have all tokens so far: of their lists only what is new is parsed."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[bytes, list[Any]]] = {}
+        self._known: dict[bytes, tuple[bytes, Any]] = {}
 
     def loads(self, event: bytes) -> Any:
         """What a parser gives.
@@ -295,12 +348,13 @@ class GrowingLists:
         self._known = found
         return payload
 
-    def _grown(self, event: bytes, at: int, name: bytes, last: bytes) -> tuple[bytes, list[Any]]:
-        """The list that begins there, without its brackets."""
-        known, values = self._known.get(name, (b"", []))
+    def _grown(self, event: bytes, at: int, name: bytes, last: bytes) -> tuple[bytes, Any]:
+        """The list that begins there: its text without the brackets, and its entries."""
+        empty: Any = GrownList(b"", 0, []) if name == _LOGPROBS else []
+        known, values = self._known.get(name, (b"", empty))
         begin = at + len(known)
         if not event.startswith(known, at) or event[begin] not in b",]":
-            known, values, begin = b"", [], at
+            known, values, begin = b"", empty, at
         end = at
         if event[at] != _END_OF_LIST:
             end = event.index(last, max(at, begin - 1)) + len(last) - 1
@@ -308,7 +362,8 @@ class GrowingLists:
         more = orjson.loads(b"[%s]" % (new[1:] if known else new))
         if new and not more:
             raise ValueError("a comma without a value")
-        return event[at:end], [*values, *more]
+        text = event[at:end]
+        return text, values.grown(text, more) if name == _LOGPROBS else [*values, *more]
 
 
 class FastReply(Reply):

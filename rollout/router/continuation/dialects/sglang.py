@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any
 
 from engines.protocol.sampling_params import GRAMMARS
 from rollout.router.continuation.core import NotFinite, Payload, span_payloads, version_spans
@@ -15,6 +16,7 @@ from rollout.router.continuation.fast_path import (
     FROM_FIRST,
     PER_TOKEN,
     FastReply,
+    GrownList,
     PromptIds,
     has_nan,
     read_fields,
@@ -175,9 +177,13 @@ def _event(reply: Reply, event: Payload) -> None:
     ids = list(event.get("output_ids") or [])
     reported = meta.get("completion_tokens", len(ids))
     before = reply.now
-    columns = {name: list(meta[name]) for name in PER_TOKEN if meta.get(name) is not None}
-    logprobs = columns.get("output_token_logprobs", [])
-    if logprobs and has_nan(logprobs[before.num :] if reported == len(ids) else logprobs):
+    columns = {
+        name: values if isinstance(values, GrownList) else list(values)
+        for name in PER_TOKEN
+        if (values := meta.get(name)) is not None
+    }
+    begin = before.num if reported == len(ids) else 0
+    if has_nan(_since(columns.get("output_token_logprobs", []), begin)):
         raise NotFinite("it computed log-probs that are not numbers (null)")
     now = Part(event.get("text") or "", len(ids), ids, columns)
     if before.ids and 0 < len(ids) < reported == len(before.ids) + len(ids):
@@ -199,6 +205,10 @@ def _event(reply: Reply, event: Payload) -> None:
     reply.reported_experts = meta.get("routed_experts")
     reply.has_text = event.get("text") is not None  # else the engine has no tokenizer
     reply.settle(finish, new="", has_grown=has_grown)
+
+
+def _since(values: GrownList | list[Any], begin: int) -> list[Any]:
+    return values.since(begin) if isinstance(values, GrownList) else values[begin:]
 
 
 ENGINE = EngineDialect(_body_after, _event)
