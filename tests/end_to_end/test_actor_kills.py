@@ -206,6 +206,25 @@ def test_a_command_under_way_is_called_again_and_the_engines_stay(
     assert run.pids() == before
 
 
+def test_a_group_is_lost_while_another_server_takes_over(run: Run) -> None:
+    """An engine that is stopped holds the takeover until its group is killed."""
+    before, groups = run.pids(), run.world.pids(GROUP)
+    pid = before[0]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        run.kill(SERVER)
+        assert wait_until(lambda: bool(now := run.world.pids(GROUP)) and now != groups, TIMEOUT_S)
+        run.kill(GROUP)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert wait_until(run.are_well, TIMEOUT_S), run.engines()
+    run.check_serves()
+    run.push()
+    run.check_serves()
+    assert run.pids() == before, run.reasons
+
+
 @pytest.mark.chaos
 @pytest.mark.sglang
 def test_engines_of_sglang_stay_though_they_do_not_report_their_memory(

@@ -48,7 +48,7 @@ class Invariants:
         reported: errors and reports that the training loop got.
         struck: engine id -> the first command that failed on it.
         hanging: engine id -> the call of it that hangs.
-        is_taking_over: a group takes the place of a lost one.
+        taking_over: the groups that take the place of lost ones now.
     """
 
     def __init__(self, parts: Parts, settings: Settings) -> None:
@@ -59,7 +59,7 @@ class Invariants:
         self.reported: list[str] = []
         self.struck: dict[str, str] = {}
         self.hanging: dict[str, str] = {}
-        self.is_taking_over = False
+        self.taking_over: set[str] = set()
         self._pending: list[Pending] = []
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._num_commands = 0

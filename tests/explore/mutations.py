@@ -438,6 +438,13 @@ def _record_commands_afterwards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PhaseRunner, "write_journal", write)
 
 
+def _let_a_lost_group_end_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    async def start(self: GroupRegistry, name: str, *_: Any) -> Any:
+        return await self.groups[name].start()
+
+    patch.setattr(GroupRegistry, "_start", start)
+
+
 def _lost(which: str) -> dict[str, Any]:
     injections = (f"crash {which}",)
     settings = {"injections": injections, "outcomes": ORDER_ONLY, "has_processes": True}
@@ -465,6 +472,13 @@ MUTATIONS = (
         "I",
         ("offload", "recover", "again", "recover"),
         **_lost("server"),
+    ),
+    Mutation(
+        "let the loss of a group end a takeover",
+        _let_a_lost_group_end_a_takeover,
+        "the server is not continued",
+        ("replace server", "recover", "offload"),
+        **_lost("shared"),
     ),
     Mutation(
         "continue over engines without weights",

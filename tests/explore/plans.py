@@ -493,6 +493,17 @@ DEFAULT: tuple[Plan, ...] = (
         _all_die(_WITH_ANOTHER, _crash("server"), 1, has_journal=True, reports_released=True),
     ),
     Plan(
+        "a group is lost while another server takes over",
+        "the loss of a group at any time of the takeover after each command of a step: any 1",
+        _all_die(
+            {"shared": {"num_engines": 2}},
+            _crash("shared"),
+            1,
+            then=("replace server",),
+            has_journal=True,
+        ),
+    ),
+    Plan(
         "a group of vLLM dies, or all",
         "a death of one group, or of all, at any time of each command of a step: any 1",
         _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1, face="vllm"),
@@ -628,6 +639,16 @@ DEEP: tuple[Plan, ...] = (
         _all_die(
             {"shared": {"num_engines": 2}},
             _crash("server", "cancel", "kill shared-0"),
+            2,
+            has_journal=True,
+        ),
+    ),
+    Plan(
+        "a server and a group are lost in a command",
+        "the loss of a server, and of a group, also of those in their place: any 2 in each command",
+        _all_die(
+            {"shared": {"num_engines": 2}},
+            _crash("server", "crash shared"),
             2,
             has_journal=True,
         ),

@@ -77,7 +77,7 @@ class SteeredEngine(FakeEngine):
 
     def die(self, reason: str) -> None:
         # A group that takes over others' engines may end one that does not report its memory.
-        is_ours = self.world is not None and not self.world.is_taking_over
+        is_ours = self.world is not None and not self.world.taking_over
         if is_ours and not reason.startswith(("killed", "stopped", "a planned")):
             self.world.violate(f"I1/I3: a call of ours ended {self.engine_id}: {reason}")
         super().die(reason)
@@ -353,11 +353,11 @@ class Successor(Delayed):
             if is_of_group and process not in processes.values():
                 process.engine.die("killed: no group adopts it")
         assert self.world is not None
-        self.world.is_taking_over = True
+        self.world.taking_over.add(self._name)
         try:
             return await self._group.take_over(self._lost, processes)
         finally:
-            self.world.is_taking_over = False
+            self.world.taking_over.discard(self._name)
 
 
 class Launcher:
@@ -461,9 +461,7 @@ class Parts:
     def continue_server(self, record: JournalRecord) -> RolloutServer:
         """Another server in the place of a lost one, by its record; nothing is started."""
         name, old = record.server, self.servers[record.server]
-        lost = lost_groups(
-            record, {one: self.groups[one]._settings for one in old._registry.groups}
-        )
+        lost = lost_groups(record, old._config.groups)
         factory = Successors(self)
         self.servers[name] = RolloutServer(
             name,

@@ -284,7 +284,7 @@ class World(Invariants):
             work = _COMMANDS[verb](server, *([engine_id] if engine_id else []))
         try:
             try:
-                is_own = command == "takeover"
+                is_own = command in ("takeover", "replace server")
                 done = await (work if is_own else self._in_server(server, work))
             finally:
                 self._is_dark &= command.partition(" ")[0] in _BESIDE
@@ -340,7 +340,7 @@ class World(Invariants):
                 self.hanging.pop(engine_id, None)
                 self.struck.pop(engine_id, None)
                 parts.launcher.processes[engine_id].engine.struck_in = ""
-        self.is_taking_over = False
+        self.taking_over.difference_update(names)
         for name in names:
             parts.lose_group(name)
         if is_server:
@@ -388,7 +388,12 @@ class World(Invariants):
         self.parts.launcher.processes[engine_id].engine.weights.lose()
 
     async def _replace(self, name: str) -> None:
-        """The memory of a group is lost between two commands; another one takes its place."""
+        """The memory of a group, or of the server, is lost between two commands; another one
+        takes its place."""
+        if name == "server":
+            self._crash(name)
+            await asyncio.wait([self._running["other takeover"]])
+            return
         server = next(one for one in self.parts.servers.values() if name in one._registry.groups)
         async with server._lock.held("replace"):
             await server.replace_lost_group(name)

@@ -7,14 +7,14 @@ its engines as fenced.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
 from engines.protocol.plain_text import describe
-from rollout.config import ServerConfig
-from rollout.control.engine.group_settings import GroupSettings
+from rollout.config import GroupConfig, ServerConfig
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.server.journal import JournalRecord
@@ -29,6 +29,8 @@ _STATUS_TIMEOUT_S = 15.0
 # An actor starts and inspects its engines; then it ends those that it cannot reuse.
 _REPLACE_TIMEOUT_S = 90.0
 
+logger = logging.getLogger(__name__)
+
 
 class ActorFactory(Protocol):
     """Creates a new actor for a group whose actor is lost."""
@@ -38,19 +40,19 @@ class ActorFactory(Protocol):
         ...
 
 
-def lost_groups(record: JournalRecord, groups: Mapping[str, GroupSettings]) -> dict[str, LostState]:
+def lost_groups(record: JournalRecord, groups: Mapping[str, GroupConfig]) -> dict[str, LostState]:
     """The groups of a lost server, by its record."""
     lost: dict[str, LostState] = {}
-    for name, settings in groups.items():
+    for name, group in groups.items():
         phase = record.phases[name]
         entries = [one for one in record.engines if one.group == name]
         known = GroupStatus(
             name,
-            settings.group.worker_type,
+            group.worker_type,
             phase,
-            settings.group.needs_offload,
+            group.needs_offload,
             tuple(one.status(phase) for one in entries if not one.is_asleep),
-            kind=settings.group.engine.kind.value,
+            kind=group.engine.kind.value,
             asleep=tuple(one.status("asleep") for one in entries if one.is_asleep),
         )
         command = record.unfinished.get(name)
@@ -79,6 +81,7 @@ class GroupRegistry:
             )
             for group in self.groups
         }
+        self._configs = config.groups
         self._margins_s = {
             group: group_margin_s(config.groups[group].engine) for group in self.groups
         }
@@ -128,6 +131,43 @@ class GroupRegistry:
         """The last known status of all groups."""
         return list(self._last_known.values())
 
+    async def start(
+        self, lost: JournalRecord | None, factory: ActorFactory | None
+    ) -> dict[str, GroupStatus]:
+        """Start all groups.
+
+        Args:
+            lost: of the lost server whose engines they take over; if the actor of one of them is
+                lost meanwhile, another group takes its place.
+        """
+        states = {} if lost is None else lost_groups(lost, self._configs)
+        statuses = await barrier(
+            {name: self._start(name, states.get(name), factory) for name in self.groups}
+        )
+        self._last_known.update(statuses)
+        self.use_last_known_phases()
+        return statuses
+
+    async def _start(
+        self, name: str, lost: LostState | None, factory: ActorFactory | None
+    ) -> GroupStatus:
+        try:
+            return await self.groups[name].start()
+        except ActorLost as error:
+            if lost is None or factory is None or not error.is_dead:
+                raise
+            logger.warning("group %s is lost while it starts: %s", name, describe(error))
+            return await self._start_another(name, lost, factory)
+
+    async def _start_another(
+        self, name: str, lost: LostState, factory: ActorFactory
+    ) -> GroupStatus:
+        async with asyncio.timeout(_REPLACE_TIMEOUT_S + self._margins_s[name]):
+            group = await factory.make_group(name, lost)
+            status = await group.start()
+        self.groups[name] = group
+        return status
+
     async def replace_lost(
         self, name: str, factory: ActorFactory | None, unfinished: Command | None, version: int
     ) -> None:
@@ -139,17 +179,9 @@ class GroupRegistry:
         if factory is None:
             raise ActorLost(f"group {name} is lost; stop this deployment and launch it again")
         lost = LostState(self.last_known(name), unfinished, version)
-        async with asyncio.timeout(_REPLACE_TIMEOUT_S + self._margins_s[name]):
-            group = await factory.make_group(name, lost)
-            status = await group.start()
-        self.groups[name] = group
+        status = await self._start_another(name, lost, factory)
         self._last_known[name] = status
         self.phases[name] = Phase(status.phase)
-
-    def have_started(self, statuses: Mapping[str, GroupStatus]) -> None:
-        """Set the phases of groups that have just started."""
-        self._last_known.update(statuses)
-        self.use_last_known_phases()
 
     async def refresh_phases(self) -> None:
         """Read the phases from the groups: a late command may have changed one."""

@@ -191,7 +191,7 @@ class RolloutServer:
         try:
             self._phase_runner.continue_at(record)
             await self._start_page()
-            await self._start_parts(self._rejoin_router(record.router_url))
+            await self._start_parts(self._rejoin_router(record.router_url), record)
             await self._recovery.probe_once()  # engines that were not reused are dead
             await self._gate.publish_members()
             if record.gate == "open" and not record.unfinished:
@@ -217,16 +217,15 @@ class RolloutServer:
     async def _rejoin_router(self, url: str) -> None:
         self._gate.epoch = await self._router.rejoin(Endpoint.of_url(url))
 
-    async def _start_parts(self, router: Awaitable[object]) -> Mapping[str, GroupStatus]:
+    async def _start_parts(
+        self, router: Awaitable[object], lost: JournalRecord | None = None
+    ) -> Mapping[str, GroupStatus]:
         # The router first: an occupied port is found before engines load.
         await router
         self._expected = await asyncio.to_thread(read_checkpoint_manifest, self._config.model_path)
-        statuses = await barrier(
-            {name: group.start() for name, group in self._registry.groups.items()}
-        )
+        statuses = await self._registry.start(lost, self._actor_factory)
         if self._store is not None:
             await self._store.start()
-        self._registry.have_started(statuses)
         self._recovery.start(
             {
                 name: [engine.engine_id for engine in status.engines]

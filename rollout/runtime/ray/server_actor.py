@@ -156,8 +156,7 @@ class RolloutServerActor(RolloutServer):
             # Ray refuses a call while it starts an actor again, and repeats this one.
             this_actor = ray.get_runtime_context().current_actor
             this_actor.take_place.options(max_task_retries=-1).remote()
-        settings = {group: one for group, (one, _) in parts.groups.items()}
-        groups = None if self._lost is None else lost_groups(self._lost, settings)
+        groups = None if self._lost is None else lost_groups(self._lost, config.groups)
         self._parts = ServerActors(name, parts, groups)
         super().__init__(
             name,

@@ -194,7 +194,7 @@ def test_a_standby_of_a_lost_group_takes_a_place_without_a_boot(
             TIMEOUT_S,
         )
         group, _ = make_group(1, standby=1, health={})
-        known = lost_groups(read(journal), {"main": group._settings})["main"].known
+        known = lost_groups(read(journal), {"main": group._settings.group})["main"].known
         assert [one.endpoint for one in known.asleep] == [slept]
         assert [one.endpoint for one in known.engines] == [engines(policy)["main-0"].endpoint]
         for reach in (lambda: generate(policy.url), lambda: policy.give_memory().result(TIMEOUT_S)):
