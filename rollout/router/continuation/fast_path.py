@@ -61,6 +61,7 @@ _LOGPROBS = b'"output_token_logprobs":['
 # Lists in the order in which engines write them, and what ends one that is not empty.
 _GROWING = {b'"output_ids":[': b"]", _LOGPROBS: b"]]"}
 _LONG_EVENT = 1 << 13
+_PIECE = 1 << 16
 _IN_NUMBER = b"0123456789.-+eE"
 _PLAIN_LOGPROB = b"[,,null],"
 
@@ -196,7 +197,7 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
     if found is None:
         return None
     ids, at = found[1], found.end()
-    others, num_logprobs = _without_logprobs(data[at:end])
+    others, logprobs = _without_logprobs(data[at:end])
     try:
         rest = orjson.loads(b'{"%d":{%s' % (_MARK, others))
     except orjson.JSONDecodeError:
@@ -204,23 +205,41 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
     meta = rest.pop(str(_MARK))
     if not isinstance(meta, dict) or not rest.keys().isdisjoint(_READ):
         return None
-    if num_logprobs is not None and meta.pop(PER_TOKEN[0], None) != _MARK:
+    if logprobs is not None and meta.pop(PER_TOKEN[0], None) != _MARK:
         return None
     num_ids = ids.count(b",") + 1 if ids.strip(_SPACE) else 0
+    num_logprobs = None if logprobs is None else len(logprobs)
     return EventParts(num_ids, num_logprobs, meta, data, begin, at, end)
 
 
-def _without_logprobs(meta: bytes) -> tuple[bytes, int | None]:
-    """A long ``meta_info`` with a mark for its log-probs, and their number if all are numbers."""
-    begin = meta.find(_LOGPROBS) + len(_LOGPROBS)
-    end = meta.find(b"]]", begin) + 1
-    if len(meta) < _LONG_EVENT or begin < len(_LOGPROBS) or not end:
-        return meta, None
-    form = meta[begin:end].translate(None, _IN_NUMBER) + b","
+def _without_logprobs(data: bytes) -> tuple[bytes, GrownList | None]:
+    """A long reply, or its end, with a mark for its log-probs, and these if all are numbers."""
+    begin = data.find(_LOGPROBS) + len(_LOGPROBS)
+    end = data.find(b"]]", begin) + 1
+    if len(data) < _LONG_EVENT or begin < len(_LOGPROBS) or not end:
+        return data, None
+    text = data[begin:end]
+    form = text.translate(None, _IN_NUMBER) + b","
     num = len(form) // len(_PLAIN_LOGPROB)
     if form != _PLAIN_LOGPROB * num:
-        return meta, None
-    return b"%s%s%s" % (meta[: begin - 1], _MARK_BYTES, meta[end + 1 :]), num
+        return data, None
+    return b"%s%s%s" % (data[: begin - 1], _MARK_BYTES, data[end + 1 :]), GrownList(text, num)
+
+
+def loads_reply(data: bytes) -> Any:
+    """What a parser gives of a complete reply; its log-probs are parsed when they are iterated.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    others, logprobs = _without_logprobs(data)
+    if logprobs is not None:
+        with suppress(*UNUSABLE):
+            payload = orjson.loads(others)
+            if payload["meta_info"][PER_TOKEN[0]] == _MARK:
+                payload["meta_info"][PER_TOKEN[0]] = logprobs
+                return payload
+    return loads(data)
 
 
 def has_nan(logprobs: Iterable[Any]) -> bool:
@@ -258,18 +277,19 @@ def _end_of_text(data: bytes, begin: int, end: int) -> int:
 
 
 class GrownList(JsonText, Sequence[Any]):
-    """A list that is written as it stands in an event, and parsed only for another engine.
+    """A list that is written as it stands in an event, and parsed when it is needed.
 
-    Making, writing and freeing a small list for each token would hold up other requests.
+    Making, writing and freeing a small list for each token would hold up other requests.  While
+    it is iterated, other threads run between its pieces.
 
     Args:
         data: its entries, without the brackets.
-        new: the last of the entries.
+        new: the last of the entries, as far as they are parsed.
     """
 
     __slots__ = ("_new", "_num")
 
-    def __init__(self, data: bytes, num: int, new: list[Any]) -> None:
+    def __init__(self, data: bytes, num: int, new: Sequence[Any] = ()) -> None:
         super().__init__(data, b"[%s]")
         self._num = num
         self._new = new
@@ -284,7 +304,16 @@ class GrownList(JsonText, Sequence[Any]):
         return orjson.loads(self.json)[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self[:])
+        data, begin, end = self.data, 0, -1
+        while end < len(data):
+            end = data.find(b"],[", begin + _PIECE) + 1 or len(data)
+            try:
+                piece = orjson.loads(b"[%s]" % data[begin:end])
+            except orjson.JSONDecodeError:  # these brackets were within an entry
+                end = len(data)
+                piece = orjson.loads(b"[%s]" % data[begin:])
+            yield from piece
+            begin = end + 1
 
     def __eq__(self, other: object) -> bool:
         return bool(self[:] == other)
@@ -297,7 +326,7 @@ class GrownList(JsonText, Sequence[Any]):
     def __radd__(self, other: Sequence[Any]) -> list[Any]:
         return [*other, *self]
 
-    def since(self, begin: int) -> list[Any]:
+    def since(self, begin: int) -> Sequence[Any]:
         """The entries from that index on."""
         begin_of_new = self._num - len(self._new)
         if begin >= begin_of_new:
@@ -350,7 +379,7 @@ class GrowingLists:
 
     def _grown(self, event: bytes, at: int, name: bytes, last: bytes) -> tuple[bytes, Any]:
         """The list that begins there: its text without the brackets, and its entries."""
-        empty: Any = GrownList(b"", 0, []) if name == _LOGPROBS else []
+        empty: Any = GrownList(b"", 0) if name == _LOGPROBS else []
         known, values = self._known.get(name, (b"", empty))
         begin = at + len(known)
         if not event.startswith(known, at) or event[begin] not in b",]":

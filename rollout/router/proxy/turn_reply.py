@@ -16,9 +16,10 @@ from typing import Any
 from engines.http.sglang_json import read_generate, read_logprob
 from engines.protocol import GenerateReply
 from rollout.router.continuation.core import UNUSABLE, Payload
+from rollout.router.continuation.fast_path import loads_reply
 from rollout.router.continuation.reply import Reply
 from rollout.router.http import responses
-from rollout.router.http.fast_json import dumps, loads
+from rollout.router.http.fast_json import dumps
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.responses import RouterResponse
 from rollout.router.http.routes import GENERATE_PATH, route_of
@@ -128,7 +129,9 @@ class _AsObjects:
     def whole(self, reply: Reply) -> list[_Unread]:
         parts = reply.passed_on
         if parts is not None:
-            return [_Unread(sum(map(len, parts)), lambda: read_generate(loads(b"".join(parts))))]
+            return [
+                _Unread(sum(map(len, parts)), lambda: read_generate(loads_reply(b"".join(parts))))
+            ]
         payload = reply.payload()
         return [_Unread(len(payload.get("output_ids") or ()), partial(read_generate, payload))]
 

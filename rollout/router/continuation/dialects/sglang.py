@@ -7,6 +7,7 @@ them with its tokens (SGLang sends them at the end only), the request starts ove
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -207,7 +208,7 @@ def _event(reply: Reply, event: Payload) -> None:
     reply.settle(finish, new="", has_grown=has_grown)
 
 
-def _since(values: GrownList | list[Any], begin: int) -> list[Any]:
+def _since(values: GrownList | list[Any], begin: int) -> Sequence[Any]:
     return values.since(begin) if isinstance(values, GrownList) else values[begin:]
 
 

@@ -1,6 +1,7 @@
 """Bodies and events in parts: what is not parsed is what a JSON parser would find there."""
 
 import json
+import operator
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,9 @@ from rollout.router.continuation import fast_path
 from rollout.router.continuation.core import NotFinite
 from rollout.router.continuation.fast_path import (
     GrowingLists,
+    GrownList,
     is_unfinished,
+    loads_reply,
     read_fields,
     split_body,
     split_event,
@@ -192,6 +195,49 @@ def test_of_lists_that_grow_is_read_what_a_parser_reads(steps, edit):
             at = int(edit[0] * len(event))
             event = event[:at] + edit[1] + event[at + 1 :]
         assert parsed_or_error(lists.loads, event) == parsed_or_error(loads, event)
+
+
+LISTS = st.lists(st.lists(st.floats(-9, 0) | TEXTS | VALUES, max_size=3), max_size=12)
+
+
+@given(LISTS, st.integers(0, 12), st.integers(1, 40))
+def test_a_list_that_stays_text_is_the_list(entries, begin, size):
+    data = json_of(entries)[1:-1]
+    new = entries[min(begin, len(entries)) :]
+    grown = GrownList(data, len(entries), new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_path, "_PIECE", size)
+        assert list(grown) == entries
+    assert (len(grown), grown) == (len(entries), entries)
+    assert [0].__add__(entries) == operator.add([0], grown)
+    assert entries.__add__([0]) == operator.add(grown, [0])
+    assert grown[:begin] == entries[:begin]
+    for at in range(len(entries) + 2):
+        assert list(grown.since(at)) == entries[at:]
+
+
+@pytest.mark.parametrize(
+    "entry", [(-0.5, 7, None), (-1e-7, 7, None), (None, 7, None), (-0.5, 7, "],["), (-0.5, 7, "a")]
+)
+def test_a_long_reply_is_read_as_a_parser_reads_it(monkeypatch, entry):
+    event, expected, sizes = long_event(5000, finish=length(5000), entry=entry), [entry] * 5000, []
+    real = fast_path.orjson.loads
+    monkeypatch.setattr(
+        fast_path.orjson, "loads", lambda data: sizes.append(len(data)) or real(data)
+    )
+    payload = loads_reply(event)
+    entries = list(map(tuple, payload["meta_info"]["output_token_logprobs"]))
+    is_plain = entry[0] is not None and entry[2] is None
+    assert (max(sizes) < len(event) * 0.8) == is_plain
+    assert entries == expected
+    assert payload == json.loads(event)
+
+
+def test_a_long_reply_that_names_its_logprobs_twice_is_read_as_a_parser_reads_it():
+    event = long_event(1000, finish=length(1000))
+    twice = event.replace(b'"meta_info":{', b'"meta_info":{"x":{"output_token_logprobs":[[-9]]},')
+    assert twice != event
+    assert loads_reply(twice) == json.loads(twice)
 
 
 def long_event(num, *, finish=None, entry=(-0.5, 7, None), **more):
