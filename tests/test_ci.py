@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from contextlib import suppress
@@ -56,6 +57,7 @@ def test_without_a_run_nothing_is_claimed_and_it_fails() -> None:
 
 MAKE = """#!/bin/sh
 printf '%s\\n' "$*" >>calls
+printf '%s %s\\n' "$2" "$TEST_LAST_START" >>ends
 [ "$1" != system ] || exit 2
 case $2 in
 $SLOW) sleep 2;;
@@ -134,6 +136,38 @@ def test_a_ci_that_begins_no_suite_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert calls == ["system", "VENV=.venv-ci lint docs"]
     names = "test test-slow test-pythons test-vllm test-sglang"
     assert output[-1] == f"== after 0 minutes these were not begun: {names}"
+
+
+@pytest.mark.parametrize(("left_s", "counts"), [(60, "1 passed"), (-1, "1 skipped")])
+def test_a_test_that_would_begin_too_late_is_skipped_before_its_fixtures(
+    tmp_path: Path, left_s: float, counts: str
+) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_setup\n")
+    (tmp_path / "test_one.py").write_text(
+        "import pytest\n\n@pytest.fixture\ndef made(): print('made')\n\ndef test_it(made): ...\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rsP", str(tmp_path)]
+    env = {**os.environ, "TEST_LAST_START": str(time.time() + left_s)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
+    assert f"= {counts} in" in done.stdout
+    assert ("no time left" in done.stdout, "made" in done.stdout) == (left_s < 0, left_s > 0)
+
+
+def test_ci_ends_its_tests_and_not_those_that_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_LAST_START_S", "100")
+    began_s = time.time()
+    ci_run(tmp_path, "test-slow")
+    ends = (tmp_path / "ends").read_text().splitlines()
+    assert [end.partition(" ")[0] for end in ends if not end[-1].isdigit()] == [
+        "",
+        "lint",
+        "test-slow",
+    ]
+    last = [float(end.partition(" ")[2]) - began_s for end in ends if end[-1].isdigit()]
+    assert len(last) == 5
+    assert all(98 < one < 130 for one in last)
 
 
 LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
