@@ -140,7 +140,7 @@ async def barrier(
         Exception: the first other error; the remaining failures are notes on it.
     """
     tasks = {
-        name: asyncio.create_task(_within(awaitable, budget_s))
+        name: asyncio.create_task(_limited(awaitable, budget_s))
         for name, awaitable in awaitables.items()
     }
     await wait_all(tasks.values())
@@ -182,6 +182,13 @@ async def whole_or_none(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 class _Late(Exception):
     """Our deadline has passed; a ``TimeoutError`` may come from the awaitable itself."""
+
+
+def _limited(awaitable: Awaitable[T], budget_s: float | None) -> Coroutine[Any, Any, T]:
+    # A task that is cancelled before it begins closes its own coroutine, and none within that.
+    if budget_s is None and asyncio.iscoroutine(awaitable):
+        return awaitable
+    return _within(awaitable, budget_s)
 
 
 async def _within(awaitable: Awaitable[T], budget_s: float | None) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import warnings
 
 import pytest
 
@@ -155,6 +156,27 @@ async def test_a_barrier_prefers_a_real_error_over_one_that_was_late() -> None:
     with pytest.raises(ValueError, match="reason") as caught:
         await barrier(waits, operation="flush", budget_s=60)
     assert caught.value.__notes__ == ["also failed: slow: no answer in time"]
+
+
+def test_calls_of_a_barrier_that_are_cancelled_before_they_begin_warn_of_nothing() -> None:
+    """As at the end of a loop."""
+    begun = []
+
+    async def call() -> None:
+        begun.append(True)
+
+    async def main() -> None:
+        waiting = asyncio.create_task(barrier({"a": call(), "b": call()}))
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.wait([waiting])
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(main())
+        gc.collect()
+    assert (begun, [str(one.message) for one in warned]) == ([], [])
 
 
 def test_an_error_without_text_is_described_by_its_type() -> None:
