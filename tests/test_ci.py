@@ -156,7 +156,7 @@ def test_a_test_that_would_begin_too_late_is_skipped_before_its_fixtures(
 def test_ci_ends_its_tests_and_not_those_that_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TEST_LAST_START_S", "100")
+    monkeypatch.setenv("CI_LAST_START_S", "100")
     began_s = time.time()
     ci_run(tmp_path, "test-slow")
     ends = (tmp_path / "ends").read_text().splitlines()
