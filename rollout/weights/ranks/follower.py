@@ -5,33 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 from engines.protocol.plain_text import describe
 from engines.tensors.torch_fingerprint import device_fingerprints
-from rollout.config import Transport, WeightsConfig, WeightUpdate
-from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
+from rollout.config import WeightsConfig, WeightUpdate
+from rollout.core.errors import RankFailure, WeightMismatch
 from rollout.weights.format.lora_check import warn_of_base
 from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
 from rollout.weights.push.push import PushRequest
-from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV, PushDeltas
-from rollout.weights.ranks.device_copies import DeviceCopies
+from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
+from rollout.weights.ranks.rank_shares import RankShares
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
-from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
-from rollout.weights.routes.choice import ENCODINGS, ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
-from rollout.weights.routes.rank_end import RankEnd, ShareBuilder
-from rollout.weights.routes.route import Chosen
-from rollout.weights.routes.shared_memory import BufferWriter, naming_path
-from rollout.weights.routes.trainer_groups import BroadcastSender
+from rollout.weights.routes.shared_memory import naming_path
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.bucket_bytes import fingerprints_of
-from rollout.weights.tensors.delta_base import DeltaPush, deltas_in
 from rollout.weights.tensors.finite_check import check_finite
 from rollout.weights.tensors.sources import (
     Pairs,
@@ -51,7 +45,6 @@ class Follower:
 
     Attributes:
         resources: what the push holds in this process; the caller closes it.
-        deltas: what engines get of it as deltas, if the store gets copies.
     """
 
     def __init__(
@@ -65,16 +58,11 @@ class Follower:
         self.rank = rank
         self.figures = PushFigures(rank.num_ranks)
         self.resources = ExitStack()
-        self.buffers: PushBuffers | None = None
         self._server = server
         self._request = request
         self._timeout_s = timeout_s
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
-        self._builders: dict[str, ShareBuilder] = {}
-        self._copies: BufferWriter | DeviceCopies | None = None
-        self._plan: PushPlan | None = None
-        self.delta_push: DeltaPush | None = None
-        self.deltas: PushDeltas | None = None
+        self._shares: RankShares | None = None
 
     @cached_property
     def source(self) -> PlannedSource | StreamedSource:
@@ -129,7 +117,6 @@ class Follower:
         Raises:
             WeightMismatch: they do not fit.
         """
-        self._plan = plan
         self.check = BucketCheck(self.rank.config.weights, self._server.expected, plan.contents)
         if plan.tensors is not None:
             self.rank.tensors = plan.tensors
@@ -139,98 +126,38 @@ class Follower:
             self.source.check_finite(self.rank.rank, self.rank.num_ranks)
         self._buckets = self.source.buckets(plan.bucket_bytes)
         with naming_path(self.rank.config.weights):
-            self._open_builders(plan)
-        self._begin_copies(plan)
+            self._shares = RankShares(
+                self.rank,
+                plan,
+                self.resources,
+                gpu=self.gpu,
+                expected=self._server.expected,
+                timeout_s=self._timeout_s,
+            )
 
     def digests_of(self, names: Sequence[str]) -> dict[str, str]:
         """Of those tensors that other ranks may have too."""
         source = self.source
         return source.digests_of(names) if names and isinstance(source, PlannedSource) else {}
 
-    def _open_builders(self, plan: PushPlan) -> None:
-        rank = self.rank
-        is_first_host = rank.hosts[rank.rank] == 0
-        if plan.store is not None and is_first_host:
-            rank.copies.free(plan.store.reads)
-            self.buffers = PushBuffers(rank.pool)
-            # The store reads them after the push, so the next push frees them.
-            self.resources.callback(rank.copies.add, plan.terms.version, self.buffers)
-        elif plan.at_once or plan.is_copied:
-            self.buffers = PushBuffers(rank.pool)
-            self.resources.callback(self.buffers.release)
-        end = self._end(plan, self.buffers or rank.pool)
-        for chosen in plan.routes:
-            if (builder := ROUTES[chosen.transport].open(end, chosen)) is not None:
-                self.resources.callback(builder.close)
-                self._builders[chosen.payload] = builder
-        keeps_copies = plan.store is not None and plan.store.is_offered and is_first_host
-        whole = [self._builders.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
-        if keeps_copies and not any(isinstance(one, BufferWriter) for one in whole):
-            of_host = BufferWriter.of(end, plan.terms.fingerprints)
-            self._copies = DeviceCopies(end) if self.gpu else of_host
-            self.resources.callback(self._copies.close)
-
-    def _begin_copies(self, plan: PushPlan) -> None:
-        """Keep copies of what engines get from this rank, if the next push may be a delta."""
-        copies, expected = self.rank.delta_base, self._server.expected
-        own = [one for one in plan.routes if one.payload in self._builders]
-        if not any(one.is_copied for one in own):
-            copies.drop()
-            return
-        base = None if all(one.is_full for one in own) else copies.version
-        known = {} if expected is None else expected.tensors
-        self.delta_push = DeltaPush(plan.terms.version, base, known)
-        copies.begin(self.delta_push)
-        if base is not None and plan.store is not None:
-            self.deltas = PushDeltas(base, {})
-
-    def _end(self, plan: PushPlan, buffers: ShmBufferPool | PushBuffers) -> RankEnd:
-        rank = self.rank
-        return RankEnd(
-            rank.rank,
-            rank.writers,
-            self.gpu,
-            plan.terms,
-            buffers,
-            rank.idle_group,
-            rank.config,
-            self._timeout_s or rank.config.weights.group_timeout_s,
-        )
-
     @property
-    def sender(self) -> BroadcastSender | None:
-        """Broadcasts in a group of this rank; None if rank 0 does, or none."""
-        builder = self._builders.get(Transport.DISTRIBUTED)
-        return builder if isinstance(builder, BroadcastSender) else None
-
-    def builder(self, payload: str) -> ShareBuilder:
-        """Of the route with this payload."""
-        return self._builders[payload]
+    def shares(self) -> RankShares:
+        """What is made of each bucket, since it was prepared."""
+        assert self._shares is not None
+        return self._shares
 
     def make(self, index: int) -> tuple[Share, Pairs]:
         """Gather the next bucket, with all ranks, and make this rank's share of it."""
-        assert self._plan is not None
-        plan = self._plan
+        plan = self.shares.plan
         self.figures.begin()
         pairs, is_last = next(self._buckets)
         if isinstance(self.source, StreamedSource):
-            assert self.check is not None
-            self.check(pairs, is_last)
-            # The push announces the model's dtypes, because these are known only now.
-            pairs = cast_to(pairs, self._server.expected)
-            if not self.rank.config.weights.allow_nonfinite:
-                own = pairs[self.rank.rank :: self.rank.num_ranks]
-                check_finite((name, tensor, math.inf) for name, tensor in own)
+            pairs = self._checked(pairs, is_last)
         self.figures.gathered()
-        made: dict[str, Mapping[str, Any]] = {}
         with naming_path(self.rank.config.weights):
-            changes = self._changes_of(pairs)
-            written = _encoded(pairs, changes, plan.routes)
-            for payload, builder in self._builders.items():
-                if (share := builder.make(index, written[payload])) is not None:
-                    made[payload] = share
-            del written
-            copy = self._copy(index, pairs, is_last)
+            made, changes, copy = self.shares.make(index, pairs, is_last)
+        if changes is not pairs:
+            self.figures.density = self.rank.delta_base.density
         fingerprints: dict[str, str] = {}
         for share in made.values():
             fingerprints |= share.get("fingerprints", {})
@@ -243,30 +170,16 @@ class Follower:
             digests = device_fingerprints([pairs[(plan.terms.version + index) % len(pairs)]])
         return Share(content, is_last, made, fingerprints, copy, *figures, digests), pairs
 
-    def _changes_of(self, pairs: Pairs) -> Pairs:
-        """What a bucket changes of the version that the engines hold: all of it, if no copies are
-        kept or it is sent whole."""
-        changes = (
-            pairs if self.delta_push is None else self.rank.delta_base.take(self.delta_push, pairs)
-        )
-        if self.deltas is not None:
-            self.deltas.deltas.update(deltas_in(changes))
-        if changes is not pairs:
-            self.figures.density = self.rank.delta_base.density
-        return changes
-
-    def _copy(self, index: int, pairs: Pairs, is_last: bool) -> Mapping[str, Any]:
-        """This rank's share of the copies for the store; an error does not end the push."""
-        copies = self._copies
-        if copies is None:
-            return {}
-        try:
-            made = copies.make(index, pairs)
-        except WeightsUnavailable as error:
-            return {"why_not": str(error)}
-        if is_last and isinstance(copies, DeviceCopies):
-            copies.finish()
-        return made or {}
+    def _checked(self, pairs: Pairs, is_last: bool) -> Pairs:
+        """A bucket of an iterator, in the model's dtypes."""
+        assert self.check is not None
+        self.check(pairs, is_last)
+        # The push announces the model's dtypes, because these are known only now.
+        pairs = cast_to(pairs, self._server.expected)
+        if not self.rank.config.weights.allow_nonfinite:
+            own = pairs[self.rank.rank :: self.rank.num_ranks]
+            check_finite((name, tensor, math.inf) for name, tensor in own)
+        return pairs
 
     def run(self, before_kv: Callable[[], object] | None) -> None:
         """Free the trainer's memory that the KV caches need.
@@ -274,26 +187,12 @@ class Follower:
         Raises:
             RankFailure: the function raised.
         """
-        assert self._plan is not None
         try:
             if before_kv is not None:
                 before_kv()
         except Exception as error:
-            state = WITH_KV if self._plan.is_serving else WITHOUT_KV
+            state = WITH_KV if self.shares.plan.is_serving else WITHOUT_KV
             raise RankFailure(f"{describe(error, with_type=True)}; {state}") from error
-
-    def keep(self) -> None:
-        """After a push that succeeded: stay in the group, and take the copies for its version."""
-        self.rank.delta_base.succeed(self.delta_push)
-        if self.sender is not None:
-            self.sender.stay()
-
-
-def _encoded(pairs: Pairs, changes: Pairs, routes: Sequence[Chosen]) -> dict[str, Pairs]:
-    """A bucket as each payload gets it; one encoding is made once."""
-    names = {chosen.encoding for chosen in routes}
-    written = {name: ENCODINGS[name].encode(pairs, changes) for name in names}
-    return {chosen.payload: written[chosen.encoding] for chosen in routes}
 
 
 class BucketCheck:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,29 +31,22 @@ from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.follower import Follower, digest_of
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
+from rollout.weights.ranks.push_routes import PushRoutes, choose_routes, sizes_of
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.broadcast import RootBuckets
 from rollout.weights.routes.choice import (
     ROUTES,
-    by_value_note,
-    choose,
-    encoded_for,
     is_only_streamed,
 )
 from rollout.weights.routes.cuda_ipc import gpu_of_thread, use_gpu
 from rollout.weights.routes.disk import CheckpointBuilder
 from rollout.weights.routes.route import (
-    FULL,
     Chosen,
-    EncodingTerms,
-    EnginePlace,
-    EngineRoute,
     Payload,
     PushTerms,
-    RankPlace,
 )
-from rollout.weights.routes.shared_memory import joined_folder, stream_bytes, why_no_room_for
+from rollout.weights.routes.shared_memory import joined_folder
 from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
@@ -90,8 +82,7 @@ class Leader:
         self._may_stream = may_stream
         self._streams = streams
         self._readies: Sequence[Ready] = ()
-        self._ranks: Sequence[RankPlace] = ()
-        self._assigned: Mapping[str, EngineRoute] = {}
+        self._routes = PushRoutes()
         self._plan: PushPlan | None = None
         # Of buckets that are complete before the engines are called.
         self._payloads: list[Mapping[str, Payload]] = []
@@ -120,7 +111,8 @@ class Leader:
         source = self.follower.source
         if isinstance(source, PlannedSource):
             rank.check(source.manifest, self._server.expected, self._contents)
-        routes = self._choose(status)
+        self._routes = self._choose(status)
+        routes = self._routes.chosen
         transports = {one.transport for one in routes}
         whole = [one for one in routes if one.is_full]
         hosts = sorted(one.host for one in whole if one.transport == Transport.SHARED_MEMORY)
@@ -171,72 +163,28 @@ class Leader:
         rank.num_compared += len(names)
         return names
 
-    def _choose(self, status: ServerStatus) -> tuple[Chosen, ...]:
-        """The routes of all engines, one for each payload."""
-        rank = self.follower.rank
-        wanted = rank.config.weights.transport
-        source = self.follower.source
-        if isinstance(source, AdapterSource):
-            return (Chosen(ADAPTER, adapter=self.follower.adapter, config=source.config),)
-        num_bytes, largest_bytes = self._sizes()
-        self._ranks = self._places(num_bytes, largest_bytes)
-        places = self._server.places(status)
-        base = rank.delta_base
-        is_full = self._contents is WeightUpdate.FULL
-        encoding = rank.config.weights.encoding if is_full else FULL
-        num_hosts = len(set(rank.hosts))
-        terms = EncodingTerms(encoding, rank.num_ranks, base.version, base.density, num_hosts)
-        chosen = choose(wanted, self._ranks, places, is_copy=not self._may_stream, terms=terms)
-        if note := by_value_note(wanted, chosen, num_bytes):
-            logger.warning("%s", note)
-        self._assigned = {
-            name: EngineRoute(one.payload, ROUTES[one.transport].route(one), one.encoding)
-            for name, one in chosen.items()
-        }
-        by_payload: dict[str, Chosen] = {}
-        if not chosen:  # engines that come later get what an engine on this host would
-            near = Chosen(Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted)
-            chosen = {"": encoded_for(EnginePlace("of a later engine", ""), near, terms)}
-        for one in chosen.values():
-            first = by_payload.setdefault(one.payload, replace(one, why=""))
-            gpus = tuple(dict.fromkeys((*first.gpus, *one.gpus)))
-            is_copied = first.is_copied or one.is_copied
-            by_payload[one.payload] = replace(first, gpus=gpus, is_copied=is_copied)
-        return tuple(by_payload.values())
-
-    def _places(self, num_bytes: int, largest_bytes: int) -> list[RankPlace]:
-        """Of the ranks, for a model of so many bytes, in its largest tensor so many."""
-        rank, weights = self.follower.rank, self.follower.rank.config.weights
-        hosts, folder = rank.hosts, weights.shared_memory_path
-        largest_bucket = max(weights.bucket_bytes, largest_bytes)
-        room: defaultdict[int, list[int]] = defaultdict(list)
-        for ready, host in zip(self._readies, hosts, strict=True):
-            room[host].append(ready.room_bytes)
-        why_not = {}
-        for host, of_ranks in room.items():
-            streamed = min(num_bytes, stream_bytes(largest_bucket, len(of_ranks)))
-            needed = num_bytes if self._holds_all(host) else streamed
-            where = f"{folder} on the host of rank {host}"
-            why_not[host] = why_no_room_for(needed, of_ranks, where)
-        return [
-            RankPlace(ready.node, host, ready.gpu, why_not[host])
-            for ready, host in zip(self._readies, hosts, strict=True)
-        ]
-
-    def _holds_all(self, host: int) -> bool:
-        """Whether the files of a push stay on this host until its end."""
-        rank = self.follower.rank
-        return not self._streams or (
-            host == 0 and (self._is_stored or rank.loads.is_at_once)  # which rank 0 joins
+    def _choose(self, status: ServerStatus) -> PushRoutes:
+        follower, rank = self.follower, self.follower.rank
+        if isinstance(follower.source, AdapterSource):
+            chosen = Chosen(ADAPTER, adapter=follower.adapter, config=follower.source.config)
+            return PushRoutes((chosen,))
+        return choose_routes(
+            rank,
+            self._readies,
+            self._server.places(status),
+            sizes_of(follower.source, self._server.expected),
+            contents=self._contents,
+            may_stream=self._may_stream,
+            hosts_with_all=self._hosts_with_all(),
         )
 
-    def _sizes(self) -> tuple[int, int]:
-        """Bytes of the whole push, and of its largest tensor; 0 if unknown."""
-        source, expected = self.follower.source, self._server.expected
-        if isinstance(source, PlannedSource):
-            return source.num_bytes, source.largest_bytes
-        sizes = [spec.num_bytes for spec in expected.tensors.values()] if expected else []
-        return sum(sizes), max(sizes, default=0)
+    def _hosts_with_all(self) -> set[int]:
+        """Hosts, each by its lowest rank, where the files of a push stay until its end."""
+        rank = self.follower.rank
+        if not self._streams:
+            return set(rank.hosts)
+        is_read = self._is_stored or rank.loads.is_at_once
+        return {0} if is_read else set()  # by rank 0, which joins them, or by the store
 
     @property
     def _is_stored(self) -> bool:
@@ -282,7 +230,7 @@ class Leader:
             }
             if made:
                 row = ROUTES[route.transport]
-                payloads[route.payload] = row.join(route, made, self._ranks, pairs)
+                payloads[route.payload] = row.join(route, made, self._routes.ranks, pairs)
         fingerprints: dict[str, str] = {}
         for share in shares:
             fingerprints |= share.fingerprints
@@ -296,7 +244,7 @@ class Leader:
         """What rank 0 broadcasts of a bucket, on the device of its tensors."""
         if (route := self.plan.broadcast) is None or not route.is_copied:
             return pairs
-        buckets, device = self.follower.builder(route.payload), pairs.tensors[0].device
+        buckets, device = self.follower.shares.builder(route.payload), pairs.tensors[0].device
         assert isinstance(buckets, RootBuckets)
         sent = buckets.take()
         # Deltas are made on the host, and NCCL sends from the GPU.
@@ -314,17 +262,16 @@ class Leader:
     def copied_push(self) -> WeightPush:
         """The push of all buckets that were copied."""
         payloads: list[Any] = self._payloads
-        builder = self.follower.builder(Transport.DISK) if self._has_checkpoint else None
+        builder = self.follower.shares.builder(Transport.DISK) if self._has_checkpoint else None
         if isinstance(builder, CheckpointBuilder):
             # Engines with another route have the buckets before the last, too.
             last = {**payloads[-1], Transport.DISK: builder.finish()}
             payloads = [last[Transport.DISK]] if self.is_single else [*payloads[:-1], last]
         elif self.plan.at_once and len(payloads) > 1:
-            assert self.follower.buffers is not None
+            buffers = self.follower.shares.buffers
+            assert buffers is not None
             (name,) = (one.payload for one in self.plan.routes)
-            payloads = [
-                joined_folder(self.follower.buffers, [one[name]["path"] for one in payloads])
-            ]
+            payloads = [joined_folder(buffers, [one[name]["path"] for one in payloads])]
         elif self.is_single:
             payloads = [next(iter(one.values())) for one in payloads]
         manifest = Manifest(self._manifest().tensors, self._fingerprints)
@@ -379,12 +326,12 @@ class Leader:
     @property
     def is_single(self) -> bool:
         """Whether all engines get the same whole tensors, so that a bucket is one payload."""
-        return len(set(self._assigned.values())) < 2 and self.plan.routes[0].is_full
+        return len(set(self._routes.assigned.values())) < 2 and self.plan.routes[0].is_full
 
     def _push(self, manifest: Manifest, **more: Any) -> WeightPush:
         first = self.plan.routes[0]
         if not self.is_single:
-            more["routes"] = self._assigned
+            more["routes"] = self._routes.assigned
         return WeightPush(
             self.plan.terms.version,
             manifest,
@@ -511,8 +458,8 @@ def push_of_one_rank(
         made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
         # Without the leader, which has the tensors.
         figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
-        take_base = partial(rank.delta_base.succeed, follower.delta_push)
-        offer = partial(offer_copies, leader.copies, follower.deltas, version, server)
+        take_base = partial(rank.delta_base.succeed, follower.shares.delta_push)
+        offer = partial(offer_copies, leader.copies, follower.shares.deltas, version, server)
         succeeded = partial(_succeeded, take_base, offer, figures, version, routes, server)
         return Push(made, follower.resources, succeeded)
     except BaseException:

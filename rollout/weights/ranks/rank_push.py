@@ -107,7 +107,7 @@ class RankPush:
             case AwaitEngines(index, timeout_s):
                 return self._await_engines(index, timeout_s)
             case BroadcastTask():
-                sender = self._follower.sender
+                sender = self._follower.shares.sender
                 return BroadcastDone("" if sender is None else sender.carry_out(step))
             case Broadcasted(done):
                 return self._queue.answer(done)
@@ -132,11 +132,11 @@ class RankPush:
 
     def complete(self) -> None:
         """After the push: leave this rank's copies to the store, and figures to the timeline."""
-        self._follower.keep()
+        self._follower.shares.succeed()
         if self._leader is None:
             return
         version = self._leader.plan.terms.version
-        copies, deltas = self._leader.copies, self._follower.deltas
+        copies, deltas = self._leader.copies, self._follower.shares.deltas
         figures = self._follower.figures
         try:
             if (offered := offer_copies(copies, deltas, version, self._server)) is not None:
