@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from engines.http.call import EngineCall
 from engines.protocol import Endpoint, PauseMode, TensorInfo, WeightsReport
 from engines.protocol.errors import EngineRejected
 from engines.protocol.plain_text import differing_text
@@ -183,7 +184,8 @@ class VllmPushes(VllmPauses):
         if action == "snapshot":
             self._baseline = report
         else:
-            self._compare(operation, report)
+            baseline, self._baseline = self._baseline, None
+            _check_same(self._call(operation, 0.0), baseline, report)
         return WeightsReport(None)
 
     async def _checksums(self, operation: str) -> WeightsReport:
@@ -195,21 +197,25 @@ class VllmPushes(VllmPauses):
         )
         return call.read(answer, vllm_json.read_checksums)
 
-    def _compare(self, operation: str, report: WeightsReport) -> None:
-        baseline, self._baseline = self._baseline, None
-        call = self._call(operation, 0.0)
-        if baseline is None:
-            raise call.rejected("failed", status=400, body="no snapshot to compare with")
-        different = [
-            name
-            for now, before in zip(report.tensors, baseline.tensors, strict=True)
-            for name in now
-            if now[name] != before.get(name)
-        ]
-        if different:
-            raise call.rejected("failed", status=400, body=differing_text(different))
-
     async def weights_manifest(self) -> tuple[TensorInfo, ...]:
         """The engine's tensors; only the plugin lists them."""
         method = METHODS_OF_PLUGIN["manifest"]
         return await self._rpc("weights_manifest", method, vllm_json.read_manifest)
+
+
+def _check_same(call: EngineCall, before: WeightsReport | None, now: WeightsReport) -> None:
+    """Raise if there is no snapshot, or a tensor has changed since it.
+
+    Raises:
+        EngineRejected: names them.
+    """
+    if before is None:
+        raise call.rejected("failed", status=400, body="no snapshot to compare with")
+    different = [
+        name
+        for of_rank, old in zip(now.tensors, before.tensors, strict=True)
+        for name in of_rank
+        if of_rank[name] != old.get(name)
+    ]
+    if different:
+        raise call.rejected("failed", status=400, body=differing_text(different))

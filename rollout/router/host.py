@@ -70,6 +70,7 @@ class RouterHost:
     ) -> None:
         self._config = config
         self._on_engine_failure = on_engine_failure
+        self._waits = _Waits()
         self._gate = Gate(
             max_held=config.max_held_requests,
             policy=policy
@@ -79,7 +80,7 @@ class RouterHost:
                 max_affinities=config.max_affinities,
             ),
             on_failure=self._note_failure,
-            on_idle=self._wake_idle,
+            on_idle=self._waits.wake,
         )
         connections = check_file_descriptors(
             config.max_connections,
@@ -90,7 +91,6 @@ class RouterHost:
             max_connections=connections.engines,
         )
         self._proxy = Proxy(self._gate, pool, config, run or new_run(), connections.clients, state)
-        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()
         self._owner: asyncio.AbstractEventLoop | None = None
@@ -231,7 +231,7 @@ class RouterHost:
             name: as engines know it.
         """
         return await self._thread.call(
-            self._wait_idle(lambda: name in self._gate.pinned, timeout_s)
+            self._waits.wait(lambda: name in self._gate.pinned, timeout_s)
         )
 
     async def drained(self, timeout_s: float, engine_id: str = "") -> None:
@@ -244,7 +244,7 @@ class RouterHost:
         await self._thread.call(self._wait_drained(timeout_s, engine_id))
 
     async def _wait_drained(self, timeout_s: float, engine_id: str) -> None:
-        if await self._wait_idle(lambda: bool(self._late(engine_id)), timeout_s):
+        if await self._waits.wait(lambda: bool(self._late(engine_id)), timeout_s):
             return
         in_flight = sorted(self._late(engine_id).items())
         late = {name: f"{num} requests in flight" for name, num in in_flight}
@@ -256,31 +256,12 @@ class RouterHost:
             late=late,
         )
 
-    async def _wait_idle(self, is_busy: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until it is not busy; False if it still is after ``timeout_s``."""
-        if not is_busy():
-            return True
-        idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[idle] = is_busy
-        try:
-            await asyncio.wait_for(idle, timeout_s)
-        except TimeoutError:
-            return False
-        finally:
-            del self._waiting[idle]
-        return True
-
     def _late(self, engine_id: str) -> dict[str, int]:
         """The engines that still have requests, or this one if it has, and how many."""
         if not engine_id:
             return self._gate.in_flight.by_engine()
         num = self._gate.num_on(engine_id)
         return {engine_id: num} if num else {}
-
-    def _wake_idle(self) -> None:
-        for idle, is_busy in self._waiting.items():
-            if not idle.done() and not is_busy():
-                idle.set_result(None)
 
     def _note_failure(self, failure: ConnectionFailure) -> None:
         if failure.has_left_routing:
@@ -310,3 +291,30 @@ class RouterHost:
                 timeout_keep_alive=_CLIENT_KEEPALIVE_S,
             )
         )
+
+
+class _Waits:
+    """Waits until requests have ended."""
+
+    def __init__(self) -> None:
+        self._busy: dict[asyncio.Future[None], Callable[[], bool]] = {}
+
+    async def wait(self, is_busy: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until it is not busy; False if it still is after ``timeout_s``."""
+        if not is_busy():
+            return True
+        idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._busy[idle] = is_busy
+        try:
+            await asyncio.wait_for(idle, timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            del self._busy[idle]
+        return True
+
+    def wake(self) -> None:
+        """End the waits that are over."""
+        for idle, is_busy in self._busy.items():
+            if not idle.done() and not is_busy():
+                idle.set_result(None)

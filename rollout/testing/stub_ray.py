@@ -186,35 +186,16 @@ class StubRay:
         node_id = place[0] if place else self.cluster.nodes[0].node_id
         return RuntimeContext(node_id, self.cluster.namespace)
 
-    # ray.util.placement_group
-
-    def placement_group(
-        self, bundles: Sequence[Mapping[str, float]], strategy: str = "PACK", **options: Any
-    ) -> PlacementGroup:
-        return self.cluster.reserve(PlacementGroup(bundles, strategy))
-
-    def remove_placement_group(self, group: PlacementGroup) -> None:
-        self.cluster.release(group)
-
-    def placement_group_table(self, group: PlacementGroup) -> dict[str, Any]:
-        return {
-            "state": group.state,
-            "bundles": dict(enumerate(group.bundle_specs)),
-            "bundles_to_node_id": {
-                index: node_id for index, (node_id, _) in enumerate(group.places)
-            },
-        }
-
     def modules(self) -> dict[str, ModuleType]:
         """The modules that replace those of Ray, by name."""
-        of_groups = ("placement_group", "remove_placement_group", "placement_group_table")
         of_tests = ("cluster", "live_actors", "modules")
+        of_groups = PlacementGroups(self)
         strategies = (PlacementGroupSchedulingStrategy, NodeAffinitySchedulingStrategy)
         contents: dict[str, dict[str, Any]] = {
             "ray": {
                 name: getattr(self, name)
                 for name in vars(StubRay)
-                if not name.startswith("_") and name not in of_groups + of_tests
+                if not name.startswith("_") and name not in of_tests
             }
             | {"ObjectRef": ObjectRef},
             "ray.exceptions": {
@@ -223,7 +204,11 @@ class StubRay:
                 if isinstance(error, type) and issubclass(error, stub_refs.RayError)
             },
             "ray.util": {"get_node_ip_address": lambda: "127.0.0.1"},
-            "ray.util.placement_group": {name: getattr(self, name) for name in of_groups}
+            "ray.util.placement_group": {
+                name: getattr(of_groups, name)
+                for name in vars(PlacementGroups)
+                if not name.startswith("_")
+            }
             | {"PlacementGroup": PlacementGroup},
             "ray.util.scheduling_strategies": {kind.__name__: kind for kind in strategies},
         }
@@ -236,6 +221,30 @@ class StubRay:
         # As in Ray, the function hides the module of the same name.
         vars(modules["ray.util"]).update(contents["ray.util.placement_group"])
         return modules
+
+
+class PlacementGroups:
+    """The functions of the module ``ray.util.placement_group``."""
+
+    def __init__(self, ray: StubRay) -> None:
+        self._ray = ray
+
+    def placement_group(
+        self, bundles: Sequence[Mapping[str, float]], strategy: str = "PACK", **options: Any
+    ) -> PlacementGroup:
+        return self._ray.cluster.reserve(PlacementGroup(bundles, strategy))
+
+    def remove_placement_group(self, group: PlacementGroup) -> None:
+        self._ray.cluster.release(group)
+
+    def placement_group_table(self, group: PlacementGroup) -> dict[str, Any]:
+        return {
+            "state": group.state,
+            "bundles": dict(enumerate(group.bundle_specs)),
+            "bundles_to_node_id": {
+                index: node_id for index, (node_id, _) in enumerate(group.places)
+            },
+        }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Confirms that a stopped engine has ended and its memory is free.
+"""Ends an engine, and confirms that it has ended and its memory is free.
 
 Always true: ``is_gone`` is set only after both were measured.
 """
@@ -32,6 +32,14 @@ async def confirm_gone(member: EngineState, timeout_s: float) -> None:
             operation="kill",
         )
     member.is_gone = True
+
+
+async def discard(member: EngineState) -> None:
+    """End an engine that is none of its group's."""
+    try:
+        await member.process.kill()
+    finally:
+        await member.aclose()
 
 
 async def confirm_ended_by_others(member: EngineState) -> None:

@@ -21,7 +21,7 @@ from rollout.control.engine.catch_up import put_to_sleep
 from rollout.control.engine.memory import EngineMemory, why_no_room_beside
 from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
-from rollout.control.engine.stop import confirm_ended_by_others, confirm_gone
+from rollout.control.engine.stop import confirm_ended_by_others, confirm_gone, discard
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.probe import has_exited
 from rollout.core.errors import LifecycleError, PhaseFailed
@@ -54,15 +54,12 @@ class EngineBoots:
         self._engines = engines
         self._starter = starter
         self._memory = memory
-        self._health = health
         self._is_attached = is_attached
         self._is_on_gpus = is_on_gpus
         self._booting: dict[str, _Boot] = {}
         self._booted: dict[str, EngineState] = {}
         self._restarting: set[str] = set()
-        self._why_none: dict[str, str] = {}
-        self._num_failures = 0
-        self._retry_at_s = 0.0
+        self._standby_failures = _StandbyFailures(health)
         self._is_closed = False
 
     def __contains__(self, engine_id: str) -> bool:
@@ -170,7 +167,7 @@ class EngineBoots:
             return "booting"
         if engine_id in self._booted:
             return "ready"
-        return self._why_none.get(engine_id, "waits to boot")
+        return self._standby_failures.why_none.get(engine_id, "waits to boot")
 
     async def tend_standbys(self, may_boot: Callable[[], bool]) -> None:
         """Drop standbys that have died, and begin to boot the next one that is missing.
@@ -189,9 +186,9 @@ class EngineBoots:
                 continue
             why = await why_no_room_beside(member) if self._is_on_gpus else ""
             if why:
-                self._why_none[name] = why
-            is_due = asyncio.get_running_loop().time() >= self._retry_at_s
-            if not why and is_due and may_boot() and not (self._booting or self._is_closed):
+                self._standby_failures.why_none[name] = why
+            is_due = not why and self._standby_failures.may_try()
+            if is_due and may_boot() and not (self._booting or self._is_closed):
                 self._stand_by(member.slot, member.process_name)
 
     async def stand_by_first(self) -> None:
@@ -206,7 +203,7 @@ class EngineBoots:
 
     def _stand_by(self, slot: EngineSlot, name_in_use: str = "") -> _Boot:
         boot = self._begin(slot.engine_id, self._boot_asleep(slot, name_in_use))
-        boot.add_done_callback(partial(self._note_standby, slot.engine_id))
+        boot.add_done_callback(partial(self._standby_failures.note, slot.engine_id))
         return boot
 
     async def _boot_asleep(self, slot: EngineSlot, name_in_use: str) -> EngineState:
@@ -216,30 +213,15 @@ class EngineBoots:
             try:
                 await put_to_sleep(member, self._memory)
             except BaseException:
-                await self._engines.discard(member)
+                await discard(member)
                 raise
         return member
-
-    def _note_standby(self, engine_id: str, boot: _Boot) -> None:
-        if boot.cancelled():
-            return
-        if (error := boot.exception()) is None:
-            self._num_failures = 0
-            self._why_none.pop(engine_id, None)
-            logger.info("engine %s has a standby", engine_id)
-            return
-        self._num_failures += 1
-        wait_s = backoff_s(self._num_failures, self._health)
-        self._retry_at_s = asyncio.get_running_loop().time() + wait_s
-        why = f"its standby did not boot: {describe(error)}"
-        self._why_none[engine_id] = why
-        logger.error("engine %s: %s; the next try is in %g s", engine_id, why, wait_s)
 
     async def _discard_standby(self, member: EngineState) -> None:
         if self._booted.get(member.engine_id) is member:
             del self._booted[member.engine_id]
         logger.warning("engine %s: the process asleep on its slot has ended", member.engine_id)
-        await self._engines.discard(member)
+        await discard(member)
 
     # -- end ----------------------------------------------------------------------------------
 
@@ -272,9 +254,43 @@ class EngineBoots:
             self._has_ended(name, boot)
         for name in names & self._booted.keys():
             if not (keeps_asleep and self._booted[name].is_asleep):
-                await self._engines.discard(self._booted.pop(name))
+                await discard(self._booted.pop(name))
 
     async def close(self) -> None:
         """End all of them, and start no other."""
         self._is_closed = True
         await self.end()
+
+
+class _StandbyFailures:
+    """The boots of standbys that have failed in a row: each makes the wait for the next longer.
+
+    Attributes:
+        why_none: why an engine has no standby, by its id.
+    """
+
+    def __init__(self, health: HealthConfig) -> None:
+        self.why_none: dict[str, str] = {}
+        self._health = health
+        self._num = 0
+        self._retry_at_s = 0.0
+
+    def may_try(self) -> bool:
+        """Whether the wait after the last failure is over."""
+        return asyncio.get_running_loop().time() >= self._retry_at_s
+
+    def note(self, engine_id: str, boot: _Boot) -> None:
+        """A boot has ended."""
+        if boot.cancelled():
+            return
+        if (error := boot.exception()) is None:
+            self._num = 0
+            self.why_none.pop(engine_id, None)
+            logger.info("engine %s has a standby", engine_id)
+            return
+        self._num += 1
+        wait_s = backoff_s(self._num, self._health)
+        self._retry_at_s = asyncio.get_running_loop().time() + wait_s
+        why = f"its standby did not boot: {describe(error)}"
+        self.why_none[engine_id] = why
+        logger.error("engine %s: %s; the next try is in %g s", engine_id, why, wait_s)

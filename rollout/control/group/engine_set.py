@@ -17,7 +17,7 @@ from engines.protocol.plain_text import describe
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.start import Starter, start_deadline_s
 from rollout.control.engine.state import EngineState
-from rollout.control.engine.stop import confirm_gone, log_tail
+from rollout.control.engine.stop import confirm_gone, discard, log_tail
 from rollout.core.errors import EngineFailure, PhaseFailed, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, wait_all
 from rollout.core.types import EngineSlot
@@ -37,6 +37,7 @@ class EngineSet:
 
     Attributes:
         slots: all of them, also those that are vacant.
+        vacant: those whose engines were removed, by engine id.
         kill_timeout_s: deadline for one engine to end and its memory to be free.
     """
 
@@ -48,7 +49,7 @@ class EngineSet:
         self.slots = tuple(slots)
         self._starter = starter
         self._members: dict[str, EngineState] = {}
-        self._vacant: dict[str, EngineSlot] = {}
+        self.vacant: dict[str, EngineSlot] = {}
         self._launching: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
@@ -60,9 +61,6 @@ class EngineSet:
 
     def __len__(self) -> int:
         return len(self._members)
-
-    def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._members
 
     def __getitem__(self, engine_id: str) -> EngineState:
         return self._members[engine_id]
@@ -112,7 +110,7 @@ class EngineSet:
     def fill(self, members: Sequence[EngineState]) -> None:
         """Begin with engines that already run; slots without an engine are vacant."""
         self._members = {member.engine_id: member for member in members}
-        self._vacant = {
+        self.vacant = {
             slot.engine_id: slot for slot in self.slots if slot.engine_id not in self._members
         }
 
@@ -133,29 +131,16 @@ class EngineSet:
         try:
             await catch_up(member)
         except BaseException:
-            await self.discard(member)
+            await discard(member)
             raise
         self._members[member.engine_id] = member
-        self._vacant.pop(member.engine_id, None)
+        self.vacant.pop(member.engine_id, None)
         self._in_order()
-
-    async def discard(self, member: EngineState) -> None:
-        """End an engine that is not one of the others."""
-        try:
-            await member.process.kill()
-        finally:
-            await member.aclose()
-
-    # -- vacant slots -----------------------------------------------------------------------
-
-    def vacant_slots(self) -> tuple[str, ...]:
-        """Ids of the slots whose engines were removed."""
-        return tuple(self._vacant)
 
     def vacate(self, engine_id: str) -> EngineState:
         """Remove a drained engine whose memory is free; its slot is vacant then."""
         member = self._members.pop(engine_id)
-        self._vacant[engine_id] = member.slot
+        self.vacant[engine_id] = member.slot
         return member
 
     def _in_order(self) -> None:
@@ -199,7 +184,7 @@ class EngineSet:
             task.cancel()
         await wait_all(launching)
         members = [*self._members.values()]
-        self._members, self._vacant = {}, {}
+        self._members, self.vacant = {}, {}
 
         async def end(member: EngineState) -> None:
             try:

@@ -79,7 +79,7 @@ class EngineScaling:
             keep_process: the engine sleeps with its memory released, and ``add`` wakes it;
                 otherwise its process is ended.  An attached engine is always kept.
         """
-        if engine_id not in self._engines:
+        if self._engines.get(engine_id) is None:
             raise LifecycleError(f"group {self._settings.name} has no engine {engine_id}")
         member, started = self._engines[engine_id], now()
         keeps = keep_process or self._settings.group.engine.is_attached
@@ -90,7 +90,7 @@ class EngineScaling:
         else:
             # Not cancellable: the released tags would be unknown.
             freed = await run_to_completion(self._empty(member, keeps))
-        if engine_id not in self._engines:
+        if self._engines.get(engine_id) is None:
             raise LifecycleError(f"engine {engine_id}: its group was stopped meanwhile")
         self._engines.vacate(engine_id)
         if keeps:
@@ -111,7 +111,9 @@ class EngineScaling:
             return before or 0
         except Exception as error:
             failure = as_failure(error, member.engine_id, "remove", started)
-            if member.engine_id in self._engines:  # its group was not stopped meanwhile
+            if (
+                self._engines.get(member.engine_id) is not None
+            ):  # its group was not stopped meanwhile
                 await self._engines.fence([failure])
             raise failure from error
 
@@ -166,8 +168,8 @@ class EngineScaling:
         return member
 
     def _check_is_free(self, engine_id: str) -> None:
-        if engine_id not in self._engines.vacant_slots():
-            vacant = ", ".join(self._engines.vacant_slots()) or "none"
+        if engine_id not in self._engines.vacant:
+            vacant = ", ".join(self._engines.vacant) or "none"
             raise LifecycleError(
                 f"cannot add engine {engine_id}: it has no vacant slot in group "
                 f"{self._settings.name}; vacant: {vacant}",

@@ -356,7 +356,7 @@ class ServerGroup:
             phase=phase,
             needs_offload=self._traits.needs_offload,
             engines=tuple(engines),
-            vacant_slots=self._engines.vacant_slots(),
+            vacant_slots=tuple(self._engines.vacant),
             kind=self._settings.group.engine.kind.value,
             asleep=tuple(asleep),
         )

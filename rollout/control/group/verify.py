@@ -94,7 +94,7 @@ def why_no_engine_holds(version: int | None, engines: EngineSet) -> str:
     If all engines are stale there is nothing to verify, and none serves until the next push.
     """
     members = engines.unfenced()
-    if vacant := engines.vacant_slots() if not len(engines) else ():
+    if vacant := engines.vacant if not len(engines) else ():
         return f"it has no engine; fill a slot with engines.add: {', '.join(vacant)}"
     if members and all(member.is_stale for member in members):
         return ""

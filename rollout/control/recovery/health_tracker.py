@@ -79,6 +79,7 @@ class HealthTracker:
         phases, clock: return the phase of each group, and the time in seconds.
 
     Attributes:
+        has_sources: published weights can be restored, from a weight store or a folder.
         num_restarts: of all engines so far.
         standbys: by group, the slots on which an engine sleeps, at the last probe.
     """
@@ -89,8 +90,11 @@ class HealthTracker:
         terms: Mapping[str, GroupTerms],
         phases: Callable[[], Mapping[str, Phase]],
         clock: Callable[[], float],
+        *,
+        has_sources: bool = False,
     ) -> None:
         self.terms = dict(terms)
+        self.has_sources = has_sources
         self.num_restarts = 0
         self._config = config
         self._phases = phases
@@ -217,8 +221,13 @@ class HealthTracker:
             out |= out_of_routing(group, self._config)
         return out
 
-    def may_return(self, *, can_restart: bool, can_restore: bool) -> set[str]:
-        """Engines that recovery may make serve again without a command."""
+    def may_return(self, *, is_checkpoint: bool) -> set[str]:
+        """Engines that recovery may make serve again without a command: dead ones with restarts
+        left, while the published weights can be restored; for the others, the next probe decides.
+
+        Args:
+            is_checkpoint: the published weights are those that engines start with.
+        """
         return {
             engine_id
             for group, engines in self._engines.items()
@@ -226,8 +235,8 @@ class HealthTracker:
             if may_return(
                 health,
                 self._max_restarts(group),
-                can_restart=can_restart,
-                can_restore=can_restore,
+                can_restart=self.has_sources or is_checkpoint,
+                can_restore=self.has_sources,
             )
         }
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from engines.protocol.plain_text import describe
-from rollout.config import HealthConfig
+from rollout.config import ServerConfig
 from rollout.control.group.probe import GroupProbe
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.actions import RecoveryActions
@@ -53,6 +53,13 @@ Routing = tuple[Mapping[str, tuple[Liveness, str]], Collection[str]]
 that recovery may bring back without a command."""
 
 
+class MonitoredGroups(Protocol):
+    """The groups of a server, and those that were seen to be lost; see ``GroupRegistry``."""
+
+    groups: dict[str, ServerGroup]
+    lost: dict[str, ServerGroup]
+
+
 class MonitoredServer(Protocol):
     """The methods of the server that recovery calls."""
 
@@ -68,41 +75,40 @@ class RecoveryMonitor:
     """The background tasks of one server: probe, listen, recover.
 
     Args:
-        lost_groups: those that were seen to be lost; see ``GroupRegistry.lost``.
         router_failures: waits until the router has removed engines from routing, at most this
             long; returns them, with the reason of each.
-        has_sources: a weight store is configured.
 
     Attributes:
+        actions: what it does to engines; only for who holds the command lock.
         published: the routing that the router knows; None if it changed that itself.
     """
 
     def __init__(
         self,
         name: str,
-        config: HealthConfig,
-        groups: Mapping[str, ServerGroup],
-        lost_groups: dict[str, ServerGroup],
+        config: ServerConfig,
+        registry: MonitoredGroups,
         terms: Mapping[str, GroupTerms],
         server: MonitoredServer,
         router_failures: Callable[[float], Awaitable[list[tuple[str, str]]]],
         lock: CommandLock,
-        *,
-        has_sources: bool = False,
     ) -> None:
         self._name = name
-        self._config = config
-        self._has_sources = has_sources or config.weights_path is not None
-        self._groups = groups
-        self._lost_groups = lost_groups
+        self._config = config.health
+        self._registry = registry
         self._server = server
         self._router_failures = router_failures
         self._lock = lock
-        self.tracker = HealthTracker(config, terms, server.phases, _now)
+        has_sources = config.weights.store is not None or config.health.weights_path is not None
+        self.tracker = HealthTracker(
+            config.health, terms, server.phases, _now, has_sources=has_sources
+        )
         self.published: Routing | None = None
         self._probe_now = asyncio.Event()
         self._work = asyncio.Event()
-        self._actions = RecoveryActions(name, config, self._groups, self.tracker, self._work.set)
+        self.actions = RecoveryActions(
+            name, config.health, registry.groups, self.tracker, self._work.set
+        )
         self._task: asyncio.Task[None] | None = None
 
     # -- start and stop ---------------------------------------------------------------------
@@ -123,7 +129,7 @@ class RecoveryMonitor:
         if task is not None:
             task.cancel()
             await wait_all([task])
-        await self._actions.stop()
+        await self.actions.stop()
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -151,26 +157,27 @@ class RecoveryMonitor:
     async def probe_once(self) -> None:
         """Probe all engines once, and publish changes of routing."""
         before, standbys = self.tracker.snapshot(), dict(self.tracker.standbys)
-        probes = await asyncio.gather(*(self._probe(name) for name in self._groups))
-        for name, probe in zip(self._groups, probes, strict=True):
+        probes = await asyncio.gather(*(self._probe(name) for name in self._registry.groups))
+        for name, probe in zip(self._registry.groups, probes, strict=True):
             if probe is not None:
                 self.tracker.apply_probe(name, probe, before[name])
         if self.tracker.standbys != standbys:
             await self._server.note_standbys()
-        await self._publish_if_changed()
+        if self.routing() != self.published:
+            await self._server.publish_members()
         if self._has_work():
             self._work.set()
 
     async def _probe(self, name: str) -> GroupProbe | None:
         budget_s = self._config.probe_timeout_s
         distrusted = self.tracker.distrusted(name)
-        group = self._groups[name]
+        group = self._registry.groups[name]
         try:
             async with asyncio.timeout(2 * budget_s + _PROBE_MARGIN_S):
                 return await group.probe(budget_s, distrusted)
         except Exception as error:  # the engines may still be healthy
             if isinstance(error, ActorLost) and error.is_dead:
-                self._lost_groups[name] = group
+                self._registry.lost[name] = group
             logger.error("group %s/%s cannot be probed: %s", self._name, name, describe(error))
             return None
 
@@ -187,24 +194,12 @@ class RecoveryMonitor:
         """Probe now, because an engine has failed or changed."""
         self._probe_now.set()
 
-    def _may_return(self) -> set[str]:
-        """Engines that may serve again without a command: dead ones with restarts left, while the
-        published weights can be restored; for the others, the next probe decides."""
-        if not self.is_on:
-            return set()
-        is_checkpoint = self._server.base_version == 0
-        return self.tracker.may_return(
-            can_restart=self._has_sources or is_checkpoint,
-            can_restore=self._has_sources,
-        )
-
-    async def _publish_if_changed(self) -> None:
-        if self.routing() != self.published:
-            await self._server.publish_members()
-
     def routing(self) -> Routing:
         """The engines out of routing and why, and those that may return."""
-        return self.tracker.out_of_routing(), self._may_return()
+        returning: set[str] = set()
+        if self.is_on:
+            returning = self.tracker.may_return(is_checkpoint=self._server.base_version == 0)
+        return self.tracker.out_of_routing(), returning
 
     # -- recovery: fence, restart, readmit --------------------------------------------------
 
@@ -226,10 +221,10 @@ class RecoveryMonitor:
         try:
             async with self._lock.held(OWNER):
                 await self.replace_lost_groups()
-                await self._actions.fence_dead()
-                self._actions.boot(self._plan())
-                await self._actions.admit(self._groups)
-                await self._actions.readmit_stale(self._server.base_version)
+                await self.actions.fence_dead()
+                self.actions.boot(self._plan())
+                await self.actions.admit(self._registry.groups)
+                await self.actions.readmit_stale(self._server.base_version)
                 await self._server.publish_members()
         except LifecycleError as error:  # another command has held the lock for too long
             logger.warning("server %s: %s", self._name, error)
@@ -243,10 +238,10 @@ class RecoveryMonitor:
         """Put other groups in the place of those that are lost; the caller holds the lock."""
         if not self.is_on:
             return
-        lost = dict(self._lost_groups)
-        self._lost_groups.clear()  # the next probe finds those still lost
+        lost = dict(self._registry.lost)
+        self._registry.lost.clear()  # the next probe finds those still lost
         for name, group in lost.items():
-            if group is not self._groups[name]:
+            if group is not self._registry.groups[name]:
                 continue  # a late reply: another group has replaced it already
             try:
                 await self._server.replace_lost_group(name)
@@ -258,11 +253,11 @@ class RecoveryMonitor:
     def _has_work(self) -> bool:
         groups = self.tracker.groups()
         return bool(
-            self._lost_groups
+            self._registry.lost
             or unfenced_dead(groups)
             or self._plan()
             or engines_in(RecoveryState.BOOTED, groups)
-            or (self._has_sources and stale_engines(groups))
+            or (self.tracker.has_sources and stale_engines(groups))
         )
 
     def _plan(self) -> list[Restart]:
@@ -275,21 +270,17 @@ class RecoveryMonitor:
         """
         health = self.tracker.groups()
         if self._config.recover and any(one.is_short for one in health if one.name in groups):
-            await self._actions.fence_dead()
+            await self.actions.fence_dead()
             plan = plan_for_short(self.tracker.groups(), groups, self._config)
-            self._actions.boot(plan, memory_is_free=True)
-            await self._actions.wait_for_boots(groups)
-            await self._actions.admit(groups)
-
-    async def admit(self, groups: Collection[str]) -> None:
-        """Let the engines of these groups that have booted join them; the caller holds the lock."""
-        await self._actions.admit(groups)
+            self.actions.boot(plan, memory_is_free=True)
+            await self.actions.wait_for_boots(groups)
+            await self.actions.admit(groups)
 
     async def readmit_stale(self, version: int) -> None:
         """Let stale engines serve that hold ``version`` or can restore it; the caller holds the
         lock."""
         if self._config.recover:
-            await self._actions.readmit_stale(version)
+            await self.actions.readmit_stale(version)
 
 
 def _now() -> float:

@@ -313,7 +313,7 @@ class PhaseRunner:
                     logger.warning("server %s: %s; these requests are aborted", self._name, late)
         elif command is Command.RELEASE:
             # An engine that has booted releases with the others; one that still boots is ended.
-            await self._recovery.admit(names)
+            await self._recovery.actions.admit(names)
         elif command is Command.RESUME_WEIGHTS:
             # While offloaded no engine could restart: the trainer used the memory.
             await self._recovery.restart_if_short(names)

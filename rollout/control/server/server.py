@@ -127,14 +127,12 @@ class RolloutServer:
         terms = {group: recovery_terms(config, group) for group in registry.groups}
         recovery = self._recovery = RecoveryMonitor(
             name,
-            config.health,
-            registry.groups,
-            registry.lost,
+            config,
+            registry,
             terms,
             self,
             client.failures,
             self._lock,
-            has_sources=store is not None,
         )
         margin_s = max(group_margin_s(group.engine) for group in config.groups.values())
         self._adapters = AdapterVersions(config, registry, client, margin_s)

@@ -6,7 +6,7 @@ Always true: memory is bounded; spans and figures are taken once, in the order i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -45,10 +45,8 @@ class RunHistory:
         # Apart, because they are large: only the last are kept.
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=_MAX_SAMPLED_STEPS)
         self._last_serial = 0
-        self._steps: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
-        self._num_steps = 0
+        self._steps = _StepLog()
         self._pushes: deque[PushTotals] = deque(maxlen=_SHOWN_STEPS)
-        self._recent: list[Span] = []
 
     def take_spans(self, new: list[Span]) -> None:
         """Keep finished spans."""
@@ -56,9 +54,9 @@ class RunHistory:
         for span in new:
             self._keep(span)
         self.counters.take(new)
-        self._find_steps(new)
+        self.counters.take_steps(self._steps.take(new))
         # Ranks report a push when its step is over, all spans at once.
-        pushed = pushes(new, (step for _, step in self._steps))
+        pushed = pushes(new, (step for _, step in self._steps.numbered))
         self._pushes += pushed
         self.counters.take_pushes(pushed)
 
@@ -86,21 +84,6 @@ class RunHistory:
         if span.engine_id and span.outcome is Outcome.FAILED:
             self.errors[span.engine_id] = span
 
-    def _find_steps(self, new: list[Span]) -> None:
-        """Add the steps that ``new`` completes; keep the spans that may belong to the next one."""
-        self._recent += [span for span in new if span.kind in (Kind.PHASE, Kind.ENGINE)]
-        self._recent = self._recent[-_MAX_SPANS:]
-        if not any(span.kind is Kind.PHASE and span.name == Command.CONTINUE for span in new):
-            return
-        completed = steps(self._recent)
-        for step in completed:
-            self._num_steps += 1
-            self._steps.append((self._num_steps, step))
-        if completed:
-            end_s = completed[-1].end_s
-            self._recent = [span for span in self._recent if span.start_s > end_s]
-        self.counters.take_steps(completed)
-
     # -- reading ----------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,7 +93,9 @@ class RunHistory:
             "gate_events": [span.to_dict() for span in self._gate_events],
             "figures": list(self._figures)[-_SHOWN_FIGURES:],
             "samples": list(self._samples),
-            "steps": [_step_dict(number, step) for number, step in self._steps][-_SHOWN_STEPS:],
+            "steps": [_step_dict(number, step) for number, step in self._steps.numbered][
+                -_SHOWN_STEPS:
+            ],
             "pushes": [asdict(push) for push in self._pushes],
         }
 
@@ -122,7 +107,7 @@ class RunHistory:
 
     def step(self, number: int) -> dict[str, Any] | None:
         """One step with all its spans; None if it does not exist or was dropped."""
-        for known, step in self._steps:
+        for known, step in self._steps.numbered:
             if known == number:
                 inside = [
                     span.to_dict()
@@ -131,6 +116,34 @@ class RunHistory:
                 ]
                 return _step_dict(number, step) | {"spans": inside}
         return None
+
+
+class _StepLog:
+    """The steps that spans have completed.
+
+    Attributes:
+        numbered: the last ones, each with its number.
+    """
+
+    def __init__(self) -> None:
+        self.numbered: deque[tuple[int, Step]] = deque(maxlen=_MAX_STEPS)
+        self._num = 0
+        self._open: list[Span] = []  # may belong to the next step
+
+    def take(self, new: Sequence[Span]) -> list[Step]:
+        """The steps that these spans complete."""
+        self._open += [span for span in new if span.kind in (Kind.PHASE, Kind.ENGINE)]
+        self._open = self._open[-_MAX_SPANS:]
+        if not any(span.kind is Kind.PHASE and span.name == Command.CONTINUE for span in new):
+            return []
+        completed = steps(self._open)
+        for step in completed:
+            self._num += 1
+            self.numbered.append((self._num, step))
+        if completed:
+            end_s = completed[-1].end_s
+            self._open = [span for span in self._open if span.start_s > end_s]
+        return completed
 
 
 def _step_dict(number: int, step: Step) -> dict[str, Any]:

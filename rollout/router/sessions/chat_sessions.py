@@ -124,15 +124,11 @@ class ChatSessions:
         tool_call_parser: str = "auto",
     ) -> None:
         self.store = store
-        self._find_folder = find_folder
         self._generate = generate
         self._reading = reading
         self._now_s = now_s
-        self._tool_call_parser = tool_call_parser
+        self._model = _ChatModel(find_folder, tool_call_parser)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "chat-template")
-        self._folder = ""
-        self._tokenizer: ChatTokenizer | None = None
-        self._loading = asyncio.Lock()
         self._num_running = 0
         self._num_bytes = 0
         self._unread_calls: set[str] = set()  # beginnings that were reported
@@ -188,28 +184,16 @@ class ChatSessions:
         try:
             read = self._reading.call if is_long else self._in_thread
             history, begun = await read(history_in, body)
-            tokenizer = await self._loaded()
+            tokenizer = await self._model.load(self._in_thread)
             known = session.tree.known(history, begun)
             if is_long or len(known.ids) > _MOST_BYTES_IN_THREAD:
-                model = (self._folder, self._tool_call_parser)
-                return await self._reading.call(plan_of_folder, *model, body, known)
+                return await self._reading.call(plan_of_folder, *self._model.key, body, known)
             return await self._in_thread(plan_in, tokenizer, body, known)
         except ReadingFailed as error:
             raise failure(503, "unavailable", str(error)) from error
 
     async def _in_thread(self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-
-    async def _loaded(self) -> ChatTokenizer:
-        """The tokenizer.  If it cannot be loaded, the next chat tries again."""
-        if self._tokenizer is None:
-            async with self._loading:
-                if self._tokenizer is None:
-                    self._folder = await self._find_folder()
-                    self._tokenizer = await self._in_thread(
-                        load_chat_tokenizer, self._folder, self._tool_call_parser
-                    )
-        return self._tokenizer
 
     async def _written(
         self,
@@ -219,7 +203,7 @@ class ChatSessions:
         replies: AsyncGenerator[Progress | GenerateReply, None],
     ) -> AsyncGenerator[bytes, None]:
         """The response, and the turn into the session's tree before its last byte."""
-        chat, tokenizer = plan.chat, self._tokenizer
+        chat, tokenizer = plan.chat, self._model.tokenizer
         assert tokenizer is not None
         head = {"id": f"chatcmpl-{_new_id()}", "created": int(time.time()), "model": chat.model}
         token_texts = tokenizer.token_texts if chat.wants_logprobs else None
@@ -261,6 +245,35 @@ class ChatSessions:
                 begin,
                 form,
             )
+
+
+class _ChatModel:
+    """The tokenizer and the template of a model, loaded at the first chat.
+
+    Attributes:
+        tokenizer: None until it is loaded.
+    """
+
+    def __init__(self, find_folder: Callable[[], Awaitable[str]], tool_call_parser: str) -> None:
+        self.tokenizer: ChatTokenizer | None = None
+        self._find_folder = find_folder
+        self._folder = ""
+        self._tool_call_parser = tool_call_parser
+        self._loading = asyncio.Lock()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What another process loads the same with."""
+        return self._folder, self._tool_call_parser
+
+    async def load(self, in_thread: Callable[..., Awaitable[ChatTokenizer]]) -> ChatTokenizer:
+        """The tokenizer.  If it cannot be loaded, the next chat tries again."""
+        if self.tokenizer is None:
+            async with self._loading:
+                if self.tokenizer is None:
+                    self._folder = await self._find_folder()
+                    self.tokenizer = await in_thread(load_chat_tokenizer, *self.key)
+        return self.tokenizer
 
 
 async def _at_once(work: Callable[[*Ts], T], *arguments: *Ts) -> T:

@@ -66,6 +66,10 @@ class AgentSettings:
         """Folder of this node."""
         return Path(self.base) / self.run / self.node
 
+    def why_no_room(self, num_bytes: int) -> str:
+        """Why so many bytes more do not fit on the node; empty if they do."""
+        return why_no_room(num_bytes, room_on(self.base), spare_bytes=self.spare_bytes)
+
 
 class StoreAgent:
     """Keeps one node's files; adopts those of an earlier agent of the same run.
@@ -97,16 +101,12 @@ class StoreAgent:
             self.renew()
             lease.sweep(base)
         self._slots = Slots(
-            settings.node, settings.folder, files=self._files, why_no_room=self._why_no_room
+            settings.node, settings.folder, files=self._files, why_no_room=settings.why_no_room
         )
         self._files.write(settings.folder / _MARK, secrets.token_hex(8).encode())
-        self._assembler = Assembler(self._slots, self._why_no_room)
+        self._assembler = Assembler(self._slots, settings.why_no_room)
         self._reaper = threading.Thread(target=self._reap, name="store-lease", daemon=True)
         self._reaper.start()
-
-    def _why_no_room(self, num_bytes: int) -> str:
-        room = room_on(self.settings.base)
-        return why_no_room(num_bytes, room, spare_bytes=self.settings.spare_bytes)
 
     # -- lease ------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from engines.fake.launcher import make_engine
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag
 from engines.protocol.errors import EngineHung, EngineNotReady, EngineUnreachable
-from rollout.config import HealthConfig
 from rollout.control.group.probe import EngineProbe, GroupProbe
 from rollout.control.recovery.health_tracker import GroupTerms
 from rollout.control.recovery.monitor import RecoveryMonitor
@@ -23,7 +22,7 @@ from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.types import EngineStatus
 from rollout.rules.health import ProbeResult, RecoveryState, engines_in
 from rollout.rules.lifecycle import Command, Phase
-from tests.support.builders import RecordingRouter, ServerBench, make_server, push
+from tests.support.builders import RecordingRouter, ServerBench, make_server, push, server_config
 from tests.support.virtual_time import virtual_time
 
 HEALTH = {
@@ -467,6 +466,12 @@ class AttachedGroup:
         return True
 
 
+class Groups:
+    def __init__(self, main: AttachedGroup) -> None:
+        self.groups = {"main": main}
+        self.lost: dict[str, Any] = {}
+
+
 class AnyServer:
     base_version = 3
 
@@ -481,9 +486,8 @@ async def test_an_attached_engine_is_waited_for_without_end_and_without_holding_
     group, lock = AttachedGroup(), CommandLock(60.0)
     recovery = RecoveryMonitor(
         "policy",
-        HealthConfig(**HEALTH, max_backoff_s=20.0),
-        {"main": group},
-        {},
+        server_config({"main": {}}, health={**HEALTH, "max_backoff_s": 20.0}),
+        Groups(group),
         {"main": GroupTerms(needs_offload=False, min_engines=1, has_processes=False)},
         AnyServer(),
         RecordingRouter().failures,
@@ -517,9 +521,8 @@ async def test_a_boot_that_its_group_refuses_is_tried_once_a_probe() -> None:
     group = LentGroup()
     recovery = RecoveryMonitor(
         "policy",
-        HealthConfig(**HEALTH),
-        {"main": group},
-        {},
+        server_config({"main": {}}, health=HEALTH),
+        Groups(group),
         {"main": GroupTerms(needs_offload=True, min_engines=1)},
         AnyServer(),
         RecordingRouter().failures,

@@ -125,9 +125,10 @@ def test_one_node_that_cannot_means_none(
 
 
 def test_a_node_without_room_means_none(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    agent = world.nodes["node-1"].agent
-    assert agent is not None
-    agent.settings = replace(agent.settings, spare_bytes=1 << 60)
+    node = world.nodes["node-1"]
+    node.kill()
+    node.settings = replace(node.settings, spare_bytes=1 << 60)
+    node.start()
     engine = WideEngine(world)
     assert not restore(world, engine, "node-0", "node-1")
     assert not engine.loaded
