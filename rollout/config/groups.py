@@ -86,6 +86,14 @@ class EngineConfig(ConfigSection):
                 f"urls are for engines of kind {attachable}; leave urls out, or set kind to "
                 "attached",
             )
+        yield from self._conflicts_of_kind()
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                yield "env", f"{name!r} cannot be an environment variable"
+        if self.gpus % self.nodes:
+            yield "gpus", f"gpus {self.gpus} cannot be divided equally over {self.nodes} nodes"
+
+    def _conflicts_of_kind(self) -> Iterator[tuple[str, str]]:
         owner = next((one.name for one in KINDS.values() if one.cpu_python == self.python), "")
         if self.python and owner not in ("", self.kind):
             yield (
@@ -98,11 +106,6 @@ class EngineConfig(ConfigSection):
                 f"nodes {self.nodes}: an engine of kind {self.kind} runs on one node; "
                 "use kind sglang",
             )
-        for name, value in self.env.items():
-            if not name or "=" in name or "\0" in name + value:
-                yield "env", f"{name!r} cannot be an environment variable"
-        if self.gpus % self.nodes:
-            yield "gpus", f"gpus {self.gpus} cannot be divided equally over {self.nodes} nodes"
 
     def _conflicts_of_attached(self) -> Iterator[tuple[str, str]]:
         if not self.urls:

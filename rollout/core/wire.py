@@ -316,21 +316,25 @@ class Listener:
                     return
                 logger.warning("%s: a caller was not accepted: %s", self._name, describe(error))
                 continue
-            thread = threading.Thread(
-                target=self._run, args=(connection,), name=self._name, daemon=True
-            )
             with self._lock:
                 if self._is_closed.is_set():
                     connection.close()
                     return
-                self._served[thread] = connection
-                try:
-                    thread.start()
-                except RuntimeError as error:  # the process has no more threads
-                    logger.warning("%s: a caller was not served: %s", self._name, describe(error))
-                    del self._served[thread]
-                    connection.close()
-                    self._strangers.release()
+                self._begin(connection)
+
+    def _begin(self, connection: Connection) -> None:
+        """Serve it in a thread; the caller holds the lock."""
+        thread = threading.Thread(
+            target=self._run, args=(connection,), name=self._name, daemon=True
+        )
+        self._served[thread] = connection
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process has no more threads
+            logger.warning("%s: a caller was not served: %s", self._name, describe(error))
+            del self._served[thread]
+            connection.close()
+            self._strangers.release()
 
     def _run(self, connection: Connection) -> None:
         try:

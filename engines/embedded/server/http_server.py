@@ -81,11 +81,8 @@ def load(config: EmbeddedConfig) -> tuple[Any, TextCodec, Memory]:
     quiet: Any = logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = Memory(
-        torch.device(device),
+        _device(config.device),
         saver=config.enable_memory_saver,
         weights_backup=config.enable_weights_cpu_backup,
     )
@@ -100,6 +97,12 @@ def load(config: EmbeddedConfig) -> tuple[Any, TextCodec, Memory]:
     ctypes.CDLL(None).malloc_trim(0)  # return the loader's freed memory to the machine
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     return model, TextCodec(tokenizer, _eos_ids(model, tokenizer), vocabulary_size), memory
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -103,23 +103,27 @@ class Sentinel:
         before = member.sentinel
         if before is None or before.made_of == _made_of(member):
             return
-        budgets = self._settings.lifecycle
-        # Requests that were retracted are in the same batches.
-        is_exact = before.is_exact and budgets.drain is not Drain.RETRACT
-        find = partial(find_stale, before=before, tolerance=budgets.canary_tolerance)
         now = await self._ask(member, before.process)
         if prompt := without_numbers(now):
             raise LifecycleError(
                 f"with {now.made_of} it computes log-probs of the sentinel's {prompt} prompt that "
                 "are not finite numbers; push weights without NaN (lifecycle.sentinel)"
             )
+        member.sentinel = await self._checked(member, now, before)
+
+    async def _checked(self, member: EngineState, now: Answers, before: Answers) -> Answers:
+        """These answers, or others where one attempt does not decide; raises if they are stale."""
+        budgets = self._settings.lifecycle
+        find = partial(find_stale, before=before, tolerance=budgets.canary_tolerance)
+        # Requests that were retracted are in the same batches.
+        is_exact = before.is_exact and budgets.drain is not Drain.RETRACT
         stale = find(now, is_exact=is_exact)
         if stale is not None and not stale.is_certain:
             first, now = now, await self._ask(member, before.process, attempt=2)
             stale = find(now, is_exact=first.fresh == now.fresh)
         if stale is not None:
             raise LifecycleError(self._text(stale))
-        member.sentinel = now
+        return now
 
     def _text(self, stale: Stale) -> str:
         engine = self._settings.group.engine

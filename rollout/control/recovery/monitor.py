@@ -94,21 +94,18 @@ class RecoveryMonitor:
         lock: CommandLock,
     ) -> None:
         self._name = name
-        self._config = config.health
+        health = self._config = config.health
         self._registry = registry
         self._server = server
         self._router_failures = router_failures
         self._lock = lock
-        has_sources = config.weights.store is not None or config.health.weights_path is not None
-        self.tracker = HealthTracker(
-            config.health, terms, server.phases, _now, has_sources=has_sources
-        )
+        has_sources = config.weights.store is not None or health.weights_path is not None
+        self.tracker = HealthTracker(health, terms, server.phases, _now, has_sources=has_sources)
         self.published: Routing | None = None
         self._probe_now = asyncio.Event()
         self._work = asyncio.Event()
-        self.actions = RecoveryActions(
-            name, config.health, registry.groups, self.tracker, self._work.set
-        )
+        groups = registry.groups
+        self.actions = RecoveryActions(name, health, groups, self.tracker, self._work.set)
         self._task: asyncio.Task[None] | None = None
 
     # -- start and stop ---------------------------------------------------------------------

@@ -163,11 +163,7 @@ def gpu_with(named_tensors: Any) -> str:
         return ""
     number = torch.cuda.current_device()
     if not isinstance(named_tensors, Iterator):
-        try:
-            _, first = next(named_pairs(named_tensors))
-        except (StopIteration, WeightMismatch):  # the plan reports what is wrong
-            return ""
-        device = getattr(first, "device", torch.device("cpu"))
+        device = _device_of(named_tensors)
         if device.type != "cuda":
             return ""
         number = number if device.index is None else device.index
@@ -175,6 +171,17 @@ def gpu_with(named_tensors: Any) -> str:
         logger.warning("no push by CUDA IPC from this rank: %s", why_not)
         return ""
     return _uuid_of(number)
+
+
+def _device_of(named_tensors: Any) -> Any:
+    """The device of the first tensor; the CPU if there is none, which the plan reports."""
+    import torch
+
+    try:
+        _, first = next(named_pairs(named_tensors))
+    except (StopIteration, WeightMismatch):
+        first = None
+    return getattr(first, "device", torch.device("cpu"))
 
 
 def device_of(gpu: str) -> torch.device:

@@ -353,8 +353,7 @@ class BroadcastPush:
         terms = {**where, "backend": self._backend, "keeps": stays}
         if self._others:
             cumem = os.environ.get(NCCL_CUMEM)
-            more = {"first": root.name, "cumem": cumem}
-            self.terms_of_others = {**terms, **more}
+            self.terms_of_others = {**terms, "first": root.name, "cumem": cumem}
         over = "" if before is None else before.names
         return {**terms, "group_name": group.names, "is_new": True, "over": over}
 
