@@ -111,9 +111,8 @@ class EngineScaling:
             return before or 0
         except Exception as error:
             failure = as_failure(error, member.engine_id, "remove", started)
-            if (
-                self._engines.get(member.engine_id) is not None
-            ):  # its group was not stopped meanwhile
+            was_stopped = self._engines.get(member.engine_id) is None  # its group, meanwhile
+            if not was_stopped:
                 await self._engines.fence([failure])
             raise failure from error
 
