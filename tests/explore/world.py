@@ -491,7 +491,7 @@ class World(Invariants):
                         )
                         for one in group._engines.members()
                     ),
-                    group._engines.vacant_slots(),
+                    tuple(group._engines.vacant),
                     tuple(sorted(group._boots._booted)),
                 )
                 for group in parts.groups.values()
@@ -518,7 +518,7 @@ class World(Invariants):
         for server in parts.servers.values():
             recovery = server._recovery
             used += [server._phase_runner, server._gate, server._registry]
-            used += [server._elastic, recovery, recovery._actions, recovery.tracker, server]
+            used += [server._elastic, recovery, recovery.actions, recovery.tracker, server]
         for group in parts.groups.values():
             used += [group._commands, group._recovery, group._scaling, group._memory]
             used += [group._engines, group._boots, group]
@@ -539,7 +539,7 @@ async def _boot(server: RolloutServer) -> None:
 async def _recover(server: RolloutServer) -> None:
     """The same, and one more round after the boots."""
     await _boot(server)
-    await server._recovery._actions.wait_for_boots(server.phases())
+    await server._recovery.actions.wait_for_boots(server.phases())
     await server._recovery.recover()
 
 
