@@ -27,7 +27,7 @@ from tests.support.fault_proxy import ProxiedLauncher
 from tests.support.push_settings import with_settings
 from tests.support.random_deltas import changed, sent
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, pytest.mark.slow]
 VERSIONS = iter(range(100, 1000))
 
 
@@ -155,7 +155,6 @@ def test_engines_that_hold_the_push_of_another_trainer_get_whole_tensors(
     assert routes == ["", "delta", "", "", "delta"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("has_backup", [False, True])
 def test_after_an_offload_a_delta_needs_weights_that_survived_it(
     model_path: Path, weights: dict[str, torch.Tensor], tmp_path: Path, has_backup: bool
@@ -181,7 +180,6 @@ def test_after_an_offload_a_delta_needs_weights_that_survived_it(
     assert routes == (["tensor", "tensor delta", "tensor delta"] if has_backup else ["tensor"] * 3)
 
 
-@pytest.mark.slow
 def test_deltas_of_experts_and_of_tied_weights_arrive_with_no_wrong_bit(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path / "moe", architecture="qwen3_moe", tie_embeddings=True)
     server = {
@@ -197,7 +195,6 @@ def test_deltas_of_experts_and_of_tied_weights_arrive_with_no_wrong_bit(tmp_path
         random_deltas.check(handle, tensors, lambda now: assert_held(deployment, now), 150)
 
 
-@pytest.mark.slow
 def test_random_deltas_arrive_with_no_wrong_bit(
     deployment: DeploymentHandle, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -264,7 +261,6 @@ FAULTS += [("disk", fault) for fault in ("flipped", "cut", "lost")]
 FAULTS += [("distributed", fault) for fault in ("flipped", "lost")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "fault"), FAULTS)
 def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
     recovering: DeploymentHandle,

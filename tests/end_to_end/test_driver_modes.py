@@ -12,7 +12,7 @@ from rollout.driver.evaluation import EvalDataset
 from rollout.driver.stream.hooks import Hooks
 from rollout.driver.stream.options import RolloutOptions
 
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(240)]
 SAMPLING = rollout.SamplingParams(max_new_tokens=48, ignore_eos=True)
 SIZES = {"num_groups": 4, "group_size": 2, "sampling": SAMPLING}
 
@@ -60,10 +60,7 @@ def check(samples: list[Sample], length: int = 48) -> None:
         assert all(logprob <= 0 for logprob in sample.output_logprobs)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "one_ahead")), "async"],
-)
+@pytest.mark.parametrize("mode", ["sync", "one_ahead", "async"])
 def test_pushes_in_between_lose_and_repeat_nothing(policy, weights, mode: str) -> None:
     options = RolloutOptions(mode=mode, over_sampling=2.0, max_version_lag=3)
     seen: list[int] = []

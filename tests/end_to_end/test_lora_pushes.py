@@ -23,7 +23,7 @@ from rollout.weights.tensors.adapters import merged
 from tests.support.lora import split_by_adapter
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, pytest.mark.slow]
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 PROMPT = [1, 2, 3, 4]
@@ -168,7 +168,6 @@ async def test_pefts_own_config_is_taken_and_one_with_a_wrong_field_reaches_no_e
     assert (await held(policy))[1] == prints(adapter(base, 8))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without_a_push(
     deployment: DeploymentHandle, base: dict[str, torch.Tensor]

@@ -275,7 +275,9 @@ class Invariants:
             for member in group._engines.members()
         ]
         for group in self.parts.groups.values():
-            shown += [f"{name}: {why}" for name, why in group._boots._standby_failures.why_none.items()]
+            shown += [
+                f"{name}: {why}" for name, why in group._boots._standby_failures.why_none.items()
+            ]
         for server in self.parts.servers.values():
             for engines in server._recovery.tracker.snapshot().values():
                 shown += [one.reason for one in engines.values()]

@@ -101,6 +101,7 @@ def adapters(version: int) -> dict[str, Any]:
     return {"weight_version": version, "base_version": 1, "adapters": names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [{}, {"lora_path": "policy"}])
 async def test_a_reply_of_an_adapter_goes_on_with_the_same_version(
     state: StateFile, name: dict[str, str]
@@ -132,6 +133,7 @@ async def test_a_reply_of_an_adapter_starts_over_with_a_newer_version(state: Sta
     assert (got["input_ids"], got["lora_path"]) == ([1, 2, 3], "policy@9")
 
 
+@pytest.mark.slow
 async def test_a_refusal_before_the_router_knows_its_weights_keeps_the_tokens(
     state: StateFile,
 ) -> None:

@@ -47,7 +47,16 @@ def test_another_process_finds_the_records_that_were_not_removed(state: StateFil
     assert contents(state) == expected
 
 
-@pytest.mark.parametrize("name", ["records", "put", "_new", "extend", "remove"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "put",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("records", "_new", "extend", "remove")
+        ),
+    ],
+)
 def test_a_process_that_is_killed_at_any_line_leaves_whole_records(name: str) -> None:
     states = [StateFile.make(1 << 20)]
     killed = []

@@ -10,7 +10,7 @@ from rollout.router import Backend, RouterHost
 from rollout.testing.tiny_model import make_tiny_model
 from tests.rollout.router.conftest import router_config
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, pytest.mark.slow]
 
 
 async def test_the_openai_package_completes_chats_and_streams_through_the_router(tmp_path):

@@ -17,8 +17,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
             yield stub
 
 
-# Of the files here only these also run over Ray itself by default: they compare the stub with it.
-QUICK_ON_RAY = {"test_ray_semantics", "test_remote_call"}
+# Of the files here this one also runs over Ray itself by default, to compare the stub with it.
+QUICK_ON_RAY = {"test_ray_semantics"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
