@@ -139,7 +139,7 @@ class Pushing:
             self._runner.run(self._send(made.weights))
 
     async def _send(self, push: Any) -> None:
-        target = PushTarget(self._engine, process="receiver")
+        target = PushTarget(self._engine, process="receiver", is_compared=True)
         replies = await push_weights(push, {"engine": target}, budget_s=300, groups=self._groups)
         if replies["engine"].failure is not None:
             raise replies["engine"].failure
