@@ -1,4 +1,4 @@
-/* Bytes copied past the caches and hashed on their way, many ranges in one call.
+/* Bytes copied past the caches and hashed on their way, and values checked, many ranges in one call.
 
    Always true: only [target, target + size) of each range is written; a digest is XXH3's of 128 bits,
    of a head followed by the range's bytes as they were just after they were copied.
@@ -251,6 +251,44 @@ EXPORTED void bulk_copy(int kind, size_t count, const uint64_t *targets, const u
         heads += head_size;
     }
     _mm_sfence(); /* a thread that learns that the copy is done sees its bytes */
+}
+
+/* Whether a value of WIDTH bits is NaN or infinite: all bits of its exponent, `mask`, are set. */
+#define HAS_NONFINITE(WIDTH, TYPE)                                                                 \
+    __attribute__((target("avx2"))) static int has_nonfinite##WIDTH(const char *from, size_t size, \
+                                                                    TYPE mask) {                   \
+        __m256i all = _mm256_set1_epi##WIDTH((int##WIDTH##_t)mask), bad = _mm256_setzero_si256();  \
+        size_t done = 0;                                                                           \
+        for (; done + 2 * LINE <= size; done += 2 * LINE) {                                        \
+            _mm_prefetch(from + done + AHEAD, _MM_HINT_T0);                                        \
+            _mm_prefetch(from + done + AHEAD + LINE, _MM_HINT_T0);                                 \
+            for (int at = 0; at < 2 * LINE; at += 32) {                                            \
+                __m256i value = _mm256_loadu_si256((const void *)(from + done + at));              \
+                __m256i same = _mm256_cmpeq_epi##WIDTH(_mm256_and_si256(value, all), all);         \
+                bad = _mm256_or_si256(bad, same);                                                  \
+            }                                                                                      \
+        }                                                                                          \
+        int found = !_mm256_testz_si256(bad, bad);                                                 \
+        for (; done < size; done += sizeof(TYPE)) {                                                \
+            TYPE value;                                                                            \
+            memcpy(&value, from + done, sizeof value);                                             \
+            found |= (value & mask) == mask;                                                       \
+        }                                                                                          \
+        return found;                                                                              \
+    }
+
+HAS_NONFINITE(16, uint16_t)
+HAS_NONFINITE(32, uint32_t)
+
+/* Write into `found`, for each range of whole values, whether one is NaN or infinite.  `masks` are the
+   exponents of their type: of more than 16 bits for values of 32. */
+EXPORTED void bulk_nonfinite(size_t count, const uint64_t *places, const uint64_t *sizes,
+                             const uint64_t *masks, uint8_t *found) {
+    for (size_t one = 0; one < count; one++) {
+        const char *from = (const char *)(uintptr_t)places[one];
+        found[one] = (uint8_t)(masks[one] >> 16 ? has_nonfinite32(from, sizes[one], (uint32_t)masks[one])
+                                                : has_nonfinite16(from, sizes[one], (uint16_t)masks[one]));
+    }
 }
 
 #else /* another processor: bulk_copy.py copies without it */

@@ -1,4 +1,4 @@
-"""Copy many ranges of memory with one call, and hash them on the way.
+"""Copy many ranges of memory with one call, hash them on the way, or check their values.
 
 Always true: the interpreter is free while bytes are moved; a fingerprint is of the range's bytes as
 they were just after they were copied, and the same whether the compiled code (``_bulk.c``) runs or
@@ -21,6 +21,8 @@ from engines.tensors.fingerprint import host_fingerprint_of, start_with, text_of
 
 # For so many bytes or less, head included, the compiled code makes no digest: the library does.
 _SHORT_BYTES = 240
+# The bits of the exponent; all are set in a value that is NaN or infinite (IEEE 754, bfloat16).
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
 # Fits twice into a core's own cache, as source and as copy.
 PIECE_BYTES = 256 << 10
 # All that has an address here: a slice of it takes a third of the time of an array at an address.
@@ -38,6 +40,8 @@ def _load() -> ctypes.CDLL | None:
     library.bulk_copy.restype = None
     library.bulk_copy.argtypes = [ctypes.c_int, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
     library.bulk_copy.argtypes += [ctypes.c_char_p, *[ctypes.c_void_p] * 2]
+    library.bulk_nonfinite.restype = None
+    library.bulk_nonfinite.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 4]
     return library
 
 
@@ -81,6 +85,32 @@ def copy_and_hash(
         if len(head) + size <= _SHORT_BYTES:
             found[index] = _copied(head, source, source, size)
     return found
+
+
+def has_nonfinite(dtype: str) -> bool:
+    """Whether ``nonfinite`` can check values of this type."""
+    return is_compiled() and dtype in _EXPONENTS
+
+
+def nonfinite(dtypes: Sequence[str], places: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+    """Whether a value of each range is NaN or infinite.
+
+    Args:
+        dtypes: of each; ``has_nonfinite`` says which.
+        places: its address.
+        sizes: bytes of whole values.
+    """
+    assert _library is not None
+    _check_lengths(dtypes, places, sizes)
+    masks = array("Q", map(_EXPONENTS.__getitem__, dtypes))
+    lists = [array("Q", places), array("Q", sizes), masks]
+    found = bytearray(len(sizes) or 1)
+    _library.bulk_nonfinite(
+        len(sizes),
+        *(one.buffer_info()[0] for one in lists),
+        (ctypes.c_char * len(found)).from_buffer(found),
+    )
+    return [bool(one) for one in found[: len(sizes)]]
 
 
 def _check_lengths(*lists: Sequence[object]) -> None:

@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -110,6 +111,35 @@ def test_copied_without_a_hash(size: int, from_: int, to: int) -> None:
     assert target.contents[begin:end] == source.contents[from_ : from_ + size]
     assert not any(target.contents[:begin])
     assert not any(target.contents[end:])
+
+
+@not_for(PYTHON)
+@given(
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    num=st.integers(0, 600),
+    shift=st.integers(0, 70),
+    bad=st.one_of(st.none(), st.tuples(st.floats(0, 1, exclude_max=True), st.booleans())),
+)
+def test_a_value_that_is_no_number_is_found_at_any_place(
+    dtype: str, num: int, shift: int, bad: tuple[float, bool] | None
+) -> None:
+    """All bits of the exponent: infinite, or NaN if more bits are set."""
+    width, exponent = (4, 0x7F80_0000) if dtype == "float32" else (2, 0x7F80)
+    exponent = 0x7C00 if dtype == "float16" else exponent
+    lowest = exponent & -exponent  # without it, each value is a number
+    values = np.frombuffer(noise(600 * width), f"<u{width}")[:num] & ~np.array(lowest, f"<u{width}")
+    if bad is not None and num:
+        share, is_nan = bad
+        values[int(share * num)] = exponent | is_nan
+    memory = Memory(b"\xff" * shift + values.tobytes() + b"\xff" * 200)
+    found = bulk_copy.nonfinite([dtype] * 2, [memory.address + shift] * 2, [values.nbytes, 0])
+    assert found == [bad is not None and num > 0, False]
+
+
+@not_for(PYTHON)
+def test_no_ranges_have_no_values() -> None:
+    assert bulk_copy.nonfinite([], [], []) == []
+    assert not bulk_copy.has_nonfinite("float64")
 
 
 def test_hashed_where_it_is(source: Memory) -> None:

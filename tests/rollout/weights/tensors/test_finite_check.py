@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engines.tensors import bulk_copy
 from rollout.config import WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
@@ -17,7 +18,11 @@ from tests.support.still_server import StillServer, server_config
 torch = pytest.importorskip("torch")
 from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
-from rollout.weights.tensors.finite_check import check_finite, largest_of  # noqa: E402
+from rollout.weights.tensors.finite_check import (  # noqa: E402
+    _with_nonfinite,
+    check_finite,
+    largest_of,
+)
 from rollout.weights.tensors.sources import PlannedSource, StreamedSource  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -56,6 +61,31 @@ def test_the_first_is_named_and_the_others_are_counted() -> None:
     tensors = [("a", torch.ones(2), INF), ("b", broken, INF), ("c", broken, INF)]
     with pytest.raises(WeightMismatch, match="'b' are NaN or infinite; 1 more tensors"):
         check_finite(tensors)
+
+
+def test_without_compiled_code_the_same_tensors_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    tensors = []
+    for index in range(40):
+        tensor = torch.randn(index + 1, 7).to(TYPES[index % len(TYPES)])
+        if index % 5 == 2:
+            tensor.view(-1)[index * 3] = NAN
+        tensors.append((f"layer.{index}", tensor.T if index % 3 == 1 else tensor, INF))
+    named = [one[0] for one in _with_nonfinite(tensors)]
+    assert named == [f"layer.{index}" for index in range(2, 40, 5)]
+    monkeypatch.setattr(bulk_copy, "_library", None)
+    assert [one[0] for one in _with_nonfinite(tensors)] == named
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_threads_share_the_tensors(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    tensors = [
+        (str(index), torch.full((9,), NAN if index == 5 else 1.0), INF) for index in range(8)
+    ]
+    assert [one[0] for one in _with_nonfinite(tensors)] == ["5"]
 
 
 def test_what_has_no_values_or_only_integers_passes() -> None:
