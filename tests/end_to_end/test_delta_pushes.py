@@ -224,21 +224,21 @@ def test_a_broadcast_that_one_engine_is_not_asked_for_ends_in_time_and_is_not_se
     """
     settings = {"transport": "distributed", "encoding": "delta", "group_timeout_s": 8}
     policy = with_settings(deployment, shm, **settings)
-    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    policy.serve_weights(weights).result(60)
     weights = changed(weights, 0.01)
     proxy = launcher.proxies["one-0"]
     num_struck = proxy.num_struck
     proxy.strike("/update_weights_from_distributed", fault, nth)
     with pytest.raises(RolloutError, match=r"broadcast in .* failed"):
-        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        policy.serve_weights(weights).result(60)
     assert proxy.num_struck == num_struck + 1
     assert policy.status().result(30).gate != "open"
     assert not any(engine.is_verified for engine in engines(deployment))
-    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    report = policy.serve_weights(weights).result(60)
     assert sent(report).route == "distributed"
     assert_held(deployment, weights)
     weights = changed(weights, 0.01)
-    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    report = policy.serve_weights(weights).result(60)
     assert sent(report).route == "distributed delta"
     assert_held(deployment, weights)
     policy.close()
