@@ -87,7 +87,7 @@ def copy_and_hash(
     return found
 
 
-def has_nonfinite(dtype: str) -> bool:
+def can_check(dtype: str) -> bool:
     """Whether ``nonfinite`` can check values of this type."""
     return is_compiled() and dtype in _EXPONENTS
 
@@ -96,7 +96,7 @@ def nonfinite(dtypes: Sequence[str], places: Sequence[int], sizes: Sequence[int]
     """Whether a value of each range is NaN or infinite.
 
     Args:
-        dtypes: of each; ``has_nonfinite`` says which.
+        dtypes: of each; ``can_check`` says which.
         places: its address.
         sizes: bytes of whole values.
     """

@@ -332,13 +332,13 @@ class RankShares:
 
 def _buffers(rank: TrainerRank, plan: PushPlan, resources: ExitStack) -> PushBuffers | None:
     """Files that stay until the push has ended; None if it needs none."""
-    is_stored = plan.store is not None and rank.hosts[rank.rank] == 0
-    if not (is_stored or plan.at_once or plan.is_copied):
+    store = plan.store if rank.hosts[rank.rank] == 0 else None
+    if store is None and not (plan.at_once or plan.is_copied):
         return None
-    if plan.store is not None and is_stored:
-        rank.copies.free(plan.store.reads)
+    if store is not None:
+        rank.copies.free(store.reads)
     buffers = PushBuffers(rank.pool)
-    if is_stored:
+    if store is not None:
         # The store reads them after the push, so the next push frees them.
         resources.callback(rank.copies.add, plan.terms.version, buffers)
     else:

@@ -57,16 +57,20 @@ def check_finite(tensors: Iterable[Checked]) -> None:
 
 def _with_nonfinite(floats: Sequence[Checked]) -> Iterator[Checked]:
     """Those with such a value."""
-    on_host = [one for one in floats if _is_read_at_once(one)]
-    others = [one for one in floats if not _is_read_at_once(one)]
+    on_host: list[Checked] = []
+    others: list[Checked] = []
+    for one in floats:
+        (on_host if _is_read_at_once(one) else others).append(one)
     wrong = {id(one) for one in [*_in_memory(on_host), *_in_ranges(others)]}
     return (one for one in floats if id(one) in wrong)
 
 
 def _is_read_at_once(one: Checked) -> bool:
     _, tensor, largest = one
-    is_whole = tensor.device.type == "cpu" and tensor.is_contiguous() and math.isinf(largest)
-    return is_whole and bulk_copy.has_nonfinite(dtype_name(tensor.dtype))
+    is_whole = tensor.device.type == "cpu" and tensor.is_contiguous()
+    # Otherwise a number may be too large for the engine's type.
+    all_fit = torch.finfo(tensor.dtype).max <= largest
+    return is_whole and all_fit and bulk_copy.can_check(dtype_name(tensor.dtype))
 
 
 def _in_memory(floats: Sequence[Checked]) -> list[Checked]:

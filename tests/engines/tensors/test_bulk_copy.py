@@ -139,7 +139,7 @@ def test_a_value_that_is_no_number_is_found_at_any_place(
 @not_for(PYTHON)
 def test_no_ranges_have_no_values() -> None:
     assert bulk_copy.nonfinite([], [], []) == []
-    assert not bulk_copy.has_nonfinite("float64")
+    assert not bulk_copy.can_check("float64")
 
 
 def test_hashed_where_it_is(source: Memory) -> None:
