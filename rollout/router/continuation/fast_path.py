@@ -489,10 +489,12 @@ class FastReply(Reply):
         return True
 
     def parsed(self, event: bytes) -> Payload:
+        payload: Payload
         if len(event) < _LONG_EVENT:
-            return super().parsed(event)
-        self._lists = self._lists or GrowingLists()
-        payload: Payload = self._lists.loads(event)
+            payload = loads(event)
+        else:
+            self._lists = self._lists or GrowingLists()
+            payload = self._lists.loads(event)
         return payload
 
     def read_all(self) -> None:

@@ -163,6 +163,7 @@ class Gate:
         self.weight_version: int | None = None
         self.base_version: int | None = None
         self.adapters: Mapping[str, str] | None = None
+        self._unnamed = self._weights_of(UNNAMED)
         self.pinned: Counter[str] = Counter()
         self._since_s = clock()
         self._spent_s = dict.fromkeys(GateState, 0.0)
@@ -205,6 +206,7 @@ class Gate:
             self.weight_version = weight_version
             self.base_version = weight_version if base_version is None else base_version
             self.adapters = adapters
+            self._unnamed = self._weights_of(UNNAMED)
         self._settle()
 
     def _settle(self) -> None:
@@ -349,12 +351,13 @@ class Gate:
         if partner is not None:
             self.prefilling.discard(partner.engine_id, request)
         self.in_flight.discard(engine_id, request)
-        if self.num_on(engine_id) == 0 or (partner and self.num_on(partner.engine_id) == 0):
+        if not self.in_flight.num(engine_id) or (partner and not self.num_on(partner.engine_id)):
             self._on_idle()
 
     def pin(self, names: Names) -> None:
         """A request or a session stays with these weights, until ``unpin``."""
-        self.pinned.update(filter(None, names))
+        if any(names):
+            self.pinned.update(filter(None, names))
 
     def unpin(self, names: Names) -> None:
         """It has ended."""
@@ -523,8 +526,7 @@ class Gate:
             partner = _choose(self.policy, members.prefill, excluded_engine, hint)
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
             return self._refuse(f"no engine serves: {members.why_none_serves()}")
-        names = resolved(names, self.adapters or {})
-        version = newest_version(names, self.base_version)
+        names, version = self._unnamed if names == UNNAMED else self._weights_of(names)
         admission = Admission(member, members.epoch, version, rid, partner, names)
         try:
             self.in_flight.add(member.engine_id, admission)
@@ -535,6 +537,11 @@ class Gate:
             raise
         self._num_admitted += 1
         return admission
+
+    def _weights_of(self, names: Names) -> tuple[Names, int | None]:
+        """What answers a request with these names now: the engines' names, and the version."""
+        names = resolved(names, self.adapters or {})
+        return names, newest_version(names, self.base_version)
 
     def _refuse(self, message: str) -> Refusal:
         self._num_refused += 1

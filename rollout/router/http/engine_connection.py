@@ -9,8 +9,8 @@ Always true:
   was written), the request is sent again on a new connection, unless its handler refuses.
 - An error in a handler ends that handler's request, and is not counted as the engine's.
 
-- A long body is written in pieces, and a reply that is decoded is read in pieces; between two of
-  them the other connections have their turn.
+- A long body is written in pieces, and a decoded reply of many events is read in pieces; between
+  two of them the other connections have their turn.
 
 httptools reads the framing, except in heads that were read before.  Bodies are passed on with the
 framing they have; only ``is_decoding`` handlers get them without.
@@ -44,6 +44,8 @@ MANY_BYTES = 1 << 17
 """Of one read: the next one comes after the other connections have had their turn."""
 _MOST_WRITTEN = 1 << 18
 _MOST_READ = 1 << 15
+# Each event takes time to read, and its bytes take hardly any.
+_MANY_LINES = 128
 
 
 class ReplyHandler(Protocol):
@@ -261,7 +263,7 @@ class EngineConnection(asyncio.Protocol):
         try:
             if self._unread:
                 self._unread += data
-            elif len(data) > _MOST_READ and handler.is_decoding:
+            elif len(data) > _MOST_READ and handler.is_decoding and _has_many_lines(data):
                 assert self._transport is not None
                 self._transport.pause_reading()
                 self._unread = data
@@ -482,6 +484,11 @@ class EngineConnection(asyncio.Protocol):
         broke_off = "broke off its reply" if self._has_head or self._head else "sent no reply"
         why = describe(error, with_type=True) if error is not None else "connection closed"
         return self._fail(f"{broke_off}: {why}")
+
+
+def _has_many_lines(data: bytes) -> bool:
+    end = -1  # a search is faster than a count, where lines are long
+    return all((end := data.find(b"\n", end + 1)) >= 0 for _ in range(_MANY_LINES))
 
 
 def _pieces(parts: list[Data]) -> Iterator[memoryview]:

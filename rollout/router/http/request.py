@@ -49,6 +49,7 @@ _CLOSES = re.compile(rb"\s*\}")
 _LONGEST_PLAIN_VALUE = 256
 _LEAST_UNCOPIED = 1 << 16
 _SPACE = b" \t\r\n"
+_PLAIN = b'{"'
 _random = random.Random(random.SystemRandom().getrandbits(256))
 _NOTHING: Mapping[str, str | int] = {}
 _NO_KEYS: Mapping[str, tuple[bool, object]] = {}
@@ -135,7 +136,7 @@ class Request:
         rid, extra_key = kind.body_names
         first, last, (_, own_rid, adds_rid, adds_extra_key, keys) = b"", b"", self.fields
         if adds_rid and not more:
-            first = b'"%s":"%s"' % (rid.encode(), own_rid.encode())
+            first = f'"{rid}":"{own_rid}"'.encode()
         elif more:
             first = orjson.dumps({**more, rid: own_rid} if adds_rid else {**more})[1:-1]
         if adds_extra_key:
@@ -144,7 +145,9 @@ class Request:
             else:
                 own = find_field(self.body, extra_key)
             last = _key_member(extra_key, namespace, *own)
-        return inject_members(self.body, first, b",".join(filter(None, (self.last, last))))
+        if self.last:
+            last = b"%s,%s" % (self.last, last) if last else self.last
+        return inject_members(self.body, first, last)
 
     def _is_translated(self, kind: Kind) -> bool:
         return self.head.route.path == GENERATE_PATH != kind.generate_path
@@ -183,7 +186,7 @@ _NO_FIELDS = BodyFields()
 
 def in_utf8(body: bytes) -> bytes:
     """JSON in UTF-16 or UTF-32, or with a byte-order mark, which vLLM takes too, without it."""
-    if body.startswith(b'{"') or (is_json_object(body) and b"\0" not in body[:4]):
+    if body.startswith(_PLAIN) or (is_json_object(body) and b"\0" not in body[:4]):
         return body
     try:
         return body.decode(detect_encoding(body), "surrogatepass").encode("utf-8", "surrogatepass")
@@ -225,7 +228,7 @@ def new_rid() -> str:
 
 def is_json_object(body: bytes) -> bool:
     """The body looks like a JSON object."""
-    return _OPENS.match(body) is not None
+    return body.startswith(_PLAIN) or _OPENS.match(body) is not None
 
 
 UNKNOWN: object = ...
@@ -272,14 +275,18 @@ def inject_members(body: bytes, first: bytes, last: bytes) -> list[Data]:
 
     What is not an object is unchanged.
     """
-    opening = _OPENS.match(body) if first or last else None
-    if opening is None:
+    begin, end, has_own = 1, len(body) - 1, True
+    if not (first or last):
         return [body] if body else []
-    end = len(body) - 1 if body.endswith(b"}") else body.rstrip(_SPACE).rfind(b"}")
-    if body[end + 1 :].strip(_SPACE):
-        return [body]
-    begin = opening.end()
-    if _CLOSES.match(body, begin) is None:  # it has members of its own
+    if not (body.startswith(_PLAIN) and body.endswith(b"}")):
+        opening = _OPENS.match(body)
+        if opening is None:
+            return [body] if body else []
+        begin, end = opening.end(), body.rstrip(_SPACE).rfind(b"}")
+        has_own = _CLOSES.match(body, begin) is None
+        if body[end + 1 :].strip(_SPACE):
+            return [body]
+    if has_own:
         first = first and first + b","
         last = last and b"," + last
     elif first and last:

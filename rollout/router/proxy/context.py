@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from engines.protocol.census.entries import namespace
@@ -33,6 +34,7 @@ SWEEP_S = 0.5
 _MAX_RECEIVING_BYTES = 1 << 30
 _MANY_OBJECTS = 10_000
 _LONG_S = 3600.0
+_MANY_VERSIONS = 64
 
 
 def log_router_error(where: str, error: BaseException) -> None:
@@ -119,7 +121,10 @@ class Proxy:
     ) -> None:
         self._state = state
         self.kept = None if state is None else StoredReplies(state)
-        self._run = run
+        # What names the prefixes that weights of a version computed in this run.
+        self.namespace: Callable[[int | None], str] = lru_cache(_MANY_VERSIONS)(
+            partial(namespace, run)
+        )
         self.max_clients = max_clients
         self.is_loopback_only = is_loopback(config.host)
         self.gate = gate
@@ -172,10 +177,6 @@ class Proxy:
         """End all live requests: refuse those without a response so far, cut the rest."""
         for exchange in list(self.live):
             exchange.stop()
-
-    def namespace(self, weight_version: int | None) -> str:
-        """What names the prefixes that weights of this version computed in this run."""
-        return namespace(self._run, weight_version)
 
     def hint_of(self, request: Request) -> Hint:
         """The affinity and prompt of a request, as far as the policy uses them."""

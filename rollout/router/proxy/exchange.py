@@ -164,7 +164,10 @@ class Exchange:
         """The same, with all of the request's body."""
         self._body = body
         self._is_started = self._is_whole = True
-        self._handle(self._start)
+        try:  # as ``_handle`` does, at less cost for each request
+            self._start()
+        except Exception as error:
+            self.on_router_error(error)
 
     def _start(self) -> None:
         self.began_s = self._proxy.now_s()
@@ -384,9 +387,10 @@ class Exchange:
         assert self._request is not None
         self._request.last = self._named.member(names)
         self._pinned, gate = names, self._proxy.gate
-        gate.pin(names)
-        if self._tokens is not None and any(names):
-            self._tokens.named = replace(self._named, names=names)
+        if any(names):
+            gate.pin(names)
+            if self._tokens is not None:
+                self._tokens.named = replace(self._named, names=names)
         if self.session is not None and not self.session.names:
             self.session.names = names
             gate.pin(names)
@@ -803,10 +807,12 @@ class Exchange:
         self._is_done = True
         self.drop()
         self._leave()
-        self._drop_kept()
-        self._tokens = None
+        if self._tokens is not None:
+            self._drop_kept()
+            self._tokens = None
         pinned, self._pinned = self._pinned, ()
-        self._proxy.gate.unpin(pinned)
+        if any(pinned):
+            self._proxy.gate.unpin(pinned)
         if self._timer is not None:
             self._timer.cancel()
         if self._entered is not None and not isinstance(self._entered, Refusal):

@@ -76,28 +76,45 @@ class ReadBody(NamedTuple):
     lacks_route: bool = False
 
 
-_wanted = lru_cache(256)(Wanted)
-
-
 def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
     """What is read of the body of a request."""
-    config, members, path = proxy.config, proxy.gate.members, head.route.path
-    names_weights = proxy.gate.adapters is not None and head.method in WITH_BODY
-    where = served(path, members.dialects)
-    if where is None:
-        return _wanted(path, names_weights=names_weights, max_bytes=config.max_read_bytes)
-    is_asked = config.token_failover == "asked" and _FAIL_OVER in head.switched_on
+    config, gate = proxy.config, proxy.gate
+    keeps = config.token_failover
     return _wanted(
-        path,
-        members.dialects,
+        head.route.path,
+        gate.members.dialects,
         config.failover_interval,
-        True,
-        where.is_lacking,
-        where.is_translated,
-        where.is_translated or config.token_failover == "on" or is_asked,
-        len(members.prefill.members) > 0,
-        names_weights,
         config.max_read_bytes,
+        gate.adapters is not None and head.method in WITH_BODY,
+        keeps == "on" or (keeps == "asked" and _FAIL_OVER in head.switched_on),
+        bool(gate.members.prefill.members),
+    )
+
+
+@lru_cache(256)  # asked for each request, of few settings
+def _wanted(
+    path: str,
+    dialects: frozenset[str],
+    interval: int,
+    max_bytes: int,
+    names_weights: bool,
+    is_asked: bool,
+    has_prefill: bool,
+) -> Wanted:
+    where = served(path, dialects)
+    if where is None:
+        return Wanted(path, names_weights=names_weights, max_bytes=max_bytes)
+    return Wanted(
+        path,
+        dialects,
+        interval,
+        is_generating=True,
+        is_lacking=where.is_lacking,
+        is_translated=where.is_translated,
+        is_kept=where.is_translated or is_asked,
+        has_prefill=has_prefill,
+        names_weights=names_weights,
+        max_bytes=max_bytes,
     )
 
 

@@ -179,12 +179,13 @@ def _event(reply: Reply, event: Payload) -> None:
     reported = meta.get("completion_tokens", len(ids))
     before = reply.now
     columns = {
-        name: values if isinstance(values, GrownList) else list(values)
+        name: values if type(values) is GrownList else list(values)
         for name in PER_TOKEN
         if (values := meta.get(name)) is not None
     }
+    logprobs = columns.get("output_token_logprobs")
     begin = before.num if reported == len(ids) else 0
-    if has_nan(_since(columns.get("output_token_logprobs", []), begin)):
+    if logprobs and has_nan(_since(logprobs, begin)):
         raise NotFinite("it computed log-probs that are not numbers (null)")
     now = Part(event.get("text") or "", len(ids), ids, columns)
     if before.ids and 0 < len(ids) < reported == len(before.ids) + len(ids):
@@ -209,7 +210,7 @@ def _event(reply: Reply, event: Payload) -> None:
 
 
 def _since(values: GrownList | list[Any], begin: int) -> Sequence[Any]:
-    return values.since(begin) if isinstance(values, GrownList) else values[begin:]
+    return values.since(begin) if type(values) is GrownList else values[begin:]
 
 
 ENGINE = EngineDialect(_body_after, _event)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 from rollout.router.continuation.dialects import openai, sglang, vllm
 from rollout.router.continuation.reply import Route
@@ -46,12 +45,8 @@ class Served:
 
 def served(path: str, dialects: frozenset[str]) -> Served | None:
     """The route of a path; None if it does not generate."""
-    return _served(path, dialects) if path in ROUTES else None
-
-
-@cache  # asked for each request, of few routes and dialects
-def _served(path: str, dialects: frozenset[str]) -> Served:
-    route = ROUTES[path]
+    if (route := ROUTES.get(path)) is None:
+        return None
     engines = [route.engines.get(one) for one in dialects]
     is_translated = any(engine is not None and engine.is_translated for engine in engines)
     return Served(route, None in engines, is_translated)

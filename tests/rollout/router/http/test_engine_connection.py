@@ -123,6 +123,15 @@ async def test_a_long_reply_is_read_in_pieces_and_its_connection_used_again():
         assert pool.transport.is_reading
 
 
+async def test_a_long_reply_of_few_events_is_read_at_once():
+    pool, body = Pool(), b"data: %s\n\n" % (b"x" * (1 << 16))
+    handler = pool.send()
+    pool.connection.data_received(HEAD + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+    assert (handler.pieces, handler.end) == ([body], "end")
+    assert pool.is_kept
+    assert pool.transport.is_reading
+
+
 @pytest.mark.parametrize("num_missing", [0, 9])
 async def test_what_came_before_the_end_of_a_connection_is_read(num_missing):
     pool = Pool()
