@@ -4,7 +4,7 @@ A push is measured from the trainer's tensors until the engine has them in its o
 new version, with all steps of ``ServerHandle``: manifest, fingerprints, buckets, calls over HTTP.
 The engine is a process that loads tensors with the embedded engine's code (``receiver``).
 ``copied``: all buckets are filled before the first is sent; ``streamed``: engines load a bucket
-while the next is filled.
+while the next is filled.  ``unchecked``: values are not checked (``weights.allow_nonfinite``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from engines.embedded.command import MEMORY
 from engines.http.client import EngineClient
 from engines.protocol import Endpoint
 from engines.tensors.fingerprint import BYTES
+from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprints
 from rollout.config import Transport
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.push.push import PushRequest
@@ -36,17 +38,19 @@ from rollout.weights.push.weight_push import push_weights
 from rollout.weights.ranks.leader import push_of_one_rank
 from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.route import PushTarget
-from rollout.weights.tensors import bytes_fingerprint, device_fingerprint
 from tests.support.still_server import StillServer, server_config
 
 WAYS = {
-    "shared_memory_copied": (Transport.SHARED_MEMORY, False),
-    "shared_memory_streamed": (Transport.SHARED_MEMORY, True),
-    "tensor_copied": (Transport.TENSOR, False),
-    "tensor_streamed": (Transport.TENSOR, True),
-    "distributed_gloo": (Transport.DISTRIBUTED, True),
-    "disk": (Transport.DISK, False),
+    "shared_memory_copied": (Transport.SHARED_MEMORY, False, True),
+    "shared_memory_copied_unchecked": (Transport.SHARED_MEMORY, False, False),
+    "shared_memory_streamed": (Transport.SHARED_MEMORY, True, True),
+    "shared_memory_streamed_unchecked": (Transport.SHARED_MEMORY, True, False),
+    "tensor_copied": (Transport.TENSOR, False, True),
+    "tensor_streamed": (Transport.TENSOR, True, True),
+    "distributed_gloo": (Transport.DISTRIBUTED, True, True),
+    "disk": (Transport.DISK, False, True),
 }
+"""The route of each row, whether it is streamed, and whether values are checked."""
 VERSIONS = itertools.count(1)
 
 
@@ -124,11 +128,19 @@ class Pushing:
         self._runner = asyncio.Runner()
         self._engine = EngineClient(Endpoint(host, port))
 
-    def push(self, transport: Transport, *, stream: bool, fingerprint: bool = True) -> None:
+    def push(
+        self,
+        transport: Transport,
+        *,
+        stream: bool,
+        fingerprint: bool = True,
+        checks_values: bool = True,
+    ) -> None:
         self._rank.config = server_config(
             self._folder,
             transport=transport,
             stream=stream,
+            allow_nonfinite=not checks_values,
             disk_path=str(self._folder / "{version}"),
         )
         server = StillServer(fingerprints=BYTES if fingerprint else "")
@@ -177,30 +189,27 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, receiver(specs, Path(folder)) as (pid, port):
         pushing = Pushing(tensors, port, Path(folder))
         try:
-            for name, (transport, stream) in WAYS.items():
+            for name, (transport, stream, checks) in WAYS.items():
                 yardstick = memcpy(min(size, 1 << 30), 3)
                 # The first push allocates the memory of its slots, which later pushes reuse.
-                first = _push_row(pushing, transport, stream, size, 1, pid)
+                push = partial(pushing.push, transport, stream=stream, checks_values=checks)
+                first = rate(push, size, 1, others=[pid])
                 # Some transports are a hundred times slower: repeat those once.
                 times = repeats if first["gib_per_s"] > 0.5 else 1
-                row = _push_row(pushing, transport, stream, size, times, pid)
+                row = rate(push, size, times, others=[pid])
                 row["first_gib_per_s"] = first["gib_per_s"]
                 rows[name] = _compared(row, yardstick)
                 pushing.check()
                 pushing.remove_checkpoints()
         finally:
             pushing.close()
-    for name, fingerprint in (("xxh3", bytes_fingerprint), ("sums", device_fingerprint)):
+    for name, hash_all in (
+        ("xxh3", lambda: [bytes_fingerprint(*item) for item in tensors.items()]),
+        ("sums", lambda: device_fingerprints(tensors.items())),
+    ):
         yardstick = memcpy(min(size, 1 << 30), 3)
-        row = rate(lambda f=fingerprint: [f(*item) for item in tensors.items()], size, repeats)  # type: ignore[misc]
-        rows[f"fingerprint_{name}"] = _compared(row, yardstick)
+        rows[f"fingerprint_{name}"] = _compared(rate(hash_all, size, repeats), yardstick)
     return rows
-
-
-def _push_row(
-    pushing: Pushing, transport: Transport, stream: bool, size: int, repeats: int, pid: int
-) -> Row:
-    return rate(lambda: pushing.push(transport, stream=stream), size, repeats, others=[pid])
 
 
 def _compared(row: Row, yardstick: Row) -> Row:

@@ -186,72 +186,7 @@ static void finish(Hash *hash, const char *last_stripe, uint64_t size, uint8_t d
     put_big_endian(digest + 8, merged(hash->sums, SECRET + 11, size * P64_1));
 }
 
-/* ---- ranges --------------------------------------------------------------------------------------- */
-
-/* The digest of `head` and `from`, which is copied on the way unless it is `to` already. */
-static void copy_hashed(const Way *way, char *to, const char *from, size_t size, const char *head,
-                        size_t head_size, uint8_t digest[16]) {
-    Hash hash = started(way);
-    /* All but the last, which is taken in at the end and may have bytes of the one before it. */
-    size_t left = (head_size + size - 1) / STRIPE;
-    size_t whole = head_size / STRIPE < left ? head_size / STRIPE : left;
-    take(&hash, head, whole);
-    left -= whole;
-
-    char across[STRIPE];
-    size_t rest = head_size - whole * STRIPE, hashed = 0;
-    if (left && rest) {
-        hashed = STRIPE - rest;
-        memcpy(across, head + head_size - rest, rest);
-        memcpy(across + rest, from, hashed);
-        take(&hash, across, 1);
-        left--;
-    }
-    for (size_t done = 0; done < size;) {
-        /* The first ends where a line of the target does, and so do all others. */
-        size_t now = PIECE - (uintptr_t)(to + done) % LINE;
-        if (now > size - done) now = size - done;
-        if (to != from) way->copy(to + done, from + done, now);
-        done += now;
-        size_t ready = done > hashed ? (done - hashed) / STRIPE : 0;
-        if (ready > left) ready = left;
-        take(&hash, from + hashed, ready);
-        hashed += ready * STRIPE;
-        left -= ready;
-    }
-    const char *last = from + size - STRIPE;
-    if (size < STRIPE) {
-        memcpy(across, head + head_size - (STRIPE - size), STRIPE - size);
-        memcpy(across + STRIPE - size, from, size);
-        last = across;
-    }
-    finish(&hash, last, head_size + size, digest);
-}
-
-/* The best code this processor can run: 2 AVX-512, 1 AVX2, 0 none. */
-EXPORTED int bulk_kind(void) {
-    return __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
-}
-
-/* Copy `count` ranges by code of `kind`; with `digests` (16 bytes for each, as XXH3 writes them) hash
-   each of them too, after its own head: `heads` lie one after the other.  A target that is its source
-   is only hashed.  Of 240 bytes or less, head included, XXH3 is another function: no digest is written. */
-EXPORTED void bulk_copy(int kind, size_t count, const uint64_t *targets, const uint64_t *sources,
-                        const uint64_t *sizes, const char *heads, const uint64_t *head_sizes,
-                        uint8_t *digests) {
-    const Way *way = kind == 2 ? &AVX512 : &AVX2;
-    for (size_t one = 0; one < count; one++) {
-        char *to = (char *)(uintptr_t)targets[one];
-        const char *from = (const char *)(uintptr_t)sources[one];
-        size_t size = sizes[one], head_size = digests ? head_sizes[one] : 0;
-        if (digests && head_size + size > SHORT)
-            copy_hashed(way, to, from, size, heads, head_size, digests + 16 * one);
-        else if (to != from)
-            way->copy(to, from, size);
-        heads += head_size;
-    }
-    _mm_sfence(); /* a thread that learns that the copy is done sees its bytes */
-}
+/* ---- values ----------------------------------------------------------------------------------- */
 
 /* Whether a value of WIDTH bits is NaN or infinite: all bits of its exponent, `mask`, are set. */
 #define HAS_NONFINITE(WIDTH, TYPE)                                                                 \
@@ -280,14 +215,110 @@ EXPORTED void bulk_copy(int kind, size_t count, const uint64_t *targets, const u
 HAS_NONFINITE(16, uint16_t)
 HAS_NONFINITE(32, uint32_t)
 
-/* Write into `found`, for each range of whole values, whether one is NaN or infinite.  `masks` are the
-   exponents of their type: of more than 16 bits for values of 32. */
+/* `mask` is the exponent of the values' type: of more than 16 bits for values of 32; 0 for others. */
+static int has_nonfinite(const char *from, size_t size, uint64_t mask) {
+    if (!mask) return 0;
+    return mask >> 16 ? has_nonfinite32(from, size, (uint32_t)mask)
+                      : has_nonfinite16(from, size, (uint16_t)mask);
+}
+
+/* ---- ranges --------------------------------------------------------------------------------------- */
+
+/* Copy `from` and check its values, piece by piece; `done` says how much of it is copied. */
+static int copy_piece(const Way *way, char *to, const char *from, size_t size, uint64_t mask,
+                      size_t *done) {
+    /* The first ends where a line of the target does, and so do all others. */
+    size_t begin = *done, now = PIECE - (uintptr_t)(to + begin) % LINE;
+    if (now > size - begin) now = size - begin;
+    if (to != from) way->copy(to + begin, from + begin, now);
+    *done = begin + now;
+    /* A value that lies across two pieces belongs to the second. */
+    size_t first = begin & ~(size_t)3, end = *done < size ? *done & ~(size_t)3 : size;
+    return has_nonfinite(from + first, end - first, mask);
+}
+
+static int copy_checked(const Way *way, char *to, const char *from, size_t size, uint64_t mask) {
+    int found = 0;
+    for (size_t done = 0; done < size;) found |= copy_piece(way, to, from, size, mask, &done);
+    return found;
+}
+
+/* The digest of `head` and `from`, which is copied on the way unless it is `to` already. */
+static int copy_hashed(const Way *way, char *to, const char *from, size_t size, const char *head,
+                       size_t head_size, uint64_t mask, uint8_t digest[16]) {
+    int found = 0;
+    Hash hash = started(way);
+    /* All but the last, which is taken in at the end and may have bytes of the one before it. */
+    size_t left = (head_size + size - 1) / STRIPE;
+    size_t whole = head_size / STRIPE < left ? head_size / STRIPE : left;
+    take(&hash, head, whole);
+    left -= whole;
+
+    char across[STRIPE];
+    size_t rest = head_size - whole * STRIPE, hashed = 0;
+    if (left && rest) {
+        hashed = STRIPE - rest;
+        memcpy(across, head + head_size - rest, rest);
+        memcpy(across + rest, from, hashed);
+        take(&hash, across, 1);
+        left--;
+    }
+    for (size_t done = 0; done < size;) {
+        found |= copy_piece(way, to, from, size, mask, &done);
+        size_t ready = done > hashed ? (done - hashed) / STRIPE : 0;
+        if (ready > left) ready = left;
+        take(&hash, from + hashed, ready);
+        hashed += ready * STRIPE;
+        left -= ready;
+    }
+    const char *last = from + size - STRIPE;
+    if (size < STRIPE) {
+        memcpy(across, head + head_size - (STRIPE - size), STRIPE - size);
+        memcpy(across + STRIPE - size, from, size);
+        last = across;
+    }
+    finish(&hash, last, head_size + size, digest);
+    return found;
+}
+
+/* The best code this processor can run: 2 AVX-512, 1 AVX2, 0 none. */
+EXPORTED int bulk_kind(void) {
+    return __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+}
+
+/* Copy `count` ranges by code of `kind`; with `digests` (16 bytes for each, as XXH3 writes them) hash
+   each of them too, after its own head: `heads` lie one after the other.  A target that is its source
+   is only hashed.  Of 240 bytes or less, head included, XXH3 is another function: no digest is written.
+   With `masks`, `found` gets what bulk_nonfinite writes, of ranges of whole values. */
+EXPORTED void bulk_copy_and_check(int kind, size_t count, const uint64_t *targets,
+                                  const uint64_t *sources, const uint64_t *sizes,
+                                  const char *heads, const uint64_t *head_sizes, uint8_t *digests,
+                                  const uint64_t *masks, uint8_t *found) {
+    const Way *way = kind == 2 ? &AVX512 : &AVX2;
+    for (size_t one = 0; one < count; one++) {
+        char *to = (char *)(uintptr_t)targets[one];
+        const char *from = (const char *)(uintptr_t)sources[one];
+        size_t size = sizes[one], head_size = digests ? head_sizes[one] : 0;
+        uint64_t mask = masks ? masks[one] : 0;
+        int is_bad = 0;
+        if (digests && head_size + size > SHORT)
+            is_bad = copy_hashed(way, to, from, size, heads, head_size, mask, digests + 16 * one);
+        else if (mask)
+            is_bad = copy_checked(way, to, from, size, mask);
+        else if (to != from)
+            way->copy(to, from, size);
+        if (masks) found[one] = (uint8_t)is_bad;
+        heads += head_size;
+    }
+    _mm_sfence(); /* a thread that learns that the copy is done sees its bytes */
+}
+
+/* Write into `found`, for each range of whole values, whether one is NaN or infinite. */
 EXPORTED void bulk_nonfinite(size_t count, const uint64_t *places, const uint64_t *sizes,
                              const uint64_t *masks, uint8_t *found) {
     for (size_t one = 0; one < count; one++) {
         const char *from = (const char *)(uintptr_t)places[one];
-        found[one] = (uint8_t)(masks[one] >> 16 ? has_nonfinite32(from, sizes[one], (uint32_t)masks[one])
-                                                : has_nonfinite16(from, sizes[one], (uint16_t)masks[one]));
+        found[one] = (uint8_t)has_nonfinite(from, sizes[one], masks[one]);
     }
 }
 

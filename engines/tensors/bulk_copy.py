@@ -37,9 +37,9 @@ def _load() -> ctypes.CDLL | None:
     library = ctypes.CDLL(found.origin)
     if not library.bulk_kind():
         return None
-    library.bulk_copy.restype = None
-    library.bulk_copy.argtypes = [ctypes.c_int, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
-    library.bulk_copy.argtypes += [ctypes.c_char_p, *[ctypes.c_void_p] * 2]
+    library.bulk_copy_and_check.restype = None
+    library.bulk_copy_and_check.argtypes = [ctypes.c_int, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
+    library.bulk_copy_and_check.argtypes += [ctypes.c_char_p, *[ctypes.c_void_p] * 4]
     library.bulk_nonfinite.restype = None
     library.bulk_nonfinite.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 4]
     return library
@@ -67,6 +67,29 @@ def copy_all(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int
     _call(_library, targets, sources, sizes)
 
 
+def copy_and_check(
+    dtypes: Sequence[str],
+    targets: Sequence[int],
+    sources: Sequence[int],
+    sizes: Sequence[int],
+    heads: Sequence[bytes] | None = None,
+) -> tuple[list[str], list[bool]]:
+    """The same, and whether a value of each is NaN or infinite; only where ``is_compiled``.
+
+    Args:
+        dtypes: of the values; those that ``can_check`` does not name are not checked.
+        sizes: bytes of whole values.
+        heads: with them, the first list is the fingerprint of each; else it is empty.
+    """
+    assert _library is not None
+    _check_lengths(dtypes, targets, sources, sizes, *([] if heads is None else [heads]))
+    masks = array("Q", [_EXPONENTS.get(dtype, 0) for dtype in dtypes])
+    is_bad = bytearray(len(sizes) or 1)
+    digests = _call(_library, targets, sources, sizes, heads, masks, is_bad)
+    fingerprints = [] if heads is None else _fingerprints(digests, heads, sources, sizes)
+    return fingerprints, [bool(one) for one in is_bad[: len(sizes)]]
+
+
 def copy_and_hash(
     heads: Sequence[bytes], targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
 ) -> list[str]:
@@ -80,10 +103,16 @@ def copy_and_hash(
     if _library is None:
         return list(map(_copied, heads, targets, sources, sizes))
     digests = _call(_library, targets, sources, sizes, heads)
+    return _fingerprints(digests, heads, sources, sizes)
+
+
+def _fingerprints(
+    digests: bytes, heads: Sequence[bytes], places: Sequence[int], sizes: Sequence[int]
+) -> list[str]:
     found = [text_of(digests[end - 16 : end]) for end in range(16, len(digests) + 1, 16)]
-    for index, (head, source, size) in enumerate(zip(heads, sources, sizes, strict=True)):
+    for index, (head, place, size) in enumerate(zip(heads, places, sizes, strict=True)):
         if len(head) + size <= _SHORT_BYTES:
-            found[index] = _copied(head, source, source, size)
+            found[index] = _copied(head, place, place, size)
     return found
 
 
@@ -124,18 +153,22 @@ def _call(
     sources: Sequence[int],
     sizes: Sequence[int],
     heads: Sequence[bytes] | None = None,
+    masks: array[int] | None = None,
+    is_bad: bytearray | None = None,
 ) -> bytes:
-    """Copy; with ``heads``, the digests of all in a row."""
+    """Copy; with ``heads``, the digests of all in a row; with ``masks``, check into ``is_bad``."""
     lists = [array("Q", ranges) for ranges in (targets, sources, sizes)]
     digests = bytearray(16 * len(sizes) if heads is not None else 0)
     head_sizes = array("Q", map(len, heads or ()))
-    library.bulk_copy(
+    library.bulk_copy_and_check(
         _kind,
         len(sizes),
         *(ranges.buffer_info()[0] for ranges in lists),
         b"".join(heads or ()),
         head_sizes.buffer_info()[0],
         (ctypes.c_char * len(digests)).from_buffer(digests) if digests else None,
+        masks.buffer_info()[0] if masks is not None else None,
+        (ctypes.c_char * len(is_bad)).from_buffer(is_bad) if is_bad is not None else None,
     )
     return bytes(digests)
 

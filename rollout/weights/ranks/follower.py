@@ -132,7 +132,8 @@ class Follower:
             self.rank.tensors = plan.tensors
         if isinstance(self.source, StreamedSource) is not plan.is_streamed:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
-        if isinstance(self.source, PlannedSource) and not self.rank.config.weights.allow_nonfinite:
+        is_checked = plan.terms.checks_values or self.rank.config.weights.allow_nonfinite
+        if isinstance(self.source, PlannedSource) and not is_checked:
             self.source.check_finite(self.rank.rank, self.rank.num_ranks)
         self._buckets = self.source.buckets(plan.bucket_bytes)
         with naming_path(self.rank.config.weights):

@@ -49,6 +49,7 @@ from rollout.weights.routes.route import (
 from rollout.weights.routes.shared_memory import joined_folder
 from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.adapters import AdapterSource
+from rollout.weights.tensors.finite_check import are_checked_in_copies
 from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class Leader:
                 hosts[0] if hosts else None,
                 tuple(senders),
                 rank.idle_group.name,
+                checks_values=is_copied and self._may_check_copies(),
             ),
             contents=self._contents,
             is_streamed=not isinstance(source, PlannedSource),
@@ -152,6 +154,18 @@ class Leader:
             compared=self._compared(),
         )
         return self._plan
+
+    def _may_check_copies(self) -> bool:
+        """Whether all values are read in host memory as files are written, before any is sent."""
+        source, routes = self.follower.source, self._routes.chosen
+        return (
+            type(source) is PlannedSource
+            and not self.follower.rank.config.weights.allow_nonfinite
+            and not any(one.gpu for one in self._readies)
+            and all(one.transport == Transport.SHARED_MEMORY for one in routes)
+            and all(one.is_full and not one.is_copied for one in routes)
+            and are_checked_in_copies(source.manifest, self._server.expected)
+        )
 
     def _compared(self) -> tuple[str, ...]:
         """The tensors that the ranks compare in this push."""

@@ -62,6 +62,7 @@ class BufferWriter:
 
     Args:
         fingerprints: the method of the fingerprints that are taken; empty takes none.
+        checks_values: a value that is not finite raises ``WeightMismatch``.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class BufferWriter:
         first: int,
         num_writers: int,
         fingerprints: str,
+        checks_values: bool = False,
     ) -> None:
         self._pool = pool
         self._first = first
         self._num_writers = num_writers
         self._fingerprints = fingerprints
+        self._checks_values = checks_values
         self._taken: dict[int, ShmBuffer] = {}
 
     @classmethod
@@ -86,6 +89,7 @@ class BufferWriter:
             first=end.writers.index(end.rank),
             num_writers=len(end.writers),
             fingerprints=fingerprints,
+            checks_values=end.terms.checks_values,
         )
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
@@ -95,7 +99,7 @@ class BufferWriter:
         if index % self._num_writers != self._first:
             return None
         self._taken[index], fingerprints = write_buffer(
-            pairs, self._pool, method=self._fingerprints
+            pairs, self._pool, method=self._fingerprints, checks_values=self._checks_values
         )
         return {"path": str(self._taken[index].folder), "fingerprints": dict(fingerprints)}
 
@@ -105,16 +109,32 @@ class BufferWriter:
 
 
 def write_buffer(
-    pairs: Pairs, pool: ShmBufferPool | PushBuffers, *, method: str
+    pairs: Pairs,
+    pool: ShmBufferPool | PushBuffers,
+    *,
+    method: str,
+    checks_values: bool = False,
 ) -> tuple[ShmBuffer, Mapping[str, str]]:
-    """Write a bucket into a buffer of the pool; returns it with its fingerprints."""
+    """Write a bucket into a buffer of the pool; returns it with its fingerprints.
+
+    Raises:
+        WeightMismatch: a value is not finite, and ``checks_values``.
+    """
     from rollout.weights.tensors.bucket_bytes import copy_tensors
 
     layout = pool.layouts.of(pairs.specs)
     buffer = pool.take(layout.num_bytes)
     try:
         buffer.write_header(layout.header)
-        return buffer, copy_tensors(buffer.view, layout, pairs.specs, pairs.tensors, method=method)
+        found = copy_tensors(
+            buffer.view,
+            layout,
+            pairs.specs,
+            pairs.tensors,
+            method=method,
+            checks_values=checks_values,
+        )
+        return buffer, found
     except BaseException:
         pool.give(buffer)
         raise

@@ -33,6 +33,7 @@ from engines.tensors.torch_fingerprint import (
 )
 from rollout.weights.format.bucket_layout import FileLayout, LayoutCache, split_by_size
 from rollout.weights.format.manifest import TensorSpec
+from rollout.weights.tensors.finite_check import check_finite, largest_of
 from rollout.weights.tensors.sources import Pairs
 
 _BATCH_BYTES = 16 << 20
@@ -53,26 +54,39 @@ def copy_tensors(
     tensors: Sequence[torch.Tensor],
     *,
     method: str,
+    checks_values: bool = False,
 ) -> Mapping[str, str]:
-    """Copy and hash all in one pass; returns fingerprints by name, made by ``method``. Only the
-    ranges of the layout are written."""
+    """Copy, hash and check all in one pass; returns fingerprints by name, made by ``method``. Only
+    the ranges of the layout are written.
+
+    Raises:
+        WeightMismatch: a value is not finite, and ``checks_values``.
+    """
     flat = torch.frombuffer(view, dtype=torch.uint8)  # keeps the mapping during the copies
     batches = split_by_size(layout.sizes, _BATCH_BYTES)
     num_threads = min(_MOST_THREADS, len(batches), len(os.sched_getaffinity(0)))
     if not bulk_copy.is_compiled() and layout.num_bytes < len(specs) * _LARGE_BYTES:
         num_threads = 1
 
-    def copy(batch: slice) -> list[str]:
-        return _copied(flat, layout, tensors[batch], batch, is_hashed=method == BYTES)
+    def copy(batch: slice) -> tuple[list[str], list[bool]]:
+        dtypes = [spec.dtype for spec in specs[batch]] if checks_values else None
+        heads = layout.heads[batch] if method == BYTES else None
+        return _copied(flat, layout, tensors[batch], batch, heads, dtypes)
 
     if num_threads < 2:
         found = [copy(batch) for batch in batches]
     else:
         with ThreadPoolExecutor(num_threads, "copy") as threads:
             found = list(threads.map(copy, batches))
+    bad = chain.from_iterable(is_bad for _, is_bad in found)
+    check_finite(
+        (spec.name, tensor, largest_of(spec.dtype))
+        for spec, tensor, is_bad in zip(specs, tensors, bad, strict=False)
+        if is_bad
+    )
     if method != BYTES:
         return fingerprints_of(zip((spec.name for spec in specs), tensors, strict=True), method)
-    digests = chain.from_iterable(found)
+    digests = chain.from_iterable(digests for digests, _ in found)
     return dict(zip((spec.name for spec in specs), digests, strict=True))
 
 
@@ -81,10 +95,10 @@ def _copied(
     layout: FileLayout,
     tensors: Sequence[torch.Tensor],
     batch: slice,
-    *,
-    is_hashed: bool,
-) -> list[str]:
-    """Copy these; returns their fingerprints, if wanted."""
+    heads: Sequence[bytes] | None,
+    dtypes: Sequence[str] | None,
+) -> tuple[list[str], list[bool]]:
+    """Copy these; returns fingerprints, and which have a value that is not finite, if wanted."""
     file = flat.data_ptr()
     sizes = layout.sizes[batch]
     targets = [file + begin for begin in layout.begins[batch]]
@@ -95,10 +109,12 @@ def _copied(
         else:
             flat[target - file : target - file + size].copy_(as_bytes(tensor))
             sources.append(target)
-    if is_hashed:
-        return bulk_copy.copy_and_hash(layout.heads[batch], targets, sources, sizes)
+    if dtypes is not None:
+        return bulk_copy.copy_and_check(dtypes, targets, sources, sizes, heads)
+    if heads is not None:
+        return bulk_copy.copy_and_hash(heads, targets, sources, sizes), []
     bulk_copy.copy_all(targets, sources, sizes)
-    return []
+    return [], []
 
 
 def fingerprints_of(pairs: Iterable[tuple[str, torch.Tensor]], method: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ memory compiled code reads many tensors with one call, at the speed of memory.
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,14 @@ import torch
 from engines.tensors import bulk_copy
 from engines.tensors.torch_fingerprint import dtype_name
 from rollout.core.errors import WeightMismatch
+from rollout.weights.format.manifest import Manifest
 
 Checked = tuple[str, torch.Tensor, float]
 """Name, tensor, and the largest value that its engine's type has."""
 # One core reads at half of the memory bandwidth.
 _MOST_THREADS = 4
+# To start a thread costs more than to read less.
+_SHARE_BYTES = 4 << 20
 _LARGEST = {"float16": torch.finfo(torch.float16).max}
 
 
@@ -32,6 +36,21 @@ def largest_of(*dtypes: object) -> float:
     """
     names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return min(_LARGEST.get(name, math.inf) for name in names)
+
+
+def are_checked_in_copies(pushed: Manifest, expected: Manifest | None) -> bool:
+    """Whether the compiled code, which copies tensors in host memory, can check all of them.
+
+    Args:
+        expected: of the engines; what their types do not have is found only before the copy.
+    """
+    known = {} if expected is None else expected.tensors
+    return bulk_copy.is_compiled() and all(
+        bulk_copy.can_check(spec.dtype)
+        and (spec.name not in known or largest_of(known[spec.name].dtype) >= largest_of(spec.dtype))
+        for spec in pushed.tensors.values()
+        if getattr(torch, spec.dtype).is_floating_point
+    )
 
 
 def check_finite(tensors: Iterable[Checked]) -> None:
@@ -75,9 +94,12 @@ def _is_read_at_once(one: Checked) -> bool:
 
 def _in_memory(floats: Sequence[Checked]) -> list[Checked]:
     """Those with such a value, by their bits: at the speed of memory, also if they are small."""
-    num_threads = min(_MOST_THREADS, torch.get_num_threads(), len(floats))
+    if not floats:
+        return []
+    num_bytes = sum(tensor.nbytes for _, tensor, _ in floats)
+    num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SHARE_BYTES)
     if num_threads < 2:
-        return _in_share(floats) if floats else []
+        return _in_share(floats)
     shares = [floats[first::num_threads] for first in range(num_threads)]
     with ThreadPoolExecutor(num_threads, "finite") as threads:
         return [one for found in threads.map(_in_share, shares) for one in found]

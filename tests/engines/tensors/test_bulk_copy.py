@@ -116,24 +116,39 @@ def test_copied_without_a_hash(size: int, from_: int, to: int) -> None:
 @not_for(PYTHON)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
-    num=st.integers(0, 600),
+    num=st.one_of(st.integers(0, 600), st.integers(2000, 5000)),
     shift=st.integers(0, 70),
+    to=SHIFTS,
     bad=st.one_of(st.none(), st.tuples(st.floats(0, 1, exclude_max=True), st.booleans())),
 )
 def test_a_value_that_is_no_number_is_found_at_any_place(
-    dtype: str, num: int, shift: int, bad: tuple[float, bool] | None
+    dtype: str, num: int, shift: int, to: int, bad: tuple[float, bool] | None
 ) -> None:
     """All bits of the exponent: infinite, or NaN if more bits are set."""
     width, exponent = (4, 0x7F80_0000) if dtype == "float32" else (2, 0x7F80)
     exponent = 0x7C00 if dtype == "float16" else exponent
     lowest = exponent & -exponent  # without it, each value is a number
-    values = np.frombuffer(noise(600 * width), f"<u{width}")[:num] & ~np.array(lowest, f"<u{width}")
+    values = np.frombuffer(noise(5000 * width), f"<u{width}")[:num] & ~np.array(
+        lowest, f"<u{width}"
+    )
     if bad is not None and num:
         share, is_nan = bad
         values[int(share * num)] = exponent | is_nan
     memory = Memory(b"\xff" * shift + values.tobytes() + b"\xff" * 200)
-    found = bulk_copy.nonfinite([dtype] * 2, [memory.address + shift] * 2, [values.nbytes, 0])
-    assert found == [bad is not None and num > 0, False]
+    places, sizes = [memory.address + shift] * 2, [values.nbytes, 0]
+    expected = [bad is not None and num > 0, False]
+    assert bulk_copy.nonfinite([dtype] * 2, places, sizes) == expected
+    target = Memory(bytes(ROOM))
+    targets, heads = [target.address + to, target.address + ROOM - 1], [b"head", b"none"]
+    hashed = bulk_copy.copy_and_check([dtype] * 2, targets, places, sizes, heads)
+    digests = [xxhash.xxh3_128(b"head" + values.tobytes()), xxhash.xxh3_128(b"none")]
+    assert hashed == ([f"xxh3:{digest.hexdigest()}" for digest in digests], expected)
+    assert target.contents[to : to + values.nbytes] == values.tobytes()
+    target.contents[:] = bytes(ROOM)
+    assert bulk_copy.copy_and_check([dtype] * 2, targets, places, sizes) == ([], expected)
+    assert target.contents[to : to + values.nbytes] == values.tobytes()
+    _, found = bulk_copy.copy_and_check(["int16"] * 2, targets, places, sizes)
+    assert found == [False, False]
 
 
 @not_for(PYTHON)

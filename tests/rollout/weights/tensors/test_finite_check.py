@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from tests.support.still_server import StillServer, server_config
 torch = pytest.importorskip("torch")
 from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
+from rollout.weights.tensors import finite_check  # noqa: E402
 from rollout.weights.tensors.finite_check import (  # noqa: E402
     _with_nonfinite,
+    are_checked_in_copies,
     check_finite,
     largest_of,
 )
@@ -81,7 +84,8 @@ def test_without_compiled_code_the_same_tensors_are_named(
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_threads_share_the_tensors(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(num_threads))
+    monkeypatch.setattr(finite_check, "_SHARE_BYTES", 9)
     tensors = [
         (str(index), torch.full((9,), NAN if index == 5 else 1.0), INF) for index in range(8)
     ]
@@ -116,20 +120,66 @@ def tensors_with(value: float) -> dict[str, Any]:
     return {"a": torch.ones(4, 4), "b": torch.tensor([1.0, value])}
 
 
-def made(folder: Path, tensors: Any, *, allow: bool = False, **request: Any) -> Any:
-    rank = TrainerRank(server_config(folder, shared_memory_path=str(folder), allow_nonfinite=allow))
+def made(
+    folder: Path,
+    tensors: Any,
+    *,
+    allow: bool = False,
+    transport: str = "shared_memory",
+    **request: Any,
+) -> Any:
+    rank = TrainerRank(
+        server_config(
+            folder, shared_memory_path=str(folder), allow_nonfinite=allow, transport=transport
+        )
+    )
     return push_of_one_rank(
         rank, StillServer(), PushRequest(tensors, 1, **request), may_stream=False
     )
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_push_is_refused_before_anything_is_copied(value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_push_is_refused_before_anything_is_sent(
+    value: float, is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(bulk_copy, "_library", None)
     with pytest.raises(WeightMismatch, match="1 of 2 values of tensor 'b'"):
         made(tmp_path, tensors_with(value))
-    assert not list(tmp_path.rglob("*.safetensors"))
     with made(tmp_path, tensors_with(value), allow=True) as push:
         assert push.weights.version == 1
+
+
+def test_values_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are copied, if all of them are before the first engine is called; else before."""
+    calls = []
+    monkeypatch.setattr(PlannedSource, "check_finite", lambda *arguments: calls.append("before"))
+    check = bulk_copy.copy_and_check
+    monkeypatch.setattr(
+        bulk_copy, "copy_and_check", lambda *a: (calls.append("copied"), check(*a))[1]
+    )
+    with made(tmp_path, tensors_with(1.0)):
+        assert calls == ["copied" if bulk_copy.is_compiled() else "before"]
+    calls.clear()
+    made(tmp_path, {"a": torch.ones(3, dtype=torch.float64)}).close()
+    made(tmp_path, tensors_with(1.0), transport="tensor").close()
+    assert calls == ["before"] * 2
+    with made(tmp_path, tensors_with(1.0), allow=True):
+        assert calls == ["before"] * 2
+
+
+def test_what_the_engines_types_lack_is_found_before_the_copy() -> None:
+    def manifest(dtype: str) -> Manifest:
+        return Manifest.of([TensorSpec("w", dtype, (2,)), TensorSpec("ids", "int64", (2,))])
+
+    pushed = manifest("bfloat16")
+    can = bulk_copy.is_compiled()
+    assert are_checked_in_copies(pushed, None) is can
+    assert are_checked_in_copies(pushed, manifest("float32")) is can
+    assert not are_checked_in_copies(pushed, manifest("float16"))
+    assert are_checked_in_copies(manifest("float16"), manifest("float16")) is can
+    assert not are_checked_in_copies(manifest("float8_e4m3fn"), None)
 
 
 def test_a_cast_that_makes_infinite_values_is_refused(tmp_path: Path) -> None:
