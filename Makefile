@@ -55,7 +55,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help system quickstart test lint check format bench workflows constraints clean \
+.PHONY: help system quickstart test test-text lint check format bench workflows constraints clean \
 	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-wheels explore docs \
 	audit dist screenshots
 
@@ -69,7 +69,10 @@ quickstart: $(RUN_STAMP) ## install, then train a tiny model with colocated GRPO
 	$(BIN)/python examples/colocated_grpo.py
 
 test: $(DEV_STAMP) ## install, then run the default test suite
-	$(BIN)/python -m pytest $(TEST_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_WORKERS) $(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)
+
+test-text: $(DEV_STAMP) ## check imports, wording and links (make check does, too)
+	$(BIN)/python -m pytest $(TEST_WORKERS) $(TEXT_TESTS) $(PYTEST_ARGS)
 
 test-fast: $(FAST_STAMP) ## run only the tests that need neither torch nor Ray
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "$(FAST_TESTS)" $(PYTEST_ARGS)
@@ -110,8 +113,7 @@ lint: $(DEV_STAMP) ## check format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint ## check those, and with tests of the default suite imports, wording and links
-	$(BIN)/python -m pytest -q $(TEXT_TESTS)
+check: lint test-text ## check those, and imports, wording and links
 
 format: $(DEV_STAMP) ## format the code and apply ruff's fixes
 	$(BIN)/ruff check --fix-only .

@@ -105,14 +105,14 @@ def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: P
     ]
     at = output.index("== failed once, and passed when run again:")
     assert output[at + 1].startswith("FAILED tests/test_one.py::test_it")
-    assert output[-1] == "== 45 passed, 9 deselected in 15.00s =="
+    assert output[-1] == "== 55 passed, 9 deselected in 18.00s =="
 
 
 def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path) -> None:
     status, output, calls = ci_run(tmp_path, "test", twice=True)
     assert status == 1
     assert calls[-1] == "VENV=.venv-ci test-sglang"
-    assert output[-1] == "== 1 failed, 44 passed in 15.00s =="
+    assert output[-1] == "== 1 failed, 54 passed in 18.00s =="
 
 
 def test_a_suite_that_would_begin_too_late_in_ci_is_named_and_not_run(
@@ -122,10 +122,11 @@ def test_a_suite_that_would_begin_too_late_in_ci_is_named_and_not_run(
     monkeypatch.setenv("SLOW", "test-slow")
     status, output, calls = ci_run(tmp_path, "none")
     assert status == 0
-    assert calls[2:] == ["VENV=.venv-ci test", "VENV=.venv-ci test-slow"]
+    begun = ("test", "test-text", "test-slow")
+    assert calls[2:] == [f"VENV=.venv-ci {suite}" for suite in begun]
     names = "test-pythons test-vllm test-sglang"
     assert f"== after 0 minutes these were not begun: {names}" in output
-    assert output[-1] == "== 20 passed in 6.00s =="
+    assert output[-1] == "== 30 passed in 9.00s =="
 
 
 def test_a_ci_that_begins_no_suite_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_a_ci_that_begins_no_suite_fails(tmp_path: Path, monkeypatch: pytest.Mon
     status, output, calls = ci_run(tmp_path, "none")
     assert status == 1
     assert calls == ["system", "VENV=.venv-ci lint docs"]
-    names = "test test-slow test-pythons test-vllm test-sglang"
+    names = "test test-text test-slow test-pythons test-vllm test-sglang"
     assert output[-1] == f"== after 0 minutes these were not begun: {names}"
 
 
@@ -166,7 +167,7 @@ def test_ci_ends_its_tests_and_not_those_that_run_again(
         "test-slow",
     ]
     last = [float(end.partition(" ")[2]) - began_s for end in ends if end[-1].isdigit()]
-    assert len(last) == 5
+    assert len(last) == 6
     assert all(98 < one < 130 for one in last)
 
 
