@@ -807,9 +807,8 @@ class Exchange:
         self._is_done = True
         self.drop()
         self._leave()
-        if self._tokens is not None:
-            self._drop_kept()
-            self._tokens = None
+        self._drop_kept()
+        self._tokens = None
         pinned, self._pinned = self._pinned, ()
         if any(pinned):
             self._proxy.gate.unpin(pinned)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -62,10 +62,14 @@ def copy_tensors(
     Raises:
         WeightMismatch: a value is not finite, and ``checks_values``.
     """
+    is_compiled = bulk_copy.is_compiled()
+    if checks_values and not is_compiled:  # rank 0 has it, and decided
+        _check(specs, tensors, repeat(True))
+        checks_values = False
     flat = torch.frombuffer(view, dtype=torch.uint8)  # keeps the mapping during the copies
     batches = split_by_size(layout.sizes, _BATCH_BYTES)
     num_threads = min(_MOST_THREADS, len(batches), len(os.sched_getaffinity(0)))
-    if not bulk_copy.is_compiled() and layout.num_bytes < len(specs) * _LARGE_BYTES:
+    if not is_compiled and layout.num_bytes < len(specs) * _LARGE_BYTES:
         num_threads = 1
 
     def copy(batch: slice) -> tuple[list[str], list[bool]]:
@@ -78,16 +82,23 @@ def copy_tensors(
     else:
         with ThreadPoolExecutor(num_threads, "copy") as threads:
             found = list(threads.map(copy, batches))
-    bad = chain.from_iterable(is_bad for _, is_bad in found)
-    check_finite(
-        (spec.name, tensor, largest_of(spec.dtype))
-        for spec, tensor, is_bad in zip(specs, tensors, bad, strict=False)
-        if is_bad
-    )
+    if checks_values:
+        _check(specs, tensors, chain.from_iterable(are_bad for _, are_bad in found))
     if method != BYTES:
         return fingerprints_of(zip((spec.name for spec in specs), tensors, strict=True), method)
     digests = chain.from_iterable(digests for digests, _ in found)
     return dict(zip((spec.name for spec in specs), digests, strict=True))
+
+
+def _check(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], are_bad: Iterable[bool]
+) -> None:
+    """Name the first of these tensors that has a value which is not finite, if there is one."""
+    check_finite(
+        (spec.name, tensor, largest_of(spec.dtype))
+        for spec, tensor, is_bad in zip(specs, tensors, are_bad, strict=False)
+        if is_bad
+    )
 
 
 def _copied(

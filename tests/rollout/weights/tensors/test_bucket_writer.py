@@ -6,6 +6,7 @@ import pytest
 
 from engines.tensors import bulk_copy
 from engines.tensors.fingerprint import BYTES
+from rollout.core.errors import WeightMismatch
 from rollout.weights.routes.buffers import FILE_NAME, ShmBufferPool
 
 torch = pytest.importorskip("torch")
@@ -79,6 +80,25 @@ def test_many_megabytes_are_copied_by_several_threads_and_still_right(pool: ShmB
     slot, found = write_buffer(Pairs.of(tensors.items()), pool, method=BYTES)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
     assert found == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
+    pool.close()
+
+
+@pytest.mark.parametrize("method", [BYTES, ""])
+def test_a_value_that_is_no_number_is_named_where_copies_are_checked(
+    pool: ShmBufferPool, method: str
+) -> None:
+    """Rank 0 decides that they are, and another host may have no compiled code."""
+    tensors = {f"t{index}": torch.randn(1 << 20) for index in range(14)}
+    tensors |= {"ids": torch.arange(9), "view": torch.ones(4, 6)[:, ::2]}
+    pairs = Pairs.of(tensors.items())
+    slot, found = write_buffer(pairs, pool, method=method, checks_values=True)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read(slot.folder).items())
+    assert found.keys() == (tensors.keys() if method else set())
+    for name, place in (("t5", (12_345,)), ("view", (3, 2))):
+        tensors[name][place] = torch.inf
+        with pytest.raises(WeightMismatch, match=rf"^1 of \d+ values of tensor '{name}'"):
+            write_buffer(pairs, pool, method=method, checks_values=True)
+        tensors[name][place] = 1.0
     pool.close()
 
 
