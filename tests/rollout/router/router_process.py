@@ -74,9 +74,10 @@ class Memory:
 
 def _use_form(chats: ChatSessions, name: str) -> None:
     """Read the tool calls of answers in this form from now on."""
-    assert chats._tokenizer is not None
+    model = chats._model
+    assert model.tokenizer is not None
     form = next(form for form in FORMS if form.name == name)
-    chats._tokenizer = replace(chats._tokenizer, reader=reader_of(form, []))
+    model.tokenizer = replace(model.tokenizer, reader=reader_of(form, []))
 
 
 async def main() -> None:
