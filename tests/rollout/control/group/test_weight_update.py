@@ -8,6 +8,7 @@ from engines.fake import FakeEngine, FakeLauncher, FakeTensor, faults, fingerpri
 from engines.protocol import Endpoint, WeightsReport
 from engines.protocol.spec import EngineSpec
 from rollout.config import WeightUpdate
+from rollout.control.engine.state import EngineState
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import LifecycleError, PhaseFailed, WeightMismatch, WeightsUnavailable
 from rollout.rules.fingerprint_check import EngineFingerprints, find_mismatches
@@ -195,4 +196,22 @@ async def test_what_an_engine_converted_to_its_own_dtype_is_left_to_the_others()
     other = {name: f"{text}-of-bfloat16" for name, text in sent.manifest.fingerprints.items()}
     group = await taking(2, replace(sent, manifest=Manifest(specs, other)), garbled=False)
     assert not (await group.run(Command.VERIFY, version=1)).failures
+    await group.stop()
+
+
+async def test_a_push_compares_no_engine_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its CPU would grow with the square of their number."""
+
+    def compare(self: EngineState, other: object) -> bool:
+        raise AssertionError(f"{self.engine_id} is compared")
+
+    group, engines = await started_group(3)
+    monkeypatch.setattr(EngineState, "__eq__", compare)
+    await group.run(Command.PAUSE)
+    await group.run(Command.FLUSH)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    await group.run(Command.VERIFY, version=1)
+    await group.run(Command.RESUME_KV)
+    await group.run(Command.CONTINUE)
+    assert [await engine.weight_version() for engine in engines] == ["1"] * 3
     await group.stop()
