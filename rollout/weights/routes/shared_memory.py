@@ -126,14 +126,7 @@ def write_buffer(
     buffer = pool.take(layout.num_bytes)
     try:
         buffer.write_header(layout.header)
-        found = copy_tensors(
-            buffer.view,
-            layout,
-            pairs.specs,
-            pairs.tensors,
-            method=method,
-            checks_values=checks_values,
-        )
+        found = copy_tensors(buffer.view, layout, pairs, method=method, checks_values=checks_values)
         return buffer, found
     except BaseException:
         pool.give(buffer)

@@ -50,8 +50,7 @@ _MOST_HOST_BYTES = 64 << 20
 def copy_tensors(
     view: mmap.mmap | memoryview,
     layout: FileLayout,
-    specs: Sequence[TensorSpec],
-    tensors: Sequence[torch.Tensor],
+    pairs: Pairs,
     *,
     method: str,
     checks_values: bool = False,
@@ -64,18 +63,18 @@ def copy_tensors(
     """
     is_compiled = bulk_copy.is_compiled()
     if checks_values and not is_compiled:  # rank 0 has it, and decided
-        _check(specs, tensors, repeat(True))
+        _check(pairs, repeat(True))
         checks_values = False
     flat = torch.frombuffer(view, dtype=torch.uint8)  # keeps the mapping during the copies
     batches = split_by_size(layout.sizes, _BATCH_BYTES)
     num_threads = min(_MOST_THREADS, len(batches), len(os.sched_getaffinity(0)))
-    if not is_compiled and layout.num_bytes < len(specs) * _LARGE_BYTES:
+    if not is_compiled and layout.num_bytes < len(pairs) * _LARGE_BYTES:
         num_threads = 1
 
     def copy(batch: slice) -> tuple[list[str], list[bool]]:
-        dtypes = [spec.dtype for spec in specs[batch]] if checks_values else None
+        dtypes = [spec.dtype for spec in pairs.specs[batch]] if checks_values else None
         heads = layout.heads[batch] if method == BYTES else None
-        return _copied(flat, layout, tensors[batch], batch, heads, dtypes)
+        return _copied(flat, layout, pairs.tensors[batch], batch, heads, dtypes)
 
     if num_threads < 2:
         found = [copy(batch) for batch in batches]
@@ -83,20 +82,18 @@ def copy_tensors(
         with ThreadPoolExecutor(num_threads, "copy") as threads:
             found = list(threads.map(copy, batches))
     if checks_values:
-        _check(specs, tensors, chain.from_iterable(are_bad for _, are_bad in found))
+        _check(pairs, chain.from_iterable(are_bad for _, are_bad in found))
     if method != BYTES:
-        return fingerprints_of(zip((spec.name for spec in specs), tensors, strict=True), method)
+        return fingerprints_of(pairs, method)
     digests = chain.from_iterable(digests for digests, _ in found)
-    return dict(zip((spec.name for spec in specs), digests, strict=True))
+    return dict(zip((spec.name for spec in pairs.specs), digests, strict=True))
 
 
-def _check(
-    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], are_bad: Iterable[bool]
-) -> None:
+def _check(pairs: Pairs, are_bad: Iterable[bool]) -> None:
     """Name the first of these tensors that has a value which is not finite, if there is one."""
     check_finite(
         (spec.name, tensor, largest_of(spec.dtype))
-        for spec, tensor, is_bad in zip(specs, tensors, are_bad, strict=False)
+        for spec, tensor, is_bad in zip(pairs.specs, pairs.tensors, are_bad, strict=False)
         if is_bad
     )
 
@@ -203,7 +200,7 @@ class Flattener:
                 self._host = None  # free it before allocating more
                 self._host = host_memory(size)
             view = self._host
-            found = copy_tensors(view, layout.file, layout.specs, tensors, method=method)
+            found = copy_tensors(view, layout.file, Pairs(layout.specs, tensors), method=method)
             return FlatBucket(
                 layout.description, torch.frombuffer(view, dtype=torch.uint8)[:size], found
             )
