@@ -40,7 +40,7 @@ from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.route import PushTarget
 from tests.support.still_server import StillServer, server_config
 
-WAYS = {
+ROWS = {
     "shared_memory_copied": (Transport.SHARED_MEMORY, False, True),
     "shared_memory_copied_unchecked": (Transport.SHARED_MEMORY, False, False),
     "shared_memory_streamed": (Transport.SHARED_MEMORY, True, True),
@@ -189,7 +189,7 @@ def _measure(shape: str, num_bytes: int, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, receiver(specs, Path(folder)) as (pid, port):
         pushing = Pushing(tensors, port, Path(folder))
         try:
-            for name, (transport, stream, checks) in WAYS.items():
+            for name, (transport, stream, checks) in ROWS.items():
                 yardstick = memcpy(min(size, 1 << 30), 3)
                 # The first push allocates the memory of its slots, which later pushes reuse.
                 push = partial(pushing.push, transport, stream=stream, checks_values=checks)

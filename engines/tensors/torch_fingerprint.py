@@ -12,10 +12,8 @@ rows) is seen; equal widths miss that.  Plain sums of a whole tensor, or xor, mi
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,9 +21,6 @@ import torch
 from engines.tensors import bulk_copy
 from engines.tensors.fingerprint import head_of, host_fingerprint, sums_fingerprint
 
-# Two read as fast as memory can be read.
-_MOST_THREADS = 4
-_SHARE_BYTES = 16 << 20
 # Of sums that are copied to the host at once.
 _MOST_TOGETHER = 64 << 20
 WORD_BYTES = 8
@@ -51,8 +46,6 @@ def bytes_fingerprint(name: str, tensor: torch.Tensor) -> str:
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """``bytes_fingerprint`` of each, by several threads where there is much to read."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SHARE_BYTES)
-    names = list(tensors)
 
     def hashed(share: Sequence[str]) -> dict[str, str]:
         here = [name for name in share if is_in_memory(tensors[name])]
@@ -66,12 +59,9 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         found = dict(zip(here, digests, strict=True))
         return {name: found.get(name) or bytes_fingerprint(name, tensors[name]) for name in share}
 
-    if num_threads < 2:
-        return hashed(names)
-    with ThreadPoolExecutor(num_threads, "fingerprint") as threads:
-        parts = threads.map(hashed, (names[first::num_threads] for first in range(num_threads)))
-        digests = {name: digest for part in parts for name, digest in part.items()}
-    return {name: digests[name] for name in names}
+    parts = bulk_copy.in_threads(hashed, list(tensors), num_bytes)
+    digests = {name: digest for part in parts for name, digest in part.items()}
+    return {name: digests[name] for name in tensors}
 
 
 def device_fingerprint(name: str, tensor: torch.Tensor) -> str:

@@ -28,7 +28,7 @@ from rollout.weights.routes.route import EngineHost
 _NO_CHECKER = "it does not report fingerprints"
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class EngineState:
     """One engine and its recorded state.
 

@@ -64,9 +64,9 @@ class WeightUpdater:
         finally:
             for member in members:
                 member.update_group = groups.get(member.engine_id, "")
-        planned = set(map(id, members))
+        planned = set(members)
         for member in self._engines.unfenced():
-            if id(member) not in planned:
+            if member not in planned:
                 logger.warning(
                     "engine %s came after the push of weight version %d was planned: it gets "
                     "requests after the next push",

@@ -387,10 +387,9 @@ class Exchange:
         assert self._request is not None
         self._request.last = self._named.member(names)
         self._pinned, gate = names, self._proxy.gate
-        if any(names):
-            gate.pin(names)
-            if self._tokens is not None:
-                self._tokens.named = replace(self._named, names=names)
+        gate.pin(names)
+        if self._tokens is not None and any(names):
+            self._tokens.named = replace(self._named, names=names)
         if self.session is not None and not self.session.names:
             self.session.names = names
             gate.pin(names)
@@ -810,8 +809,7 @@ class Exchange:
         self._drop_kept()
         self._tokens = None
         pinned, self._pinned = self._pinned, ()
-        if any(pinned):
-            self._proxy.gate.unpin(pinned)
+        self._proxy.gate.unpin(pinned)
         if self._timer is not None:
             self._timer.cancel()
         if self._entered is not None and not isinstance(self._entered, Refusal):

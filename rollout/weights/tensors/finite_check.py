@@ -8,10 +8,8 @@ memory compiled code reads many tensors with one call, at the speed of memory.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -22,10 +20,6 @@ from rollout.weights.format.manifest import Manifest
 
 Checked = tuple[str, torch.Tensor, float]
 """Name, tensor, and the largest value that its engine's type has."""
-# One core reads at half of the memory bandwidth.
-_MOST_THREADS = 4
-# To start a thread costs more than to read less.
-_SHARE_BYTES = 4 << 20
 _LARGEST = {"float16": torch.finfo(torch.float16).max}
 
 
@@ -97,12 +91,7 @@ def _in_memory(floats: Sequence[Checked]) -> list[Checked]:
     if not floats:
         return []
     num_bytes = sum(tensor.nbytes for _, tensor, _ in floats)
-    num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SHARE_BYTES)
-    if num_threads < 2:
-        return _in_share(floats)
-    shares = [floats[first::num_threads] for first in range(num_threads)]
-    with ThreadPoolExecutor(num_threads, "finite") as threads:
-        return [one for found in threads.map(_in_share, shares) for one in found]
+    return [one for found in bulk_copy.in_threads(_in_share, floats, num_bytes) for one in found]
 
 
 def _in_share(floats: Sequence[Checked]) -> list[Checked]:

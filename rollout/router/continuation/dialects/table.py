@@ -31,22 +31,21 @@ ROUTES: Mapping[str, Route] = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A route, where engines of some dialects serve.
+    """What a route is where engines of some dialects serve.
 
     Attributes:
         is_lacking: some of them do not have it.
         is_translated: some of them get other bodies than the client's.
     """
 
-    route: Route
     is_lacking: bool
     is_translated: bool
 
 
 def served(path: str, dialects: frozenset[str]) -> Served | None:
-    """The route of a path; None if it does not generate."""
+    """What the route of a path is there; None if it does not generate."""
     if (route := ROUTES.get(path)) is None:
         return None
     engines = [route.engines.get(one) for one in dialects]
     is_translated = any(engine is not None and engine.is_translated for engine in engines)
-    return Served(route, None in engines, is_translated)
+    return Served(None in engines, is_translated)

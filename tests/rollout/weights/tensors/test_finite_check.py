@@ -19,7 +19,6 @@ from tests.support.still_server import StillServer, server_config
 torch = pytest.importorskip("torch")
 from rollout.weights.ranks.leader import push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
-from rollout.weights.tensors import finite_check  # noqa: E402
 from rollout.weights.tensors.finite_check import (  # noqa: E402
     _with_nonfinite,
     are_checked_in_copies,
@@ -85,7 +84,7 @@ def test_without_compiled_code_the_same_tensors_are_named(
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_threads_share_the_tensors(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(num_threads))
-    monkeypatch.setattr(finite_check, "_SHARE_BYTES", 9)
+    monkeypatch.setattr(bulk_copy, "_SHARE_BYTES", 9)
     tensors = [
         (str(index), torch.full((9,), NAN if index == 5 else 1.0), INF) for index in range(8)
     ]
@@ -145,8 +144,14 @@ def test_a_push_is_refused_before_anything_is_sent(
 ) -> None:
     if not is_compiled:
         monkeypatch.setattr(bulk_copy, "_library", None)
+    rank = TrainerRank(server_config(tmp_path, shared_memory_path=str(tmp_path)))
+    request = PushRequest(tensors_with(value), 1)
     with pytest.raises(WeightMismatch, match="1 of 2 values of tensor 'b'"):
-        made(tmp_path, tensors_with(value))
+        push_of_one_rank(rank, StillServer(), request, may_stream=False)
+    if not (is_compiled and bulk_copy.is_compiled()):
+        assert not list(tmp_path.rglob("*.safetensors"))
+    rank.close()
+    assert not list(tmp_path.rglob("*.safetensors"))
     with made(tmp_path, tensors_with(value), allow=True) as push:
         assert push.weights.version == 1
 
