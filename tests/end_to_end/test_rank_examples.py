@@ -57,7 +57,7 @@ def test_the_ranks_learn_and_write_what_the_quickstart_writes(
     name: str, warm_started: Path, tmp_path: Path
 ) -> None:
     with program(*command(name, warm_started, tmp_path, "--steps", "6")) as example:
-        assert example.finish(200) == 0, example.output
+        assert example.finish(400) == 0, example.output
         assert wait_until(lambda: not example.descendants(), 20), example.descendants()
     figures = json.loads((tmp_path / f"{name}.json").read_text())
     assert figures["before"]["eval/addition"] < 0.5
