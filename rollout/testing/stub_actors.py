@@ -17,8 +17,8 @@ import contextvars
 import inspect
 import random
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,11 +139,21 @@ class Actor(Owner):
         self._on_loop(self._end)
         self._forget(self)
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """In the block it runs nothing, as a process that was stopped."""
+        goes_on = threading.Event()
+        self._on_loop(goes_on.wait)
+        try:
+            yield
+        finally:
+            goes_on.set()
+
     def join(self) -> None:
         """Wait for the end of its thread."""
         self._thread.join(_END_S)
 
-    def _on_loop(self, act: Callable[..., None], *args: Any) -> None:
+    def _on_loop(self, act: Callable[..., object], *args: Any) -> None:
         with suppress(RuntimeError):  # it has ended, and its loop is closed
             self._loop.call_soon_threadsafe(act, *args, context=self._context)
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,8 +53,12 @@ class World:
         """Class names of the actors that live."""
         raise NotImplementedError
 
-    def crash_newest(self, class_name: str) -> None:
-        """End the newest actor of a class as a crash of its process would."""
+    def crash_newest(self, class_name: str, while_still: Callable[[], None] = lambda: None) -> None:
+        """End the newest actor of a class as a crash of its process would.
+
+        Args:
+            while_still: called before, while the actor reads and does nothing any more.
+        """
         raise NotImplementedError
 
     def add_node(self, **resources: float) -> str:
@@ -90,9 +94,11 @@ class StubWorld(World):
     def live_actors(self) -> list[str]:
         return self._stub.live_actors()
 
-    def crash_newest(self, class_name: str) -> None:
+    def crash_newest(self, class_name: str, while_still: Callable[[], None] = lambda: None) -> None:
         mine = [one for one in self._stub.cluster.actors if one.kind.__name__ == class_name]
-        mine[-1].die("The actor is dead because its worker process has died.")
+        with mine[-1].standing_still():
+            while_still()
+            mine[-1].die("The actor is dead because its worker process has died.")
 
     def add_node(self, **resources: float) -> str:
         return self._stub.cluster.add_node(resources)
@@ -132,9 +138,14 @@ class RayWorld(World):
     def live_actors(self) -> list[str]:
         return [actor["ActorClassName"] for actor in self._alive()]
 
-    def crash_newest(self, class_name: str) -> None:
+    def crash_newest(self, class_name: str, while_still: Callable[[], None] = lambda: None) -> None:
         mine = [one for one in self._alive() if one["ActorClassName"] == class_name]
-        os.kill(max(mine, key=lambda one: one["StartTime"])["Pid"], signal.SIGKILL)
+        pid = max(mine, key=lambda one: one["StartTime"])["Pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            while_still()
+        finally:
+            os.kill(pid, signal.SIGKILL)
 
     def pids(self, class_name: str) -> list[int]:
         """Of the processes of the live actors of a class, without those that start again."""

@@ -20,7 +20,7 @@ from rollout.runtime.handle import ServerHandle
 from tests.support.builders import make_group, push
 from tests.support.processes import kill_listener, wait_until
 from tests.support.ray_worlds import World
-from tests.support.served_fakes import TIMEOUT_S, config, engines_of
+from tests.support.served_fakes import TIMEOUT_S, ServedEngine, config, engines_of
 
 HEALTH = {"probe_interval_s": 0.2, "probe_timeout_s": 2.0, "backoff_s": 0.1}
 
@@ -63,6 +63,11 @@ def generate(url: str) -> int:
         return httpx.post(url + "/generate", json=body, timeout=30, trust_env=False).status_code
     except httpx.TransportError:
         return 0
+
+
+def num_released(engine: ServedEngine) -> int:
+    """How often it has answered that its memory is released."""
+    return len(engine.requests("/release_memory_occupation"))
 
 
 def window(policy: ServerHandle) -> int:
@@ -115,14 +120,20 @@ def test_a_group_lost_in_a_release_gives_the_memory_without_a_boot(
     version = policy.status().result(TIMEOUT_S).weight_version + 1
     before = engines(policy)
     with engines_of(policy) as served:
+        answered = {name: num_released(one) for name, one in served.items()}
+
+        def release() -> None:
+            for one in served.values():
+                one.open("release_memory_occupation")
+            for name, one in served.items():
+                assert wait_until(lambda one=one, num=answered[name]: num_released(one) > num, 10)
+
         for one in served.values():
             one.hold("release_memory_occupation")
         offloading = policy.give_memory()
         for one in served.values():
             one.wait_entered("release_memory_occupation")
-            if had_it:
-                one.open("release_memory_occupation")
-        world.crash_newest("ServerGroupActor")
+        world.crash_newest("ServerGroupActor", release if had_it else lambda: None)
         with pytest.raises(ActorLost, match="policy/main"):
             offloading.result(TIMEOUT_S)
         policy.give_memory().result(TIMEOUT_S)
