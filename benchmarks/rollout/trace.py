@@ -109,16 +109,16 @@ class TraceClient:
     async def push(self, seconds: float) -> None:
         """Hold new requests, abort running ones, pause for ``seconds``, then serve new weights."""
         self._open.clear()
-        await self.abort([""])
+        for aborted in self._aborts.values():
+            _set(aborted)
         await asyncio.sleep(seconds)
         self._version += 1
         self._open.set()
 
-    async def abort(self, rids: Sequence[str]) -> None:
-        for prefix in rids:
-            for rid, aborted in self._aborts.items():
-                if rid.startswith(prefix):
-                    _set(aborted)
+    async def abort(self, rids: Sequence[str], *, prefix: str = "") -> None:
+        for rid, aborted in self._aborts.items():
+            if rid in rids or (prefix and rid.startswith(prefix)):
+                _set(aborted)
 
     async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
         return {}

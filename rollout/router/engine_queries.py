@@ -1,7 +1,8 @@
 """What the router requests from engines itself: model info and aborts.
 
-Always true: an abort goes where its request is known to be, else to every engine that may hold it;
-engines that did not take it are named.
+Always true: an abort names requests by the ids that their clients know, and engines by those that
+the router has given them; so it goes where the request is, and ends no other one.  Engines that did
+not take it are named.
 
 The client shares nothing with generation: a busy data path never delays a probe or an abort, and a
 stuck engine never fills its pool.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 from fastapi import FastAPI, Request, Response
@@ -20,6 +21,7 @@ from fastapi.responses import JSONResponse
 
 from engines.protocol.errors import EngineUnreachable
 from engines.protocol.plain_text import describe
+from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.gate import Gate
 from rollout.router.http.headers import to_client
 from rollout.rules.routing import Backend, BackendState
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _CAN_REPLY = (BackendState.SERVING, BackendState.DRAINING, BackendState.ASLEEP)
 _CAN_HOLD_REQUESTS = (BackendState.SERVING, BackendState.DRAINING)
+_MOST_ABORTS_AT_ONCE = 32
 _LOST = (aiohttp.ClientError, OSError, TimeoutError)
 
 
@@ -110,25 +113,52 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> JSONResponse:
-        """Abort on the engines that hold the rid, else on every engine that may hold it."""
-        body = await request.body()
-        try:
-            order = json.loads(body or b"{}")
-            rid, is_for_all = order.get("rid") or "", bool(order.get("abort_all"))
-        except (ValueError, AttributeError, RecursionError):
-            rid, is_for_all = None, False
-        if not isinstance(rid, str):
-            message = "the body must be a JSON object with rid or abort_all"
+        """End what the order names, and nothing else: in the gate, and on the engines."""
+        order = read_order(await request.body())
+        if order is None:
+            message = (
+                "the body must be a JSON object with rid (an id, or a list of them), rid_prefix "
+                "(the beginning of ids) or abort_all"
+            )
             return error_reply(400, "bad_request", message)
-        num_held, targets = _abort_here(gate, rid, is_for_all)
-        orders = [_abort_order(gate, one, rid, body) for one in targets]
+        found = gate.abort(order)
+        if order.is_for_all:  # also those that did not come through this router
+            for member in gate.members:
+                if member.state in _CAN_HOLD_REQUESTS:
+                    found.add(member, [])
+        slots = asyncio.Semaphore(_MOST_ABORTS_AT_ONCE)
+        failed: dict[str, str] = {}
         outcomes = await asyncio.gather(
-            *(_abort_on(client, one, order) for one, order in zip(targets, orders, strict=True))
+            *(
+                _abort_on(client, slots, member, body)
+                for member, rids in found.engines.values()
+                for body in _bodies(member, None if order.is_for_all else rids)
+            )
         )
-        engines = [member.engine_id for member in targets]
-        failed = {engine_id: why for engine_id, why in zip(engines, outcomes, strict=True) if why}
-        result = {"engines": engines, "num_held": num_held, "failed": failed}
-        return JSONResponse(result, 502 if failed else 200)
+        failed.update((engine_id, why) for engine_id, why in outcomes if why)
+        result = {
+            "engines": list(found.engines),
+            "num_held": found.num_held,
+            "num_on_engines": found.num_on_engines,
+            "failed": failed,
+        }
+        # What the router has sent ends all the same, when it leaves the engine.
+        return JSONResponse(result, 502 if failed and order.is_for_all else 200)
+
+
+def read_order(body: bytes) -> AbortOrder | None:
+    """What the body of an abort names; None if it is malformed."""
+    try:
+        order = json.loads(body or b"{}")
+        rids, prefix = order.get("rid") or [], order.get("rid_prefix") or ""
+        is_for_all = bool(order.get("abort_all"))
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    rids = [rids] if isinstance(rids, str) else rids
+    is_list = isinstance(rids, list) and all(isinstance(rid, str) for rid in rids)
+    if not is_list or not isinstance(prefix, str):
+        return None
+    return AbortOrder(frozenset(rids), prefix, is_for_all)
 
 
 async def first_reply(gate: Gate, client: EngineQueryClient, path: str) -> Response:
@@ -167,38 +197,27 @@ def error_reply(
     return JSONResponse({"error": {"type": kind, "message": message}}, status, headers)
 
 
-def _abort_here(gate: Gate, rid: str, is_for_all: bool) -> tuple[int, list[Backend]]:
-    """Abort held requests.  Returns how many there were, and which engines must abort too."""
-    num_held, targets = 0, []
-    if rid or is_for_all:
-        aborted = None if is_for_all else rid
-        num_held = gate.abort_held(aborted)
-        gate.mark_aborted(aborted)
-        targets = gate.engines_of(rid)
-    if is_for_all or not (targets or num_held):
-        targets = [member for member in gate.members if member.state in _CAN_HOLD_REQUESTS]
-    return num_held, targets
-
-
-def _abort_order(gate: Gate, member: Backend, rid: str, body: bytes) -> bytes:
-    """The client's order as the engine takes it: some want each id, as their route names it."""
+def _bodies(member: Backend, rids: Sequence[str] | None) -> list[bytes]:
+    """The orders to an engine to end these requests; None: all that it has."""
     forms = member.of_kind.aborted_ids
-    if not forms:
-        return body
-    if not rid:
-        return b"{}"
-    rids = gate.rids_on(member.engine_id, rid) or [rid]
-    return json.dumps(
-        {"request_ids": [form.format(one) for one in rids for form in forms]}
-    ).encode()
+    if rids is None:
+        return [b"{}" if forms else b'{"abort_all":true}']
+    if not forms:  # one id in each
+        return [json.dumps({"rid": rid}).encode() for rid in rids]
+    return [
+        json.dumps({"request_ids": [form.format(rid) for rid in rids for form in forms]}).encode()
+    ]
 
 
-async def _abort_on(client: EngineQueryClient, member: Backend, body: bytes) -> str:
-    """Why the engine did not take the abort; empty if it did."""
+async def _abort_on(
+    client: EngineQueryClient, slots: asyncio.Semaphore, member: Backend, body: bytes
+) -> tuple[str, str]:
+    """The engine's id, and why it did not take the abort; empty if it did."""
     path = member.of_kind.abort_path
-    try:
-        reply = await client.query(member, "POST", path, body)
-    except EngineUnreachable as error:
-        logger.warning("engine %s: %s: %s", member.engine_id, path, error)
-        return str(error)
-    return "" if reply.status_code < 400 else f"HTTP {reply.status_code}"
+    async with slots:
+        try:
+            reply = await client.query(member, "POST", path, body)
+        except EngineUnreachable as error:
+            logger.warning("engine %s: %s: %s", member.engine_id, path, error)
+            return member.engine_id, str(error)
+    return member.engine_id, "" if reply.status_code < 400 else f"HTTP {reply.status_code}"

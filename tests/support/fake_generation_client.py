@@ -88,8 +88,10 @@ class FakeGenerationClient:
         finally:
             self._in_flight[engine.engine_id] -= 1
 
-    async def abort(self, rids: Sequence[str]) -> None:
-        for rid in rids:
+    async def abort(self, rids: Sequence[str], *, prefix: str = "") -> None:
+        live = {rid for engine in self.engines for rid in engine.in_flight} | {*self._aborts}
+        begin_so = [rid for rid in live if prefix and rid.startswith(prefix)]
+        for rid in [*rids, *begin_so]:
             self.aborted.append(rid)
             if rid in self._aborts:
                 self._aborts[rid].set()

@@ -18,8 +18,7 @@ class GenerationRequest:
     """One request for a completion.
 
     Attributes:
-        rid: request id, never used twice.  All ids have one length, because engines abort by
-            prefix; requests that may be aborted together share a prefix.
+        rid: request id, never used twice; requests that may be aborted together share a prefix.
         affinity: requests with the same one prefer the same engine.
         fields: more fields of the body, with SGLang's names.
         fails_over: the router keeps its tokens, so that another engine can continue it.
@@ -123,10 +122,13 @@ class GenerationClient(Protocol):
         """
         ...
 
-    async def abort(self, rids: Sequence[str]) -> None:
-        """End the requests with these ids or id prefixes; each of them then gets its reply.
+    async def abort(self, rids: Sequence[str], *, prefix: str = "") -> None:
+        """End the requests with these ids; each of them then gets its reply.
 
         An unknown id is no error.
+
+        Args:
+            prefix: those whose ids begin with it, too; empty for none.
         """
         ...
 

@@ -178,20 +178,22 @@ class HttpGenerationClient:
             headers = headers | {"x-affinity": request.affinity}
         return headers | {"x-token-failover": "on"} if request.fails_over else headers
 
-    async def abort(self, rids: Sequence[str]) -> None:
+    async def abort(self, rids: Sequence[str], *, prefix: str = "") -> None:
         """Best effort: callers check whether the requests have ended, and abort again."""
         if self._control.closed:
             return
         slots = asyncio.Semaphore(_ABORTS_AT_ONCE)
 
-        async def abort_one(rid: str) -> None:
+        async def send(order: Mapping[str, str]) -> None:
             async with slots:
-                await self._post("/abort_request", {"rid": rid})
+                await self._post("/abort_request", order)
 
-        await asyncio.gather(*(abort_one(rid) for rid in rids))
+        orders = [{"rid": rid} for rid in rids]
+        orders += [{"rid_prefix": prefix}] if prefix else []
+        await asyncio.gather(*map(send, orders))
 
-    async def order_abort(self, rid: str) -> None:
-        """``abort`` of one id or prefix, by a caller that does not abort again.
+    async def order_abort(self, prefix: str) -> None:
+        """``abort`` of the requests whose ids begin so, by a caller that does not abort again.
 
         Raises:
             GenerationError: the router or an engine did not take it.
@@ -199,7 +201,9 @@ class HttpGenerationClient:
 
         async def order() -> tuple[aiohttp.ClientResponse, bytes]:
             async with self._control.post(
-                self._url + "/abort_request", json={"rid": rid}, headers=self._control_headers
+                self._url + "/abort_request",
+                json={"rid_prefix": prefix},
+                headers=self._control_headers,
             ) as response:
                 return response, await response.read()
 

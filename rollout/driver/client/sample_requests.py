@@ -1,8 +1,7 @@
 """The requests for samples of one or more prompts.
 
-Always true: the ids of all requests have 32 characters, because engines abort by prefix.  They are
-made of the caller's request id, so that any process can abort them, and those of one call share a
-prefix of their own.
+Always true: the ids of all requests have 32 characters.  They are made of the caller's request id,
+so that any process can abort them, and those of one call share a prefix of their own.
 """
 
 from __future__ import annotations

@@ -412,15 +412,15 @@ class Stream:
         self._scope.stop()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        # The prefix aborts all requests that have reached an engine; the others are aborted by id.
-        rids, again_s = [self._scope.prefix], _ABORT_AGAIN_S[0]
+        # The prefix names all that have reached the router; a single engine takes only ids.
+        rids, prefix, again_s = list[str](), self._scope.prefix, _ABORT_AGAIN_S[0]
         while self._queue.num_unfinished and loop.time() < deadline_s:
             self._changed.clear()
             if self._scope.rids:
-                await self._engines.client.abort(rids)
+                await self._engines.client.abort(rids, prefix=prefix)
             if self._queue.num_unfinished:
                 await self._wait_for_end(loop.time() + again_s)
-            rids, again_s = list(self._scope.rids), _ABORT_AGAIN_S[1]
+            rids, prefix, again_s = list(self._scope.rids), "", _ABORT_AGAIN_S[1]
         # Groups that only wait for rewards continue.
         running = self._queue.running
         await self._cancel([serial for serial, item in running.items() if item.num_unfinished])

@@ -183,11 +183,20 @@ class EventParts:
     _meta_begin: int
     _end: int
 
-    def with_meta(self, more: Payload) -> list[Data]:
-        """The event with ``more`` fields in its ``meta_info``, in parts."""
-        at, data = self._meta_begin, memoryview(self._data)
+    def with_meta(self, more: Payload, old_id: str = "", new_id: str = "") -> list[Data]:
+        """The event with ``more`` fields in its ``meta_info``, in parts.
+
+        Args:
+            old_id: an id there, instead of which ``new_id`` is written; empty for none.
+        """
+        at, end, data = self._meta_begin, self._end, memoryview(self._data)
         comma = b"," if self.meta else b""
-        return [data[self._begin : at], dumps(more)[1:-1] + comma, data[at : self._end]]
+        parts: list[Data] = [data[self._begin : at], dumps(more)[1:-1] + comma]
+        quoted = dumps(old_id)
+        found = self._data.find(quoted, at, end) if old_id and old_id != new_id else -1
+        if found < 0:
+            return [*parts, data[at:end]]
+        return [*parts, data[at:found], dumps(new_id), data[found + len(quoted) : end]]
 
 
 def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | None:
@@ -451,10 +460,6 @@ class FastReply(Reply):
             return super().restore(events, has_gap=False)
         self._unread, self._has_gap = tuple((event, 0, END) for event in events), True
 
-    def drop_field(self, name: str) -> None:
-        super().drop_field(name)
-        self.fields = dumps(self.raw)
-
     def _pass_on(self, data: bytes, begin: int, end: int) -> bool:
         """Make the reply of the last event without parsing all of it, if that is possible."""
         if self.num_failovers or self.engine.is_translated:
@@ -483,7 +488,9 @@ class FastReply(Reply):
         span = {"version": meta.get("weight_version"), "start": 0, "end": num}
         spans = [span] if num else []
         self.passed_on = parts.with_meta(
-            {"weight_versions": spans, "num_failovers": 0, "num_recomputed_tokens": 0}
+            {"weight_versions": spans, "num_failovers": 0, "num_recomputed_tokens": 0},
+            self.sent_as,
+            self.rid,
         )
         self.finish = reason
         return True

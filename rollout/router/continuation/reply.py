@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from rollout.router.continuation.core import UNUSABLE, Continuation, Payload
 from rollout.router.http.fast_json import Data, dumps, loads
@@ -21,6 +22,8 @@ class Reply(Continuation):
     Attributes:
         route: of the request.
         engine: how the current engine is spoken to.
+        rid: the request's id, which its client knows.
+        sent_as: its id at the current engine.
         wants_whole_reply: the engine must send one complete reply instead of events.
         passes_on: the engine's last event may be the reply, if one engine does all.
         passed_on: the complete reply in parts, if it is the engine's own.
@@ -28,6 +31,7 @@ class Reply(Continuation):
 
     route: Route
     engine: EngineDialect
+    rid = sent_as = ""
     wants_whole_reply = False
     passes_on = False
     passed_on: list[Data] | None = None
@@ -80,9 +84,10 @@ class Reply(Continuation):
         for event in events:
             self.take(event)
 
-    def drop_field(self, name: str) -> None:
-        """Leave a field out of the bodies for engines."""
-        self.raw = {key: value for key, value in self.raw.items() if key != name}
+    def own_id(self, reported: Any) -> Any:
+        """An id in an engine's reply, with the request's own one in it."""
+        is_ours = bool(self.sent_as) and isinstance(reported, str)
+        return reported.replace(self.sent_as, self.rid) if is_ours else reported
 
     def read_all(self) -> None:
         """Parse the events that were taken and not parsed so far."""

@@ -28,6 +28,7 @@ from typing import Any
 from engines.protocol import WorkerType
 from engines.protocol.adapter_names import UNNAMED, Names, newest_version, resolved
 from engines.protocol.plain_text import describe
+from rollout.router.gate.aborts import AbortedRequests, AbortOrder
 from rollout.router.gate.avoidance import AVOIDED_S
 from rollout.router.gate.membership import Membership
 from rollout.rules.load_balancing import LeastInFlight
@@ -65,8 +66,10 @@ class Admission:
         weight_version: of the weights that answer it; None if it is unknown.
         names: of the weights that answer its prompts, as engines know them; None for the base.
         partner: the prefill engine, where ``member`` is a decode engine.
-        is_aborted: its end was requested.
+        sent_as: its id at the engine.
+        prompts: ids of its prompts, if each has one -> their ids at the engine.
         on_evicted: called with the reason if a newer membership takes its engine away.
+        on_aborted: called when its end was requested.
     """
 
     member: Backend
@@ -75,8 +78,10 @@ class Admission:
     rid: str
     partner: Backend | None = None
     names: Names = (None,)
-    is_aborted: bool = False
+    sent_as: str = ""
+    prompts: Mapping[str, str] | None = None
     on_evicted: Callable[[str], None] | None = None
+    on_aborted: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,45 +422,29 @@ class Gate:
 
     # -- aborts -----------------------------------------------------------------------------
 
-    def abort_held(self, rid: str | None) -> int:
-        """Refuse the held requests whose rid begins so, or all for None.  Returns how many.
-
-        Engines abort by prefix, too.
-        """
-        waiters = [waiter for waiter in self._waiters if waiter.rid.startswith(rid or "")]
-        for waiter in waiters:
+    def abort(self, order: AbortOrder) -> AbortedRequests:
+        """End the held requests that an order names; those on engines are found, and know it."""
+        found = AbortedRequests()
+        for waiter in [waiter for waiter in self._waiters if order.names(waiter.rid)]:
             self._remove_waiter(waiter)
             self._num_refused += 1
-            self._decide(
-                waiter,
-                Refusal("aborted while held", self.state, self.reason, self.phase, is_abort=True),
-            )
-        return len(waiters)
+            found.num_held += 1
+            self._decide(waiter, self.aborted("aborted while held"))
+        for admission in list(self.in_flight):
+            ids = _named_on_engine(admission, order)
+            if not ids:
+                continue
+            found.num_on_engines += 1
+            for member in filter(None, (admission.member, admission.partner)):
+                found.add(member, ids)
+            is_all_of_it = not admission.prompts or len(ids) == len(admission.prompts)
+            if is_all_of_it and admission.on_aborted is not None:
+                admission.on_aborted()
+        return found
 
-    def mark_aborted(self, rid: str | None) -> None:
-        """Note that the live requests whose rid begins so, or all for None, are aborted."""
-        for admission in self.in_flight:
-            if admission.rid.startswith(rid or ""):
-                admission.is_aborted = True
-
-    def engines_of(self, rid: str) -> list[Backend]:
-        """The engines that have a live request whose rid begins so."""
-        members = {
-            member.engine_id: member
-            for admission in self.in_flight
-            if admission.rid.startswith(rid)
-            for member in (admission.member, admission.partner)
-            if member is not None
-        }
-        return list(members.values())
-
-    def rids_on(self, engine_id: str, rid: str) -> list[str]:
-        """The ids of the live requests on an engine that begin so."""
-        return [
-            admission.rid
-            for admission in self.in_flight
-            if admission.rid.startswith(rid) and admission.member.engine_id == engine_id
-        ]
+    def aborted(self, message: str) -> Refusal:
+        """What the client of an aborted request without tokens gets."""
+        return Refusal(message, self.state, self.reason, self.phase, is_abort=True)
 
     # -- what can be seen -------------------------------------------------------------------
 
@@ -556,6 +545,15 @@ class Gate:
         del self._waiters[waiter]
         self._held_bytes -= waiter.num_bytes
         return True
+
+
+def _named_on_engine(admission: Admission, order: AbortOrder) -> list[str]:
+    """The ids at its engine of what an order names of this request; none if that is nothing."""
+    if admission.prompts:
+        return [sent for rid, sent in admission.prompts.items() if order.names(rid)]
+    # A client that gave no id knows the engine's, from the reply.
+    is_named = order.names(admission.rid) or admission.sent_as in order.rids
+    return [admission.sent_as] if is_named else []
 
 
 def _choose(

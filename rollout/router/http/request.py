@@ -1,14 +1,15 @@
 """One generation request, and what the router writes into its body without decoding it.
 
-- ``rid``, unless the client gave one: 32 hex digits.  SGLang aborts by prefix, so all ids
-  must have one width, or aborting one request ends others.
+- ``rid``: 32 hex digits, others each time the request is sent to an engine.  Engines know an id
+  longer than its reply (SGLang aborts that of a stream 2 s after its end), and SGLang aborts by
+  prefix, so all ids must have one width.  The client's own id stays with the router.
 - ``extra_key``: run and weight version, then the client's own key.  It is part of SGLang's prefix
   cache key, also in stores that outlive a run, so cached KV of two runs or versions never mixes.
 
 A client's own field is searched for as text, and the body is parsed only if that text is found, and
-not as the first or the last member.  JSON parsers keep the last of equal keys: ``rid`` is put in
-front, so that the client's wins however it is spelled, and ``extra_key`` at the end, so that ours
-does.  A client's key that is spelled with escapes is not found, and separates nothing.
+not as the first or the last member.  JSON parsers keep the last of equal keys: both are put at the
+end, so that ours win however the client's are spelled.  A client's key that is spelled with escapes
+is not found, and separates nothing.
 Kinds of engines have other names for the two.
 """
 
@@ -94,8 +95,10 @@ class BodyFields(NamedTuple):
 
     Attributes:
         body: the whole of it; None: it is the client's.
-        rid: its id, where it is known.
-        adds_rid: the router chose the id and writes it into the body.
+        rid: its id; empty where each of its prompts has one.
+        adds_rid: the router chose that.
+        rids: its client's ids of its prompts, if it gave a list.
+        takes_rid: the router writes the ids for an engine into the body.
         adds_extra_key: the router writes the namespace of its cached prefix into the body.
         keys: what ``find_field`` gives for ``KEY_NAMES``, where the body is too long to search.
     """
@@ -103,6 +106,8 @@ class BodyFields(NamedTuple):
     body: bytes | None = None
     rid: str = ""
     adds_rid: bool = False
+    rids: tuple[str, ...] = ()
+    takes_rid: bool = False
     adds_extra_key: bool = False
     keys: Mapping[str, tuple[bool, object]] = _NO_KEYS
 
@@ -113,16 +118,27 @@ class Request:
 
     Attributes:
         last: members of the router behind the client's, which JSON parsers read instead of those.
+        sent_as: its id at the engine that it was sent to last; of several prompts with ids one
+            for each.
     """
 
     head: RequestHead
     body: bytes
     fields: BodyFields
     last: bytes = b""
+    sent_as: str | tuple[str, ...] = ""
 
     @property
     def rid(self) -> str:
         return self.fields.rid
+
+    def name_for_engine(self) -> None:
+        """Give it an id that no engine knows, before it is sent to one."""
+        fields = self.fields
+        if fields.rids:
+            self.sent_as = tuple(new_rid() for _ in fields.rids)
+        elif fields.takes_rid:
+            self.sent_as = new_rid() if self.sent_as or not fields.adds_rid else fields.rid
 
     def body_for(
         self,
@@ -134,19 +150,15 @@ class Request:
         parts, since a long one is not copied.
         """
         rid, extra_key = kind.body_names
-        first, last, (_, own_rid, adds_rid, adds_extra_key, keys) = b"", b"", self.fields
-        if adds_rid and not more:
-            first = f'"{rid}":"{own_rid}"'.encode()
-        elif more:
-            first = orjson.dumps({**more, rid: own_rid} if adds_rid else {**more})[1:-1]
-        if adds_extra_key:
+        first, last, keys = orjson.dumps(more)[1:-1] if more else b"", self.last, self.fields.keys
+        if self.fields.adds_extra_key:
             if keys:
                 own = keys["extra_key" if self._is_translated(kind) else extra_key]
             else:
                 own = find_field(self.body, extra_key)
-            last = _key_member(extra_key, namespace, *own)
-        if self.last:
-            last = b"%s,%s" % (self.last, last) if last else self.last
+            last = _joined(last, _key_member(extra_key, namespace, *own))
+        if self.sent_as:
+            last = _joined(last, b'"%s":%s' % (rid.encode(), orjson.dumps(self.sent_as)))
         return inject_members(self.body, first, last)
 
     def _is_translated(self, kind: Kind) -> bool:
@@ -175,10 +187,14 @@ def read_fields(path: str, body: bytes, *, is_post: bool = True) -> BodyFields:
         return BodyFields(changed)
     if path not in COMPLETION_PATHS:
         return BodyFields(changed, adds_extra_key=True)
-    own_rid = "request_id" if path == VLLM_GENERATE_PATH else "rid"
-    has_rid, rid = find_field(whole, own_rid)
-    known = rid if isinstance(rid, str) else "" if has_rid else new_rid()
-    return BodyFields(changed, known, not has_rid, adds_extra_key=True)
+    _, rid = find_field(whole, "request_id" if path == VLLM_GENERATE_PATH else "rid")
+    if rid is None or rid is UNKNOWN or rid == "":
+        return BodyFields(changed, new_rid(), adds_rid=True, takes_rid=True, adds_extra_key=True)
+    if isinstance(rid, str):
+        return BodyFields(changed, rid, takes_rid=True, adds_extra_key=True)
+    names = rid if isinstance(rid, list) else []
+    rids = tuple(names) if all(isinstance(name, str) for name in names) else ()
+    return BodyFields(changed, rids=rids, takes_rid=bool(rids), adds_extra_key=True)
 
 
 _NO_FIELDS = BodyFields()
@@ -192,6 +208,10 @@ def in_utf8(body: bytes) -> bytes:
         return body.decode(detect_encoding(body), "surrogatepass").encode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         return body
+
+
+def _joined(members: bytes, more: bytes) -> bytes:
+    return b"%s,%s" % (members, more) if members else more
 
 
 def _key_member(name: str, namespace: str, has_own: bool, own: object) -> bytes:

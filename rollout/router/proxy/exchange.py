@@ -37,7 +37,7 @@ from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import signature_lines
 from rollout.router.http.incoming_body import IncomingBody
 from rollout.router.http.reading_process import MOST_BYTES_ON_LOOP, ReadingFailed
-from rollout.router.http.request import BodyFields, Request, affinity_of, new_rid
+from rollout.router.http.request import BodyFields, Request, affinity_of
 from rollout.router.http.responses import RouterResponse
 from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
 from rollout.router.proxy.client_response import ClientResponse, Response
@@ -90,6 +90,8 @@ logger = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
 _WITH_BODY_UNREAD = (408, 413)
+# An engine ends an aborted request in a tenth of that, unless it is busy or knows another id.
+_ABORTED_WITHIN_S = 0.25
 _NOTHING: Mapping[str, str | int] = {}
 
 
@@ -107,6 +109,7 @@ class Exchange:
         upstream: the request on its connection to an engine.
         is_decoding: the reply has to come without its chunks.
         began_s: when the request's turn on its connection began.
+        is_aborted: its end was requested, so it is sent to no further engine.
         session: stays with the weights of its first request; None moves to what is published.
     """
 
@@ -116,6 +119,7 @@ class Exchange:
     client_host: str = ""
     is_decoding: bool = False
     began_s: float = 0.0
+    is_aborted: bool = False
     session: Session | None = None
     admission: Admission | None = None
     engine_id: str = ""
@@ -310,7 +314,7 @@ class Exchange:
             tokens = TokenReader(read.reply)
             # Until the server names its weights, a router in the place of a lost one refuses all.
             if proxy.kept is not None and proxy.gate.state is not GateState.CLOSED:
-                fields = self._keep(proxy.kept, tokens, body, fields)
+                self._keep(proxy.kept, tokens, body, fields)
         if tokens is None and proxy.gate.adapters is not None and not self._named.is_for_base:
             tokens = read_for_adapter(body, self._named)
         elif tokens is None and self._http is None:
@@ -327,22 +331,19 @@ class Exchange:
 
     def _keep(
         self, replies: StoredReplies, tokens: TokenReader, body: bytes, fields: BodyFields
-    ) -> BodyFields:
+    ) -> None:
         """Keep the reply for the case that this router is lost; go on where another one was."""
         name = "" if fields.adds_rid else fields.rid
         if self._http is None:  # a turn, whose body is the same when its client asks again
             name = affinity_of(b"", self._head.headers)
         if not name:
-            return fields
+            return
         names = resolved(self._wanted_names(), self._proxy.gate.adapters or {})
         self._kept = kept = replies.of((self._head.route.path, name, body), names)
         tokens.keep = kept.add
         if kept.earlier:
             self._proxy.counts.num_resumed += 1
             kept.restore(tokens.reply)
-        if fields.adds_rid or not replies.may_run(self._proxy.now_s()):
-            return fields
-        return with_new_rid(tokens.reply, fields)
 
     def _enter(self, excluded_engine: str) -> None:
         request = self._request
@@ -401,9 +402,11 @@ class Exchange:
         assert request is not None
         self.engine_id = admission.member.engine_id
         admission.on_evicted = self.evicted
+        admission.on_aborted = self.aborted
         self._num_attempts += 1
         if self._failure is not None:
             self._proxy.counts.num_retried += 1
+        self._name_for_engine(request, admission)
         pool, endpoint, kind = self._proxy.pool, admission.member.endpoint, admission.member.of_kind
         version, more = admission.weight_version, _NOTHING
         namespace = self._proxy.namespace(version)
@@ -431,6 +434,17 @@ class Exchange:
                 self._kept.begin(version, kind.dialect, self._pinned)
         parts = request.parts_for(endpoint, namespace, more, kind)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
+
+    def _name_for_engine(self, request: Request, admission: Admission) -> None:
+        """Give the request an id of its own at this engine, by which an abort names it there."""
+        request.name_for_engine()
+        sent_as, rids = request.sent_as, request.fields.rids
+        if isinstance(sent_as, tuple):
+            admission.prompts = dict(zip(rids, sent_as, strict=True))
+        else:
+            admission.sent_as = sent_as
+            if self._tokens is not None:
+                self._tokens.reply.rid, self._tokens.reply.sent_as = request.rid, sent_as
 
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         admission, response, tokens = self.admission, self._http, self._tokens
@@ -496,7 +510,7 @@ class Exchange:
     def _context(self) -> Context:
         """What the end of a reply depends on, besides the reply."""
         admission, tokens, lost = self.admission, self._tokens, self._lost
-        if admission is None or tokens is None or admission.is_aborted:
+        if admission is None or tokens is None or self.is_aborted:
             return FINAL
         is_open = self._proxy.gate.state is GateState.OPEN
         if lost is not None and not lost.may_be_aborted(
@@ -587,6 +601,9 @@ class Exchange:
             admission, target, why, is_partner=is_partner, leaves_routing=leaves_routing
         )
         self._log(failure, "failed")
+        if self.is_aborted:
+            self._end_aborted()
+            return
         self.drop()
         self._leave()
         self._fail_over(failure)
@@ -651,7 +668,10 @@ class Exchange:
 
     def _evicted(self, why: str) -> None:
         self._proxy.counts.num_cut += 1
-        self._fail_over(self._taken_away(why))
+        if self.is_aborted:
+            self._end_aborted()
+        else:
+            self._fail_over(self._taken_away(why))
 
     def _taken_away(self, why: str) -> ConnectionFailure:
         """Leave an engine that did not fail this request, so the attempt does not count."""
@@ -706,6 +726,27 @@ class Exchange:
         message = f"no complete reply after {after_s:.0f} s, the last of them on {where}"
         self._proxy.counts.num_expired += 1
         self._end_with(responses.error(504, "deadline", message))
+
+    # -- an abort ---------------------------------------------------------------------------
+
+    def aborted(self) -> None:
+        """Its end was requested: its engine gets an order, and has little time for it."""
+        self._handle(self._aborted)
+
+    def _aborted(self) -> None:
+        if not (self._is_done or self.is_aborted):
+            self.is_aborted = True
+            self._timer = self._proxy.call_later(_ABORTED_WITHIN_S, self._handle, self._end_aborted)
+
+    def _end_aborted(self) -> None:
+        """Leave the engine, which ends its work, and reply with the tokens so far."""
+        if self._is_done:
+            return
+        end = None if self._tokens is None else self._tokens.abort()
+        if end is None or self.admission is None:
+            self._end_with(responses.refused(self._proxy.gate.aborted("aborted")))
+        else:
+            self._end_reply(end)
 
     def partial_reply(self) -> tuple[str, str, Reply] | None:
         """Its id, its engine and its reply so far, if another engine could continue that."""
@@ -785,7 +826,7 @@ class Exchange:
     def _leave(self) -> None:
         """Give the place on the engine back."""
         if (admission := self.admission) is not None:
-            admission.on_evicted = None
+            admission.on_evicted = admission.on_aborted = None
             self._proxy.gate.leave(admission)
             self.admission = None
 
@@ -823,18 +864,6 @@ class Exchange:
             self._reading = None
         self._request = None
         self._proxy.live.discard(self)
-
-
-def with_new_rid(reply: Reply, fields: BodyFields) -> BodyFields:
-    """Another id for the engines, of which one may not know so far that the client was lost.
-
-    It begins with the client's own, so that an abort is of both.
-    """
-    reply.drop_field("rid")
-    rid = f"{fields.rid}-{new_rid()}"
-    return fields._replace(
-        rid=rid if rid.isprintable() and not {*'"\\'} & {*rid} else new_rid(), adds_rid=True
-    )
 
 
 def _why_refused(request: Request, admission: Admission) -> str:

@@ -222,6 +222,20 @@ class TokenReader:
         except UNUSABLE as error:
             return Unusable(why_unusable(error))
 
+    def abort(self) -> Finish | None:
+        """End the reply with the tokens so far.  None if there are none, or they cannot be read."""
+        reply = self.reply
+        try:
+            reply.read_all()
+            if not reply.num:
+                return None
+            reply.finish = {"type": "abort", "message": "Aborted"}
+            if reply.is_streamed:
+                return self._end_of_stream(reply.new_payloads())
+            return Finish(self.form.whole(reply))
+        except UNUSABLE:
+            return None
+
     def take_prompt(self, logprobs: PromptLogprobs, context: Context) -> Action | None:
         """The log-probs of the prompt, from the prefill engine."""
         self.reply.add_prompt_logprobs(logprobs)

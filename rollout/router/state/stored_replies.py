@@ -20,8 +20,6 @@ from rollout.router.continuation.reply import Reply
 from rollout.router.state.state_file import Kind, Record, StateFile
 
 _FOR_S = 600.0
-# After that an engine knows that the client of its request was lost.
-_KNOWN_AFTER_S = 60.0
 _LEAST_ROOM = 4096
 _EVENTS_IN_RECORD = 6
 # Of events with all tokens so far, so many are enough.
@@ -152,7 +150,7 @@ class StoredReplies:
     def __init__(self, state: StateFile) -> None:
         self._state = state
         self._earlier: dict[tuple[Key, Names], list[StoredReply]] = {}
-        self._until_s = self._known_s = 0.0
+        self._until_s = 0.0
 
     def load(self, records: Iterable[Record], now_s: float) -> None:
         """Take over what a lost router has written, for requests that come in time."""
@@ -161,7 +159,7 @@ class StoredReplies:
             if record.kind in (Kind.ATTEMPT, Kind.EVENTS):
                 by_owner.setdefault(record.owner, []).append(record)
         if self._state.port:
-            self._known_s, self._until_s = now_s + _KNOWN_AFTER_S, now_s + _FOR_S
+            self._until_s = now_s + _FOR_S
         for owner, found in by_owner.items():
             found.sort(key=attrgetter("number"))
             first: Attempt | None = None
@@ -186,10 +184,6 @@ class StoredReplies:
                 del self._earlier[key, names]
             return kept
         return StoredReply(key, names, self._state, self._state.new_owner())
-
-    def may_run(self, now_s: float) -> bool:
-        """An engine may still work for a lost router on a request of any id."""
-        return now_s < self._known_s
 
     def expire(self, now_s: float) -> None:
         """Remove what no request has come for."""

@@ -10,8 +10,8 @@ import asyncio
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from engines.protocol import FinishReason, GenerateReply
@@ -30,6 +30,22 @@ from rollout.driver.client.sample_requests import rid_prefix
 _TIMEOUT_S = 600.0
 # Each open request has a connection, and a process has a limited number of open files.
 _MOST_AT_ONCE = 512
+# A request may reach the router behind the order that aborts it.
+_ABORT_AGAIN_S = 0.1
+_MOST_ORDERS = 20
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of this process that is under way.
+
+    Attributes:
+        is_aborted: none of its requests is sent from now on.
+        is_over: all of them have ended.
+    """
+
+    is_aborted: bool = False
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SampleClient:
@@ -48,6 +64,7 @@ class SampleClient:
         self._keys = (router.client_key, router.control_key)
         self._opened: asyncio.Task[HttpGenerationClient] | None = None
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._calls: dict[str, list[_Call]] = {}
 
     def generate(
         self, requests: Sequence[GenerationRequest], request_id: str
@@ -73,15 +90,36 @@ class SampleClient:
 
     def abort(self, request_id: str) -> Pending[None]:
         """End the requests of one call, from any process."""
-        prefix = rid_prefix(request_id)
+        return _loop(self.pid).submit(self._abort(request_id, rid_prefix(request_id)))
 
-        async def abort() -> None:
-            try:
-                await (await self._client()).order_abort(prefix)
-            except GenerationError as error:
-                raise GenerationFailed(f"cannot abort {request_id!r}: {error}") from None
+    async def _abort(self, request_id: str, prefix: str) -> None:
+        calls = list(self._calls.get(request_id, ()))
+        for call in calls:
+            call.is_aborted = True
+        try:
+            client = await self._client()
+            for _ in range(_MOST_ORDERS):
+                await client.order_abort(prefix)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_ABORT_AGAIN_S):
+                        for call in calls:
+                            await call.is_over.wait()
+                    break
+        except GenerationError as error:
+            raise GenerationFailed(f"cannot abort {request_id!r}: {error}") from None
 
-        return _loop(self.pid).submit(abort())
+    @contextmanager
+    def _under_way(self, request_id: str) -> Iterator[_Call]:
+        """Note a call for as long as its requests have not ended."""
+        call, calls = _Call(), self._calls.setdefault(request_id, [])
+        calls.append(call)
+        try:
+            yield call
+        finally:
+            call.is_over.set()
+            calls.remove(call)
+            if not calls:
+                del self._calls[request_id]
 
     def session(self, url: str, session_id: str) -> AgentSession:
         """A session of chats at the router ``url``."""
@@ -93,16 +131,18 @@ class SampleClient:
     async def _generate(
         self, requests: Sequence[GenerationRequest], request_id: str
     ) -> list[GenerateReply]:
-        client = await self._client()
-
         async def reply_to(request: GenerationRequest) -> GenerateReply | GenerationError:
             async with self._slots:
+                if call.is_aborted:
+                    return _aborted(request_id)
                 try:
                     return _named(await client.generate(request), request_id)
                 except GenerationError as error:
                     return _aborted(request_id) if _is_abort(error) else error
 
-        ended = await asyncio.gather(*map(reply_to, requests))
+        with self._under_way(request_id) as call:
+            client = await self._client()
+            ended = await asyncio.gather(*map(reply_to, requests))
         replies = [one if isinstance(one, GenerateReply) else None for one in ended]
         failures = {
             index: str(one) for index, one in enumerate(ended) if isinstance(one, GenerationError)
@@ -114,15 +154,18 @@ class SampleClient:
     async def _stream(
         self, request: GenerationRequest, request_id: str
     ) -> AsyncGenerator[GenerateReply, None]:
-        client = await self._client()
-        try:
-            async with aclosing(client.stream(request)) as replies:
-                async for reply in replies:
-                    yield _named(reply, request_id)
-        except GenerationError as error:
-            if not _is_abort(error):
-                raise _failed({0: str(error)}, [None]) from None
-            yield _aborted(request_id)
+        with self._under_way(request_id) as call:
+            client = await self._client()
+            try:
+                if call.is_aborted:
+                    raise GenerationError("aborted", kind=FailureKind.ABORTED)
+                async with aclosing(client.stream(request)) as replies:
+                    async for reply in replies:
+                        yield _named(reply, request_id)
+            except GenerationError as error:
+                if not _is_abort(error):
+                    raise _failed({0: str(error)}, [None]) from None
+                yield _aborted(request_id)
 
     async def _client(self) -> HttpGenerationClient:
         """The connection to the router; the first request opens it."""

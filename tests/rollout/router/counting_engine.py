@@ -26,6 +26,7 @@ def counting(*, dies_after=None, aborts_after=None, version="1", hold=None, ever
                 "text": "x" * num,
                 "output_ids": ids,
                 "meta_info": {
+                    "id": body.get("rid"),
                     "completion_tokens": num,
                     "prompt_tokens": start,
                     "finish_reason": finish,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from engines.protocol import Endpoint
@@ -31,6 +32,11 @@ class Upstream:
     body: dict[str, Any]
     is_dropped: bool = False
     is_paused: bool = False
+
+    @property
+    def id(self) -> str:
+        """The request's id at the engine."""
+        return str(self.body["rid"])
 
     def drop(self) -> None:
         self.is_dropped = True
@@ -98,11 +104,19 @@ class Client:
         return int(self.data.split(b" ", 2)[1])
 
 
+@dataclass
 class Timer:
-    is_cancelled = False
+    work: Callable[[], None]
+    is_cancelled: bool = False
 
     def cancel(self) -> None:
         self.is_cancelled = True
+
+    def pass_(self) -> None:
+        """Its time comes, unless it was cancelled."""
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self.work()
 
 
 @dataclass
@@ -137,7 +151,7 @@ def rig_of(*engine_ids: str, failover: bool = True, **fields: Any) -> Rig:
     rig = Rig(gate, engines, proxy)
 
     def call_later(delay_s: float, work: Callable[..., None], *arguments: Any) -> Timer:
-        rig.timers.append(Timer())
+        rig.timers.append(Timer(partial(work, *arguments)))
         return rig.timers[-1]
 
     proxy.call_later = call_later  # type: ignore[assignment]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout.router import BackendState
-from rollout.router.proxy import local_request
+from rollout.router.proxy import exchange, local_request
 
 from .raw import connect, post, response_to
 from .stub_engine import Hold, chunk, hold_then_reply, reply
@@ -93,30 +93,83 @@ async def abort(bench, **body):
     return response.status, response.json
 
 
-async def test_an_abort_goes_to_the_engine_that_holds_the_rid_only(make_bench):
-    holds = [Hold(), Hold()]
-    bench = await make_bench(*(hold_then_reply(hold) for hold in holds))
-    pending = [bench.begin(json={"rid": rid}) for rid in ("p-1", "p-10")]
-    for hold in holds:
+def outcome(engines=(), num_held=0, num_on_engines=0):
+    found = {"num_held": num_held, "num_on_engines": num_on_engines}
+    return 200, {"engines": list(engines), **found, "failed": {}}
+
+
+async def on_engines(bench, holds, *bodies):
+    """A request on each engine, and the ids that the engines know them by."""
+    pending = []
+    for body, hold in zip(bodies, holds, strict=True):
+        pending.append(bench.begin(json=body))
         await hold.entered.wait()
-    holder = next(e for e in bench.engines if e.seen[0].json["rid"] == "p-10")
+    sent = [engine.seen[0].json["rid"] for engine in bench.engines]
     for engine in bench.engines:
         engine.script = reply(b"")
-    assert await abort(bench, rid="p-10") == (
-        200,
-        {"engines": [holder.engine_id], "num_held": 0, "failed": {}},
-    )
-    assert holder.seen[1].json == {"rid": "p-10"}
-    assert sum(len(engine.seen) for engine in bench.engines) == 3
-    for hold in holds:
+    return pending, sent
+
+
+@pytest.mark.parametrize("order", [{"rid": "p-1"}, {"rid": ["p-1", "x"]}, {"rid_prefix": "p-1"}])
+async def test_an_abort_ends_what_it_names_and_no_other(make_bench, order):
+    holds = [Hold(), Hold()]
+    bench = await make_bench(*(hold_then_reply(hold) for hold in holds))
+    is_of_both = "rid_prefix" in order
+    pending, sent = await on_engines(bench, holds, {"rid": "p-1"}, {"rid": "p-10"})
+    engines = ["e-0", "e-1"][: 1 + is_of_both]
+    assert await abort(bench, **order) == outcome(engines, 0, len(engines))
+    assert [seen.json for seen in bench.engines[0].seen[1:]] == [{"rid": sent[0]}]
+    assert [seen.json for seen in bench.engines[1].seen[1:]] == [{"rid": sent[1]}] * is_of_both
+    for hold in holds[len(engines) :]:
         hold.opened.set()
-    await asyncio.gather(*pending)
+    assert [(await response).status for response in pending] == [499, 499 if is_of_both else 200]
 
 
-@pytest.mark.parametrize("body", [{"rid": "unknown"}, {"abort_all": True}])
-async def test_an_abort_of_an_unknown_rid_goes_to_all_engines_that_may_hold_requests(
-    make_bench, body
-):
+async def test_an_aborted_request_ends_also_where_its_engine_does_nothing(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    pending, _ = await on_engines(bench, [hold], {"rid": "p-1"})
+    await abort(bench, rid="p-1")
+    response = await asyncio.wait_for(pending[0], 5)
+    assert (response.status, response.json["error"]["type"]) == (499, "aborted")
+    await asyncio.wait_for(bench.engines[0].peer_closed.wait(), 5)
+
+
+async def test_the_id_that_an_engine_shows_names_its_request_too(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    pending, sent = await on_engines(bench, [hold], {"rid": "p-1"})
+    assert await abort(bench, rid=sent[0]) == outcome(["e-0"], 0, 1)
+    assert (await pending[0]).status == 499
+
+
+async def test_an_abort_of_one_prompt_of_a_request_leaves_the_others(make_bench, monkeypatch):
+    monkeypatch.setattr(exchange, "_ABORTED_WITHIN_S", 0.0)
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    body = {"input_ids": [[1], [2]], "rid": ["a", "b"]}
+    pending, (sent,) = await on_engines(bench, [hold], body)
+    assert await abort(bench, rid="b") == outcome(["e-0"], 0, 1)
+    assert bench.engines[0].seen[1].json == {"rid": sent[1]}
+    for _ in range(10):  # turns of the loop, in which a deadline would pass
+        await asyncio.sleep(0)
+    assert not pending[0].done()
+    hold.opened.set()
+    assert (await pending[0]).status == 200
+
+
+async def test_an_abort_of_an_unknown_rid_reaches_no_engine(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    pending, sent = await on_engines(bench, [hold], {"rid": "p-1"})
+    for rid in ("p", "p-", "p-11", sent[0][:8], "unknown"):
+        assert await abort(bench, rid=rid) == outcome()
+    assert len(bench.engines[0].seen) == 1
+    hold.opened.set()
+    assert (await pending[0]).status == 200
+
+
+async def test_an_abort_of_all_goes_to_all_engines_that_may_hold_requests(make_bench):
     bench = await make_bench(reply(b""), reply(b""), reply(b""))
     await bench.host.set_members(
         2,
@@ -126,8 +179,9 @@ async def test_an_abort_of_an_unknown_rid_goes_to_all_engines_that_may_hold_requ
             bench.member(2, state=BackendState.ASLEEP),
         ],
     )
-    assert (await abort(bench, **body))[1]["engines"] == ["e-0", "e-1"]
+    assert (await abort(bench, abort_all=True))[1]["engines"] == ["e-0", "e-1"]
     assert [len(engine.seen) for engine in bench.engines] == [1, 1, 0]
+    assert bench.engines[0].seen[0].json == {"abort_all": True}
 
 
 async def test_an_abort_reaches_the_request_that_is_still_held(make_bench):
@@ -135,7 +189,8 @@ async def test_an_abort_reaches_the_request_that_is_still_held(make_bench):
     await bench.host.set_gate("holding")
     pending = bench.begin(json={"rid": "p-1"})
     await bench.wait_until_held(1)
-    assert await abort(bench, rid="p-1") == (200, {"engines": [], "num_held": 1, "failed": {}})
+    assert await abort(bench, rid="p-") == outcome()
+    assert await abort(bench, rid="p-1") == outcome(num_held=1)
     response = await pending
     assert (response.status, response.json["error"]["type"]) == (499, "aborted")
     assert bench.engines[0].seen == []

@@ -90,7 +90,8 @@ async def test_a_reply_goes_on_from_the_tokens_that_the_lost_router_had(state: S
     num_kept = len(got["input_ids"]) - 3
     assert num_kept >= 5
     assert got["input_ids"][3:] == reply["output_ids"][:num_kept]
-    assert got["rid"].startswith("mine-")
+    assert reply["meta_info"]["id"] == "mine"
+    assert got["rid"] not in ("mine", first.seen[0].json["rid"])
     assert (stats["num_resumed"], stats["num_tokens_kept"]) == (1, num_kept)
     assert records(state) == []
 

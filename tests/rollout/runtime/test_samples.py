@@ -16,11 +16,13 @@ import httpx
 import pytest
 
 import rollout
+from engines.fake.engine import fake_engine
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.fake.launcher import make_engine
 from engines.protocol import VersionSpan
 from rollout.core.errors import ConfigError, GenerationFailed
 from rollout.driver.client import http_client
+from rollout.runtime.calls import sample_client
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support import builders
@@ -275,6 +277,42 @@ def test_a_request_that_is_held_is_aborted_without_tokens(policy: ServerHandle) 
     assert (reply.rid, reply.output_ids) == ("held", ())
     assert reply.finish_reason is not None
     assert reply.finish_reason.kind == "abort"
+
+
+def test_an_abort_ends_what_its_call_has_not_sent_yet(
+    policy: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_client, "_MOST_AT_ONCE", 4)
+    batch = policy.generate([[1]] * 40, LONG, request_id="batch")
+    policy.abort("batch").result(TIMEOUT_S)
+    assert batch.done()
+    kinds = {reply.finish_reason and reply.finish_reason.kind for reply in batch.result(TIMEOUT_S)}
+    assert kinds == {"abort"}
+
+
+def test_a_stream_is_aborted_with_its_tokens(policy: ServerHandle) -> None:
+    parts = iter(policy.stream([1, 2], LONG, request_id="mine"))
+    next(parts)
+    policy.abort("mine").result(TIMEOUT_S)
+    *_, last = parts
+    assert last.finish_reason is not None
+    assert last.finish_reason.kind == "abort"
+    assert last.output_ids == tokens([1, 2], len(last.output_ids))
+    assert len(last.output_ids) < 400
+
+
+def test_a_stream_over_several_pushes_fails_over_once_for_each(
+    policy: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_engine, "_ABORTED_BEHIND_STREAM_S", 0.2)
+    parts = iter(policy.stream([1, 2], rollout.SamplingParams(max_new_tokens=500)))
+    for version in (1, 2, 3):
+        so_far = len(next(parts).output_ids)
+        assert any(len(part.output_ids) > so_far + 60 for part in parts)
+        policy.serve_weights(builders.push(version)).result(TIMEOUT_S)
+    *_, reply = parts
+    assert [span.version for span in reply.weight_versions] == ["0", "1", "2", "3"]
+    assert (len(reply.output_ids), reply.num_failovers) == (500, 3)
 
 
 def test_a_stream_has_everything_so_far_each_time(policy: ServerHandle) -> None:

@@ -224,7 +224,10 @@ def _vllm_chat_after(reply: Reply) -> bytes:
 
 
 def _event(reply: Reply, event: Payload, *, is_chat: bool) -> None:
-    reply.head = reply.head or {name: event.get(name) for name in ("id", "created", "model")}
+    reply.head = reply.head or {
+        "id": reply.own_id(event.get("id")),
+        **{name: event.get(name) for name in ("created", "model")},
+    }
     if event.get("usage"):
         reply.last = event["usage"]
         reply.first = reply.first or reply.last

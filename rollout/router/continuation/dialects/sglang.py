@@ -231,6 +231,10 @@ def whole(reply: Reply) -> Payload:
 def _payload(reply: Reply, part: Part) -> Payload:
     first, last, finish = reply.first, reply.last, reply.finish
     meta = {**last, **{name: first[name] for name in FROM_FIRST if name in first}}
+    if not last:  # an abort came before the current engine's first event
+        meta |= {"id": reply.sent_as, "weight_version": str(reply.version)}
+    if "id" in meta:
+        meta["id"] = reply.own_id(meta["id"])
     meta["completion_tokens"] = len(part.ids)
     meta["finish_reason"] = finish
     if finish is not None and finish.get("type") == "length":

@@ -180,7 +180,7 @@ def _body_after(reply: Reply) -> bytes:
 
 def _event(reply: Reply, event: Payload) -> None:
     reply.head = reply.head or {
-        "request_id": str(event.get("request_id") or ""),
+        "request_id": reply.own_id(str(event.get("request_id") or "")),
         "output_mode": "text" if reply.has_text else "tokens",
     }
     usage = event.get("usage") or reply.last.get("usage") or {}

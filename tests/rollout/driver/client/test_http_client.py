@@ -377,3 +377,17 @@ async def test_an_abort_waits_for_a_router_that_was_lost() -> None:
     async with serving(handler, "/abort_request") as client:
         await client.order_abort("0")
     assert num == 3
+
+
+async def test_an_abort_by_prefix_says_that_it_is_one() -> None:
+    orders: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        orders.append(await request.json())
+        return web.json_response({})
+
+    async with serving(handler, "/abort_request") as client:
+        await client.order_abort("0")
+        await client.abort(["a"], prefix="b")
+    assert orders[0] == {"rid_prefix": "0"}
+    assert sorted(map(str, orders[1:])) == ["{'rid': 'a'}", "{'rid_prefix': 'b'}"]

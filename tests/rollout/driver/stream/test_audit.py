@@ -179,7 +179,7 @@ class World:
             case "abort":
                 for engine in living:
                     with contextlib.suppress(EngineError):
-                        await engine.abort_request("")
+                        await engine.abort_request()
             case "push":
                 self.version += 1
                 with contextlib.suppress(EngineError):

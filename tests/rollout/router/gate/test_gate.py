@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
+from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.avoidance import AVOIDED_S, MOST_IN_A_ROW
 from rollout.router.gate.gate import Admission, Gate, GateState, Refusal, Waiter
 from rollout.rules.routing import NO_HINT, Backend, BackendState
@@ -278,34 +279,59 @@ def test_a_request_that_ends_twice_is_counted_once():
     assert (len(gate.in_flight), idle) == (0, [True])
 
 
-def test_aborting_held_requests_refuses_those_whose_rid_begins_so_and_no_other():
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (AbortOrder(frozenset({"p-1"})), ["p-1"]),
+        (AbortOrder(frozenset({"p-1", "p-2"})), ["p-1", "p-2"]),
+        (AbortOrder(frozenset({"p-", ""})), []),
+        (AbortOrder(prefix="p-1"), ["p-1", "p-10"]),
+        (AbortOrder(is_for_all=True), ["p-1", "p-10", "p-2", ""]),
+        (AbortOrder(), []),
+    ],
+)
+def test_an_abort_refuses_the_held_requests_that_it_names_and_no_other(order, expected):
     gate, heard = gate_with("a", state=HOLDING), []
-    park(gate, heard, rid="p-1")
-    park(gate, heard, rid="p-10")
-    park(gate, heard, rid="p-2")
-    assert gate.abort_held("p-1") == 2
-    assert [(rid, decision.is_abort) for rid, decision in heard] == [("p-1", True), ("p-10", True)]
-    assert gate.num_held == 1
+    for rid in ("p-1", "p-10", "p-2", ""):
+        park(gate, heard, rid=rid)
+    assert gate.abort(order).num_held == len(expected)
+    assert [(rid, decision.is_abort) for rid, decision in heard] == [
+        (rid, True) for rid in expected
+    ]
+    assert gate.num_held == 4 - len(expected)
 
 
-def test_the_engines_that_hold_a_rid_are_known_while_they_hold_it():
-    gate = gate_with("a", "b")
-    first = gate.enter(rid="p-1")
-    second = gate.enter(rid="p-10")
-    gate.enter(rid="p-2")
-    gate.enter(rid="p-11")
-    assert gate.engines_of("p-1") == [first.member, second.member]
+def admitted(gate, rid, sent_as, heard):
+    admission = gate.enter(rid=rid)
+    admission.sent_as, admission.on_aborted = sent_as, lambda: heard.append(rid)
+    return admission
+
+
+def test_an_abort_names_requests_to_their_engines_while_they_are_there():
+    gate, heard = gate_with("a", "b"), []
+    first, second, _ = (admitted(gate, f"p-{num}", f"e{num}", heard) for num in (1, 10, 2))
+    order = AbortOrder(prefix="p-1")
+    found = gate.abort(order)
+    assert found.num_on_engines == 2
+    assert found.engines == {
+        first.member.engine_id: (first.member, ["e1"]),
+        second.member.engine_id: (second.member, ["e10"]),
+    }
+    assert heard == ["p-1", "p-10"]
     gate.leave(first)
-    assert gate.engines_of("p-10") == [second.member]
+    assert list(gate.abort(order).engines) == [second.member.engine_id]
     gate.leave(second)
-    assert gate.engines_of("p-10") == []
+    assert gate.abort(order).engines == {}
 
 
-def test_an_abort_by_prefix_marks_the_requests_that_engines_will_abort():
-    gate = gate_with("a")
-    first, second, other = (gate.enter(rid=rid) for rid in ("p-1", "p-2", "q-1"))
-    gate.mark_aborted("p-")
-    assert (first.is_aborted, second.is_aborted, other.is_aborted) == (True, True, False)
+def test_a_request_of_several_prompts_ends_with_the_last_that_is_named():
+    gate, heard = gate_with("a"), []
+    admission = admitted(gate, "", "", heard)
+    admission.prompts = {"p": "e1", "p1": "e2"}
+    assert gate.abort(AbortOrder(frozenset({"p"}))).engines == {"a": (admission.member, ["e1"])}
+    assert heard == []
+    assert gate.abort(AbortOrder(prefix="p")).num_on_engines == 1
+    assert heard == [""]
 
 
 def test_a_body_need_not_be_read_when_the_request_would_be_refused():

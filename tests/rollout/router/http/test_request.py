@@ -1,5 +1,6 @@
 """What is changed in a message on its way: headers and the stamp."""
 
+import itertools
 import json
 
 import pytest
@@ -12,7 +13,6 @@ from rollout.router.http.headers import to_client, to_engine
 from rollout.router.http.request import (
     MAX_PARSED_BYTES,
     UNKNOWN,
-    BodyFields,
     Request,
     find_field,
     inject_members,
@@ -20,7 +20,7 @@ from rollout.router.http.request import (
     new_rid,
     read_fields,
 )
-from rollout.router.http.routes import KEYED_PATHS, is_generation, route_of
+from rollout.router.http.routes import COMPLETION_PATHS, KEYED_PATHS, is_generation, route_of
 
 
 def _loads(parts):
@@ -110,11 +110,52 @@ def test_no_rid_that_is_handed_out_can_be_the_prefix_of_another():
     assert {len(rid) for rid in rids} == {32}
 
 
-def test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version():
-    head = RequestHead(b"POST", route_of(b"/generate"), [])
-    request = Request(head, b"{}", BodyFields(None, "r", adds_rid=True, adds_extra_key=True))
-    assert _loads(request.body_for("run:v3")) == {"rid": "r", "extra_key": "run:v3"}
-    assert _loads(request.body_for("run:v4")) == {"rid": "r", "extra_key": "run:v4"}
+def sends(body, *, path="/generate", kind="sglang", num=3):
+    """The ids of a request at the engines that it is sent to, one after the other."""
+    request, ids = request_of(body, path), []
+    for version in range(num):
+        request.name_for_engine()
+        whole = _loads(request.body_for(f"run:v{version}", kind=KINDS[kind]))
+        id_name, key_name = KINDS[kind].body_names
+        assert whole[key_name] == f"run:v{version}"
+        ids.append(whole.get(id_name))
+    return request, ids
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("path", sorted(COMPLETION_PATHS))
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"rid": "r-1"}',
+        b'{"rid": null, "a": 1}',
+        b'{"request_id": "r-1"}',
+        b'{"r\\u0069d": "r-1", "r\\u0065quest_id": "r-1"}',
+        b'{"rid": "%s"}' % (b"0" * 32),
+    ],
+)
+def test_each_send_has_an_id_of_its_own_and_none_begins_another(body, path, kind):
+    _, ids = sends(body, path=path, kind=kind)
+    assert len({*ids}) == 3
+    assert {len(sent) for sent in ids} == {32}
+
+
+def test_the_client_keeps_its_own_id_and_gets_that_of_the_first_send_without_one():
+    assert sends(b'{"rid": "r-1"}')[0].rid == "r-1"
+    request, ids = sends(b"{}")
+    assert request.rid == ids[0]
+
+
+def test_each_prompt_of_a_list_has_an_id_of_its_own():
+    request, ids = sends(b'{"input_ids": [[1], [2]], "rid": ["a", "a1"]}')
+    assert request.fields.rids == ("a", "a1")
+    assert len({*itertools.chain(*ids)}) == 6
+    assert [len(sent) for sent in ids] == [2, 2, 2]
+
+
+def test_an_id_that_is_no_text_is_left_for_the_engine_to_refuse():
+    assert sends(b'{"rid": 5}')[1] == [5, 5, 5]
 
 
 def request_of(body, path="/generate"):

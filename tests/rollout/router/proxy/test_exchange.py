@@ -44,12 +44,13 @@ async def test_generate_gets_a_rid_and_the_weight_version(make_bench):
     assert body == {**PROMPT, "extra_key": "run:v7"}
 
 
-async def test_a_client_keeps_its_own_rid_and_other_routes_are_not_touched(make_bench):
+async def test_a_clients_rid_stays_with_the_router_and_other_routes_are_not_touched(make_bench):
     bench = await make_bench(reply())
     await bench.ask("/generate", json={"rid": "mine", "extra_key": "k"})
     await bench.ask("/v1/embeddings", json=PROMPT)
     generate, embed = (seen.json for seen in bench.engines[0].seen)
-    assert (generate, embed) == ({"rid": "mine", "extra_key": "run:v7:k"}, PROMPT)
+    assert len(generate.pop("rid")) == 32
+    assert (generate, embed) == ({"extra_key": "run:v7:k"}, PROMPT)
 
 
 @pytest.mark.parametrize("failover", ["off", "on"])
@@ -227,11 +228,13 @@ async def test_an_engine_gone_before_its_first_byte_is_replaced_by_another(make_
     assert (report.engine_id, report.has_left_routing) == ("e-0", True)
 
 
-async def test_a_second_attempt_has_the_same_body_and_rid(make_bench):
+@pytest.mark.parametrize("rid", [{}, {"rid": "mine"}])
+async def test_a_second_attempt_has_the_same_body_and_another_rid(make_bench, rid):
     bench = await make_bench(die_unanswered(), reply())
-    await bench.ask()
-    (first,), (second,) = (engine.seen for engine in bench.engines)
-    assert first.body == second.body
+    await bench.ask(json={**PROMPT, **rid})
+    (first,), (second,) = ([seen.json for seen in engine.seen] for engine in bench.engines)
+    assert first.pop("rid") != second.pop("rid")
+    assert first == second
 
 
 async def test_no_other_engine_is_a_502_that_names_the_engine_and_no_traceback(make_bench, caplog):

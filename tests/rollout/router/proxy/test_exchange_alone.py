@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from engines.protocol import Endpoint, WorkerType
+from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.gate import GateState
 from rollout.rules.routing import Backend
-from tests.rollout.router.exchange_rig import PLAIN, Rig, rig_of
+from tests.rollout.router.exchange_rig import PLAIN, Client, Rig, Upstream, rig_of
 from tests.rollout.router.generate_events import PROMPT, STREAM, event, with_logprobs
 
 
@@ -64,10 +66,116 @@ def test_an_abort_in_a_pause_waits_at_the_gate() -> None:
 def test_an_abort_that_was_asked_for_is_the_end() -> None:
     rig = rig_of("a")
     _, client = rig.begin()
-    rig.gate.mark_aborted(None)
+    rig.gate.abort(AbortOrder(is_for_all=True))
     rig.engines.sent[0].reply(STREAM, event(1, finish="abort"))
     assert (client.status, client.end, len(rig.engines.sent)) == (200, "finished", 1)
     assert rig.is_empty()
+
+
+ABORT = AbortOrder(frozenset({"mine"}))
+
+
+def payload_of(client: Client) -> dict[str, Any]:
+    """The last complete reply, or event, that a client has."""
+    text = client.data.decode()
+    payload: dict[str, Any] = json.JSONDecoder().raw_decode(text, text.rindex('{"text"'))[0]
+    return payload
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_aborted_request_gets_its_tokens_so_far_from_an_engine_that_does_nothing(
+    is_streamed: bool,
+) -> None:
+    rig = rig_of("a")
+    _, client = rig.begin(rid="mine", stream=is_streamed)
+    (upstream,) = rig.engines.sent
+    upstream.reply(STREAM, event(1, 2), is_end=False)
+    rig.gate.abort(ABORT)
+    assert (client.end, upstream.is_dropped) == ("", False)
+    rig.timers[-1].pass_()
+    assert (client.status, client.end, upstream.is_dropped) == (200, "finished", True)
+    reply = payload_of(client)
+    assert reply["output_ids"] == [1, 2]
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert rig.is_empty()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_aborted_request_whose_engine_is_lost_goes_to_no_other(is_lost: bool) -> None:
+    rig = rig_of("a", "b")
+    _, client = rig.begin(rid="mine")
+    (upstream,) = rig.engines.sent
+    upstream.reply(STREAM, event(1, 2), is_end=False)
+    rig.gate.abort(ABORT)
+    if is_lost:
+        upstream.lose()
+    else:
+        rig.gate.set_members(2, [Backend("b", Endpoint("h", 9001))])
+    assert len(rig.engines.sent) == 1
+    assert payload_of(client)["output_ids"] == [1, 2]
+    assert (client.end, rig.is_empty()) == ("finished", True)
+
+
+def test_an_aborted_request_keeps_the_tokens_of_an_engine_before() -> None:
+    rig = rig_of("a", "b")
+    _, client = rig.begin(rid="mine")
+    rig.engines.sent[0].reply(STREAM, event(1, 2), is_end=False)
+    rig.engines.sent[0].lose()
+    rig.gate.abort(ABORT)
+    rig.timers[-1].pass_()
+    reply = payload_of(client)
+    assert (reply["output_ids"], reply["meta_info"]["id"]) == ([1, 2], "mine")
+    assert reply["meta_info"]["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
+    assert rig.is_empty()
+
+
+@pytest.mark.parametrize("failover", [True, False])
+def test_an_aborted_request_without_a_token_is_a_499(failover: bool) -> None:
+    rig = rig_of("a", failover=failover)
+    _, client = rig.begin(rid="mine")
+    rig.gate.abort(ABORT)
+    rig.timers[-1].pass_()
+    assert (client.status, client.end) == (499, "finished")
+    assert rig.is_empty()
+
+
+def test_a_second_abort_gives_an_engine_no_more_time() -> None:
+    rig = rig_of("a")
+    rig.begin(rid="mine")
+    for _ in range(3):
+        rig.gate.abort(ABORT)
+    assert len(rig.timers) == 1
+    rig.timers[0].pass_()
+    assert rig.is_empty()
+
+
+def named_event(upstream: Upstream, *ids: int, finish: str = "") -> bytes:
+    """An event that has the id which the engine got, as engines do."""
+    return event(*ids, finish=finish).replace(b'"id": "r"', b'"id": "%s"' % upstream.id.encode())
+
+
+@pytest.mark.parametrize("own", [{}, {"rid": "r\u00e9-1"}])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_sees_one_id_over_all_engines(own: dict[str, str], is_streamed: bool) -> None:
+    rig = rig_of("a", "b")
+    _, client = rig.begin(stream=is_streamed, **own)
+    first = rig.engines.sent[0]
+    first.reply(STREAM, named_event(first, 1, finish="abort"))
+    second = rig.engines.sent[1]
+    second.reply(STREAM, named_event(second, 2, finish="length"))
+    assert first.id != second.id
+    assert payload_of(client)["meta_info"]["id"] == own.get("rid", first.id)
+    assert second.id not in client.data.decode()
+
+
+def test_a_reply_that_is_passed_on_as_it_came_has_its_clients_id() -> None:
+    rig = rig_of("a")
+    _, client = rig.begin(rid="r-1")
+    (upstream,) = rig.engines.sent
+    upstream.reply(STREAM, named_event(upstream, 1, 2, finish="length"))
+    reply = payload_of(client)
+    assert (reply["meta_info"]["id"], reply["output_ids"]) == ("r-1", [1, 2])
+    assert upstream.id not in client.data.decode()
 
 
 @pytest.mark.parametrize("num", [1, 8])

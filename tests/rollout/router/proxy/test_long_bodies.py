@@ -51,9 +51,10 @@ def written(read, path, body, dialect, tokens=()):
         if tokens:
             read.reply.base.ids, read.reply.base.num = list(tokens), len(tokens)
             request.body = read.reply.body(7, dialect)
+    request.name_for_engine()
     whole = json.loads(b"".join(request.body_for("run:v7", kind=KINDS[dialect])))
-    if read.fields.adds_rid:  # which is random
-        assert whole.pop(KINDS[dialect].body_names[0]) == read.fields.rid
+    if read.fields.takes_rid:  # which is random
+        assert whole.pop(KINDS[dialect].body_names[0]) == request.sent_as
     return whole
 
 

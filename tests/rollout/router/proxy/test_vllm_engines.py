@@ -210,7 +210,7 @@ async def test_vllms_own_route_is_refused_where_sglang_serves_too() -> None:
         assert b"send /generate, which engines of both kinds take" in content
 
 
-async def test_an_abort_at_the_router_ends_every_id_that_begins_so() -> None:
+async def test_an_abort_at_the_router_ends_what_it_names_and_no_other() -> None:
     async with served("vllm", "vllm") as whole:
         running = [
             asyncio.create_task(whole.generate(100_000, rid=rid)) for rid in ("p-1", "p-10", "q-1")
@@ -219,9 +219,10 @@ async def test_an_abort_at_the_router_ends_every_id_that_begins_so() -> None:
             await asyncio.sleep(0.01)
         status, _, _ = await whole.post({"rid": "p-1"}, "/abort_request")
         assert status == 200
-        for reply in await asyncio.gather(*running[:2]):
-            assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-        assert not running[2].done()
+        reply = await running[0]
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert reply["meta_info"]["id"] == "p-1"
+        assert [request.done() for request in running[1:]] == [False, False]
         status, _, _ = await whole.post({"abort_all": True}, "/abort_request")
         assert status == 200
-        await running[2]
+        await asyncio.gather(*running)
