@@ -128,7 +128,7 @@ class FakeHttpApp:
             ),
             "/continue_generation": lambda b: self.engine.continue_generation(),
             "/flush_cache": lambda b: self.engine.flush_cache(_seconds(b.get("timeout"))),
-            "/abort_request": lambda b: self.engine.abort_request(b.get("rid")),
+            "/abort_request": self._abort,
             "/release_memory_occupation": lambda b: self.engine.release_memory_occupation(_tags(b)),
             "/resume_memory_occupation": lambda b: self.engine.resume_memory_occupation(_tags(b)),
             "/begin_weight_update": lambda b: self.engine.begin_weight_update(),
@@ -235,6 +235,13 @@ class FakeHttpApp:
             "per_engine_checksum": report.checksum,
             "ranks": [{"checksums": dict(rank)} for rank in report.tensors],
         }
+
+    async def _abort(self, body: Mapping[str, Any]) -> None:
+        """Ends nothing for an order that names nothing."""
+        if body.get("abort_all"):
+            await self.engine.abort_request()
+        elif rid := body.get("rid"):
+            await self.engine.abort_request(rid)
 
     async def _update_from_disk(self, body: Mapping[str, Any]) -> None:
         await self.engine.update_weights_from_disk(

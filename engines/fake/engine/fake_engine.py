@@ -10,6 +10,7 @@ Not here: how long things take, HTTP, and what several ranks do.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -37,6 +38,7 @@ from engines.protocol.types import GenerateArguments
 _NOWHERE = Endpoint("127.0.0.1", 1)
 _NEEDED_TO_GENERATE = frozenset({MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
 _HEALTH_TIMEOUT_S = 20.0
+_ABORTED_BEHIND_STREAM_S = 2.0
 _PATHS = frozenset(
     {"/generate", "/pause_generation", "/update_weights_from_tensor", "/weights_checker"}
 )
@@ -105,7 +107,9 @@ class FakeEngine(FakeEngineState):
 
     async def abort_request(self, rid: str | None = None) -> None:
         async with self._call("abort_request", rid=rid):
-            self._abort(rid or "")
+            # As SGLang's tokenizer manager and scheduler: only a live id, and all that begin so.
+            if rid is None or rid in self.in_flight:
+                self._abort(rid or "")
 
     async def update_weight_version(
         self, version: str, *, abort_all_requests: bool = False
@@ -194,12 +198,23 @@ class FakeEngine(FakeEngineState):
     async def stream_generate(
         self, **arguments: Unpack[GenerateArguments]
     ) -> AsyncGenerator[GenerateReply, None]:
-        """One reply per token, and a last one with the finish reason."""
+        """One reply per token, and a last one with the finish reason.
+
+        As SGLang it aborts the id of a stream some time after the end, also if another has it then.
+        """
         request = _request_of(**arguments)
-        async with self._admitted(request):
-            while not request.is_over:
-                await self._step(request)
-                yield request.reply()
+        try:
+            async with self._admitted(request):
+                while not request.is_over:
+                    await self._step(request)
+                    yield request.reply()
+        finally:
+            later = asyncio.get_running_loop().call_later
+            later(_ABORTED_BEHIND_STREAM_S, self._abort_if_live, request.rid)
+
+    def _abort_if_live(self, rid: str) -> None:
+        if rid in self.in_flight:
+            self._abort(rid)
 
     async def aclose(self) -> None:
         self.num_closed += 1

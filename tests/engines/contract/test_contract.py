@@ -36,6 +36,10 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "embedded": "ends exactly that id",
         "vllm": "ends exactly that id",
     },
+    "the id of a stream is aborted some time after its end": {
+        "embedded": "forgets the id with the stream",
+        "vllm": "forgets the id with the stream",
+    },
     "unknown names and tags are passed over in silence": {
         "embedded": "refused with 400, since a typo would otherwise look like success",
     },
@@ -205,6 +209,30 @@ async def test_an_abort_by_id_ends_every_id_that_begins_with_it(bench: Bench) ->
             reason = (await ten.end()).finish_reason
             assert reason is not None
             assert reason.kind == "abort"
+
+
+async def test_an_abort_of_no_live_id_ends_nothing(bench: Bench) -> None:
+    async with bench.in_flight(rid="p-1") as request:
+        for rid in ("p-", "p-10", "p"):
+            await bench.engine.abort_request(rid)
+        assert request.last is not None
+        await request.reaches(len(request.last.output_ids) + 20)
+        assert request.task is not None
+        assert not request.task.done()
+
+
+async def test_the_id_of_a_stream_is_aborted_some_time_after_its_end(bench: Bench) -> None:
+    async with bench.in_flight(rid="p-1") as ended:
+        await bench.engine.abort_request("p-1")
+        await ended.end()
+    async with bench.in_flight(rid="p-1") as again:
+        assert again.task is not None
+        await asyncio.wait({again.task}, timeout=4.0)  # SGLang and the fake: 2 s
+        kind = again.last and again.last.finish_reason and again.last.finish_reason.kind
+        if differs(bench, "the id of a stream is aborted some time after its end"):
+            assert kind in (None, "length")
+        else:
+            assert kind == "abort"
 
 
 # -- pauses ---------------------------------------------------------------------------------

@@ -250,6 +250,34 @@ async def test_abort_takes_every_id_that_starts_alike() -> None:
     await other
 
 
+async def test_an_abort_of_no_live_id_ends_nothing_whatever_begins_so() -> None:
+    engine = FakeEngine()
+    task = await running(engine, rid="p-1")
+    for rid in ("p-", "p", "", "unknown"):
+        await engine.abort_request(rid)
+    await asyncio.sleep(1)
+    assert not task.done()
+    await engine.abort_request()
+    await task
+
+
+async def test_the_id_of_a_stream_is_aborted_two_seconds_after_its_end() -> None:
+    engine = FakeEngine()
+    sampling = SamplingParams(max_new_tokens=1)
+    assert [
+        reply
+        async for reply in engine.stream_generate(input_ids=[1], sampling_params=sampling, rid="p")
+    ]
+    begun_s = asyncio.get_running_loop().time()
+    again, other = await running(engine, rid="p"), await running(engine, rid="q")
+    reply = await again
+    assert reply.finish_reason.kind == "abort"
+    assert asyncio.get_running_loop().time() - begun_s == pytest.approx(2.0, abs=0.1)
+    assert not other.done()
+    await engine.abort_request()
+    await other
+
+
 async def test_a_live_request_id_may_not_be_used_again() -> None:
     engine = FakeEngine()
     asking = await running(engine, rid="p-1")
