@@ -64,8 +64,7 @@ class Engine(asyncio.Protocol):
         if len(self._buffer) < end + 4 + (int(length[1]) if length else 0):
             return
         request, self._buffer = self._buffer, b""
-        found = _RID.search(request, end)
-        rid = found[1] if found else b""
+        rid = (_RID.findall(request, end) or [b""])[-1]  # the router's is behind the client's
         if request.startswith(b"POST /generate"):
             timer = asyncio.get_running_loop().call_later(self.delay_s, self._finish, rid)
             self.waiting[rid] = timer, self

@@ -24,7 +24,6 @@ NUM_TOKENS = 16
 _KIND = re.compile(rb"kind=(\w+)")
 _numbers = itertools.count()
 _STREAM = re.compile(rb'"stream": ?true')
-_RID = re.compile(rb'"rid": ?"([^"]*)"')
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
 _EVENTS = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
