@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module, resources
 from typing import Any
@@ -14,7 +14,8 @@ from engines.protocol.census.embedded import CENSUS as EMBEDDED_CENSUS
 from engines.protocol.census.fake import CENSUS as FAKE_CENSUS
 from engines.protocol.census.sglang import CENSUS as SGLANG_CENSUS
 from engines.protocol.census.vllm import CENSUS as VLLM_CENSUS
-from engines.protocol.kind import Kind
+from engines.protocol.kind import Kind, ReadConfig
+from engines.protocol.logprob_kind import LogprobRule
 from engines.protocol.spec import spelled
 from engines.sglang import features as sglang_features
 from engines.sglang.environment import nccl_cumem
@@ -45,6 +46,12 @@ def _sglang_loads(reply: bytes) -> Loads:
 
 def _vllm_loads(reply: bytes) -> Loads:
     return vllm_json.read_loads(reply.decode(errors="replace"))
+
+
+def _embedded_logprobs(
+    raw: Mapping[str, Any], env: Mapping[str, str], read_config: ReadConfig
+) -> LogprobRule:
+    return LogprobRule(has_temperature=not raw.get("returns_original_logprob"))
 
 
 def _options_in(package: str) -> Callable[[], frozenset[str]]:
@@ -79,6 +86,7 @@ _SGLANG = Kind(
     why_undrivable=sglang_features.why_undrivable,
     known_options=_options_in("engines.sglang"),
     is_retract_safe=sglang_features.is_retract_safe,
+    logprob_rule=sglang_features.logprob_rule,
     # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
     # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj
     # and up_proj itself.
@@ -99,6 +107,7 @@ _VLLM = Kind(
     why_open=vllm_features.why_open,
     why_undrivable=vllm_features.why_undrivable,
     known_options=_options_in("engines.vllm"),
+    logprob_rule=vllm_features.logprob_rule,
     can_attach=True,
     modules=("vllm",),
     plugin="engines",
@@ -127,6 +136,7 @@ _EMBEDDED = Kind(
     read_loads=_sglang_loads,
     invocation=_late("engines.embedded.command", "invocation"),
     census=EMBEDDED_CENSUS,
+    logprob_rule=_embedded_logprobs,
     has_part_of_prompt_logprobs=False,
     modules=("torch", "transformers"),
     extra="embedded",

@@ -8,10 +8,21 @@ from typing import Any
 
 from engines.protocol import Endpoint, Engine, Loads
 from engines.protocol.census.entries import EMPTY, Census
+from engines.protocol.logprob_kind import LogprobRule
 from engines.protocol.spec import EngineSpec, Invocation
 
 Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
 """Command and environment of an engine; the mapping is the environment that it inherits."""
+
+
+ReadConfig = Callable[[str], Mapping[str, Any]]
+"""Reads the ``generation_config.json`` of a checkpoint's folder; empty if there is none."""
+
+
+def _before_cuts(
+    raw: Mapping[str, Any], env: Mapping[str, str], read_config: ReadConfig
+) -> LogprobRule:
+    return LogprobRule()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +74,9 @@ class Kind:
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
         has_part_of_prompt_logprobs: asked for the log-probs of a prompt's end, it may take the
             beginning from its prefix cache.
+        logprob_rule: at which step of sampling one takes its log-probs, by the ``raw`` of its
+            ``ServerInfo`` and the environment that its settings give it.  Raises ``ValueError`` if
+            what it calls log-probs are none.
         known_options: those of the pinned version, in ``spelled`` form; empty if all are checked
             before a start.
         outlives_its_core: it answers requests with errors when its core has ended.
@@ -103,5 +117,8 @@ class Kind:
     dialect: str = "sglang"
     refusal_in_pause: int = 0
     has_part_of_prompt_logprobs: bool = True
+    logprob_rule: Callable[[Mapping[str, Any], Mapping[str, str], ReadConfig], LogprobRule] = (
+        _before_cuts
+    )
     known_options: Callable[[], Set[str]] = frozenset
     outlives_its_core: bool = False

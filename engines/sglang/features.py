@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from engines.protocol.kind import ReadConfig
+from engines.protocol.logprob_kind import LogprobRule, sampling_defaults
 
 OLDEST, BELOW = (0, 5, 20), (0, 6)
 """SGLang versions that can be driven: from the first on, up to and without the second.
@@ -30,6 +34,19 @@ NEEDED = frozenset(
     }
 )
 """Endpoints without which one cannot be driven."""
+
+
+_ORIGINAL_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+
+def logprob_rule(
+    raw: Mapping[str, Any], env: Mapping[str, str], read_config: ReadConfig
+) -> LogprobRule:
+    """At which step of sampling the server takes its log-probs; see ``Kind``."""
+    is_original = env.get(_ORIGINAL_LOGPROBS, "").lower() in ("1", "true")
+    has_config = raw.get("sampling_defaults") == "model" and raw.get("model_path")
+    found = read_config(str(raw["model_path"])) if has_config else {}
+    return LogprobRule(has_temperature=not is_original, defaults=sampling_defaults(found))
 
 
 def is_retract_safe(version: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
-from engines.vllm.features import why_open
+from engines.vllm.features import PROCESSED, why_no_logprobs, why_open
 from engines.vllm.routes import PLUGIN_BACKEND
 
 _OF_PLUGIN = "pushes need this package's plugin, which is set at launch"
@@ -34,8 +34,9 @@ _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 _DEFAULTS: dict[str, Any] = {
     # The token-in, token-out route; servers before 0.30 have it, and not this flag.
     "enable_scale_out": True,
-    # Of the distribution that a token was drawn from, as SGLang returns them.
-    "logprobs_mode": "processed_logprobs",
+    # At the request's temperature, as SGLang returns them; but after top-p, top-k and min-p, which
+    # SGLang leaves out.  vLLM has no mode between the two.
+    "logprobs_mode": PROCESSED,
     "enable_prompt_tokens_details": True,
 }
 
@@ -51,11 +52,13 @@ def build_command(
 
     Raises:
         ValueError: an option that is set elsewhere, sizes that do not fit the GPUs, an address
-            that others can reach, or a spec that no vLLM server can be.
+            that others can reach, a mode without log-probs, or a spec that no vLLM server can be.
     """
     options = normalized(spec.options)
     refuse(options, _OWNERS)
     _check(spec, endpoint)
+    if why := why_no_logprobs(options.get("logprobs_mode") or PROCESSED):
+        raise ValueError(why)
     ours: dict[str, Any] = {
         "model": spec.model_path,
         "host": endpoint.host,

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
+from engines.protocol.kind import ReadConfig
+from engines.protocol.logprob_kind import LogprobRule, sampling_defaults
 from engines.vllm.routes import GENERATE, OF_DEV_MODE, PLUGIN_BACKEND
 
 OLDEST, BELOW = (0, 27), (0, 34)
@@ -16,6 +19,12 @@ OLDEST, BELOW = (0, 27), (0, 34)
 
 0.27 is the first with weight versions; 0.33 is the newest whose endpoints were read.
 """
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
+"""vLLM's ``--logprobs-mode``: of what tokens are drawn from, or of the logits as they are."""
+LOGPROB_RULES = {
+    PROCESSED: LogprobRule(has_cuts=True),
+    RAW: LogprobRule(has_temperature=False, has_penalties=False),
+}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -41,6 +50,30 @@ def why_undrivable(version: str, paths: Set[str]) -> str:
             "and later)"
         )
     return ""
+
+
+def why_no_logprobs(mode: str) -> str:
+    """Why a server in this mode reports no log-probs; empty if it does."""
+    if mode in LOGPROB_RULES:
+        return ""
+    return f"logprobs-mode is {mode}, which gives no log-probs; use {PROCESSED} or {RAW}"
+
+
+def logprob_rule(
+    raw: Mapping[str, Any], env: Mapping[str, str], read_config: ReadConfig
+) -> LogprobRule:
+    """At which step of sampling the server takes its log-probs; see ``Kind``.
+
+    Raises:
+        ValueError: it reports none.
+    """
+    if why := why_no_logprobs(raw["logprobs_mode"]):
+        raise ValueError(why)
+    source, found = raw["generation_config"], dict[str, Any]()
+    if source != "vllm":
+        found.update(read_config(raw["model_path"] if source == "auto" else source))
+    found.update(raw["override_generation_config"])
+    return replace(LOGPROB_RULES[raw["logprobs_mode"]], defaults=sampling_defaults(found))
 
 
 def why_no_pushes(backend: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from engines.protocol import MemoryTag, ServerInfo
 from engines.vllm import routes
 from engines.vllm.features import (
+    RAW,
     WHY_NO_GROUPS,
     WHY_NO_HANDLES,
     transfer_backend,
@@ -51,6 +52,9 @@ def read_server_info(version: str, answer: Any) -> ServerInfo:
         raw={
             "model_path": str(model["model"]),
             "weight_transfer_backend": transfer_backend(config),
+            "logprobs_mode": str(model.get("logprobs_mode") or RAW),
+            "generation_config": str(model.get("generation_config") or "auto"),
+            "override_generation_config": dict(model.get("override_generation_config") or {}),
             "tp_size": int(parallel.get("tensor_parallel_size") or 1),
             "pp_size": int(parallel.get("pipeline_parallel_size") or 1),
             "dp_size": int(parallel.get("data_parallel_size") or 1),

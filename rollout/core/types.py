@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity, WorkerType
+from engines.protocol.logprob_kind import LogprobRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,7 @@ class EngineStatus:
             yet, None without such a process.
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
+        logprobs: at which step of sampling it takes its log-probs.
         process_name: as in ``EngineState``.
         standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
             or why there is none; empty without ``standby``.
@@ -256,6 +258,7 @@ class EngineStatus:
     why_no_deltas: str = ""
     host_version: int | None = None
     needs_names: bool = False
+    logprobs: LogprobRule = LogprobRule()
     process_name: str = ""
     standby: str = ""
 

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from engines.kinds import kind_of
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.kind import Kind
+from engines.protocol.logprob_kind import LogprobRule
 
 JUST_STARTED = "the router has just started"
 """Why a gate is shut that the server has not opened so far; a request may be sent again soon."""
@@ -42,6 +43,7 @@ class Backend:
         may_return: when it is lost, recovery may bring it back without any command.
         kind: as in ``engines.kinds``.
         needs_names: it gets only requests that name their weight version to its prefix cache.
+        logprobs: at which step of sampling it takes its log-probs.
         bootstrap_port: port at which decode engines reach it, if it is a prefill engine.
     """
 
@@ -54,6 +56,7 @@ class Backend:
     may_return: bool = False
     kind: str = "sglang"
     needs_names: bool = False
+    logprobs: LogprobRule = LogprobRule()
 
     @property
     def of_kind(self) -> Kind:

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from engines.embedded.core.errors import NotFinite
 from engines.embedded.generation.generation import Generation
 
-_RETURNS_ORIGINAL = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+RETURNS_ORIGINAL = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
 _BELOW_ONE = 1.0 - 2.0**-24  # the greatest float32 below 1: the draw stays inside the last token
 
 
@@ -40,7 +40,7 @@ def sample(
             )
         torch.nan_to_num_(logits)
     _forbid_early_stops(logits, generations)
-    scores = logits.clone() if _RETURNS_ORIGINAL else logits
+    scores = logits.clone() if RETURNS_ORIGINAL else logits
     temperatures = [generation.params.temperature or 1.0 for generation in generations]
     if any(temperature != 1.0 for temperature in temperatures):
         logits.div_(torch.tensor(temperatures, device=logits.device).unsqueeze(1))

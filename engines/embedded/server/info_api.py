@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.embedded.generation import sampling_params as sampling
+from engines.embedded.generation.sampler import RETURNS_ORIGINAL
 from engines.embedded.server.embedded_engine import EmbeddedEngine
 from engines.embedded.server.request_runner import (
     complete,
@@ -75,6 +76,7 @@ async def server_info(engine: EmbeddedEngine, request: Request) -> Response:
             "engine": "embedded",
             "proves_loads": True,
             "applies_deltas": True,
+            "returns_original_logprob": RETURNS_ORIGINAL,
             "fingerprints": engine.weights.fingerprint_method,
             "device": str(engine.memory.device),
             "dtype": str(engine.model.dtype).removeprefix("torch."),

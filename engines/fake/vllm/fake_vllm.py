@@ -22,7 +22,7 @@ from engines.fake.vllm.weight_acts import Arguments, FakeVllmWeights, Json
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.errors import EngineRejected
 from engines.vllm import routes
-from engines.vllm.features import parse_version
+from engines.vllm.features import PROCESSED, parse_version
 
 Act = Callable[[Arguments], Awaitable[Json]]
 Tell = Callable[["FakeVllm", Arguments], Json]
@@ -49,9 +49,11 @@ class FakeVllm(FakeVllmWeights):
         level: of the last sleep that did anything.
         has_core: its engine core lives.
         num_ranks: tensor-parallel ranks that it reports.
+        logprobs_mode: as vLLM's option of this name.
     """
 
     num_ranks = 1
+    logprobs_mode = PROCESSED
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ class FakeVllm(FakeVllmWeights):
     # Generation
 
     async def _generate(self, path: str, arguments: Arguments) -> Json:
-        form = FORMS[path](arguments)
+        form = FORMS[path](arguments, self.logprobs_mode)
         request = self._request(form)
         async with self._admitted(request):
             prompt_logprobs = _prompt_logprobs(self, request, arguments)
@@ -215,7 +217,7 @@ class FakeVllm(FakeVllmWeights):
         self, arguments: Arguments, path: str = routes.GENERATE
     ) -> AsyncGenerator[Json, None]:
         """The events of a streamed completion: each has only what is new."""
-        form = FORMS[path](arguments)
+        form = FORMS[path](arguments, self.logprobs_mode)
         request = self._request(form)
         async with self._admitted(request):
             for event in form.begin(request):
@@ -267,6 +269,9 @@ def _config(engine: FakeVllm, arguments: Arguments) -> Json:
             "model_config": {
                 "model": engine._model_path,
                 "enable_sleep_mode": engine.settings.memory_saver,
+                "logprobs_mode": engine.logprobs_mode,
+                "generation_config": "auto",
+                "override_generation_config": {},
             },
             "parallel_config": {
                 "tensor_parallel_size": engine.num_ranks,

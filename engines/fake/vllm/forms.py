@@ -13,12 +13,16 @@ from typing import Any
 
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import SamplingParams
+from engines.protocol.logprob_kind import LogprobKind
 from engines.protocol.types import NO_NUMBER
 from engines.vllm import routes
+from engines.vllm.features import LOGPROB_RULES, PROCESSED
 
 Json = dict[str, Any]
 _TOKEN = re.compile(r" (\d{1,3})(?!\d)|(.)", re.DOTALL)
 _DEFAULT_TOKENS = 16
+# A cut makes what it keeps more probable; the logits as they are differ, too.
+_SHARES = {LogprobKind.FULL: 1.0, LogprobKind.CUT: 0.5, LogprobKind.RAW: 1.5}
 
 
 class BadRequest(ValueError):
@@ -37,7 +41,7 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 def logprob_of(token: int) -> float:
-    """What the OpenAI routes report for a token."""
+    """What the OpenAI routes report for a token, of the full distribution."""
     return -(token + 1) / 1000
 
 
@@ -46,10 +50,13 @@ class Form:
 
     Args:
         raw: the body.
+        mode: as vLLM's ``--logprobs-mode``.
     """
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: Mapping[str, Any], mode: str = PROCESSED) -> None:
         self.raw = raw
+        kind = LOGPROB_RULES[mode].kind_of(self._sampling())
+        self._share_of_logprob = _SHARES[kind]
 
     def request(self, rid: str) -> FakeRequest:
         """What is to be generated.
@@ -85,7 +92,8 @@ class Form:
             "weight_versions": None if reason is None else spans,
         }
         if request.return_logprob:
-            value = NO_NUMBER if math.isnan(request.logprob) else request.logprob
+            value = self._share_of_logprob * request.logprob
+            value = NO_NUMBER if math.isnan(value) else value
             choice["logprobs"] = {"content": [{"token": str(one), "logprob": value} for one in ids]}
         return {"request_id": routes.REQUEST_PREFIX + request.rid, "choices": [choice]}
 
@@ -97,19 +105,23 @@ class Form:
         """The complete reply."""
         return self.event(request, 0)
 
+    def _sampling(self) -> Mapping[str, Any]:
+        sampling: Mapping[str, Any] = self.raw["sampling_params"]
+        return sampling
+
     def _prompt(self) -> tuple[int, ...]:
         return tuple(self.raw["token_ids"])
 
     def _limit(self) -> int | None:
         """The most tokens; None if the request does not say."""
-        return self._first_set(self.raw["sampling_params"], "max_tokens")
+        return self._first_set(self._sampling(), "max_tokens")
 
     @staticmethod
     def _first_set(raw: Mapping[str, Any], *names: str) -> int | None:
         return next((raw[name] for name in names if raw.get(name) is not None), None)
 
     def _wants_logprobs(self) -> bool:
-        return "logprobs" in self.raw["sampling_params"]
+        return "logprobs" in self._sampling()
 
 
 class CompletionForm(Form):
@@ -141,6 +153,9 @@ class CompletionForm(Form):
         head, choices = self._head(request, self.kind), self.event(request, 0)["choices"]
         return self._with_prompt(head | {"choices": choices} | _usage(request), request)
 
+    def _sampling(self) -> Mapping[str, Any]:
+        return self.raw
+
     def _prompt(self) -> tuple[int, ...]:
         prompt = self.raw["prompt"]
         return ids_of(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -159,10 +174,13 @@ class CompletionForm(Form):
         new = ids[sent:]
         return {
             "text_offset": [len(text_of(ids[:place])) for place in range(sent, len(ids))],
-            "token_logprobs": [logprob_of(one) for one in new],
+            "token_logprobs": [self._logprob_of(one) for one in new],
             "tokens": [text_of([one]) for one in new],
-            "top_logprobs": [{text_of([one]): logprob_of(one)} for one in new],
+            "top_logprobs": [{text_of([one]): self._logprob_of(one)} for one in new],
         }
+
+    def _logprob_of(self, token: int) -> float:
+        return self._share_of_logprob * logprob_of(token)
 
     def _with_prompt(self, reply: Json, request: FakeRequest) -> Json:
         """The reply with the ids of the prompt where they are wanted."""
@@ -220,8 +238,9 @@ class ChatForm(CompletionForm):
         return {"delta": {"content": text_of(ids)}}
 
     def _logprobs(self, request: FakeRequest, sent: int) -> Json:
+        rest: Json = {"bytes": [], "top_logprobs": []}
         entries = [
-            {"token": text_of([one]), "logprob": logprob_of(one), "bytes": [], "top_logprobs": []}
+            {"token": text_of([one]), "logprob": self._logprob_of(one), **rest}
             for one in request.output_ids[sent:]
         ]
         return {"content": entries}

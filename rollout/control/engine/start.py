@@ -16,6 +16,7 @@ from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, MemoryTag, ServerInfo
 from engines.protocol.features import Features, read_features
 from engines.protocol.kind import Kind
+from engines.protocol.logprob_kind import LogprobRule
 from engines.protocol.spec import normalized
 from rollout.config import (
     Drain,
@@ -41,6 +42,7 @@ from rollout.control.engine.state import EngineState
 from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
+from rollout.weights.format.checkpoint_config import read_generation_config
 from rollout.weights.format.encoder_tensors import pushed_encoder
 from rollout.weights.push.host_copies import KnownHost
 
@@ -186,6 +188,7 @@ class Starter:
             needs_names=kind.census.needs_names(
                 {**info.raw, **normalized(settings.group.engine.options)}
             ),
+            logprobs=self._logprob_rule(slot.engine_id, info, kind),
             moves_experts=features.moves_experts,
             reports_memory=bool(info.resident_bytes),
             reports_groups=info.update_groups is not None,
@@ -217,6 +220,13 @@ class Starter:
             )
         )
         self._refuse(of_pushes(engine_id, features, settings.update, settings.transport))
+
+    def _logprob_rule(self, engine_id: str, info: ServerInfo, kind: Kind) -> LogprobRule:
+        settings = self._settings
+        try:
+            return kind.logprob_rule(info.raw, settings.group.engine.env, read_generation_config)
+        except ValueError as error:
+            raise ConfigError(f"{settings.path}.engine: engine {engine_id}: {error}") from None
 
     def _check_caches(self, engine_id: str, info: ServerInfo, kind: Kind) -> None:
         """Refuse what its census refuses; what it does not know is a warning, or refused too."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from engines.launch import RunningEngine
 from engines.protocol import Engine, GpuMemory, MemoryTag, TensorInfo, WeightsReport
 from engines.protocol.errors import EngineRejected
+from engines.protocol.logprob_kind import LogprobRule
 from rollout.control.engine.stale_answers import Answers
 from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineSlot, EngineStatus
@@ -37,7 +38,7 @@ class EngineState:
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         why_no_deltas: why it applies no deltas; empty if it does.
-        needs_names: as in ``EngineStatus``.
+        needs_names, logprobs: as in ``EngineStatus``.
         update_group: name of its broadcast group; empty for none.
         is_verified: its weights were verified after their last change.
         record: its fingerprints at its last verification; None if there were none.
@@ -81,6 +82,7 @@ class EngineState:
     why_no_handles: str = ""
     why_no_deltas: str = ""
     needs_names: bool = False
+    logprobs: LogprobRule = LogprobRule()
     update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
     released_bytes: dict[MemoryTag, int] = field(default_factory=dict)
@@ -260,6 +262,7 @@ class EngineState:
             why_no_deltas=self.why_no_deltas,
             host_version=None if self.host is None else self.host.version,
             needs_names=self.needs_names,
+            logprobs=self.logprobs,
             process_name=self.process_name,
         )
 

@@ -196,4 +196,5 @@ def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
         worker_type,
         reason=reason,
         needs_names=engine.needs_names,
+        logprobs=engine.logprobs,
     )

@@ -21,7 +21,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -487,6 +487,7 @@ class Gate:
                     "url": member.endpoint.url,
                     "kind": member.kind,
                     "worker_type": member.worker_type.value,
+                    "logprobs": asdict(member.logprobs),
                     "state": member.state.value,
                     "reason": member.reason,
                     "num_in_flight": self.num_on(member.engine_id),

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says about how its weights are held."""
+"""What a checkpoint's ``config.json`` says about how its weights are held, and its other settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 def read_checkpoint_config(model_path: str | Path) -> Mapping[str, Any]:
     """The ``config.json`` of a checkpoint; empty if it cannot be read."""
+    return _read(Path(model_path) / "config.json")
+
+
+def read_generation_config(model_path: str | Path) -> Mapping[str, Any]:
+    """The ``generation_config.json`` of a checkpoint; empty if it cannot be read."""
+    return _read(Path(model_path) / "generation_config.json")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads((Path(model_path) / "config.json").read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, Mapping) else {}

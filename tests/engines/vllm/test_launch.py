@@ -51,6 +51,13 @@ def test_the_command_opens_what_the_client_needs() -> None:
     assert build_environment(SPEC, {})["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_the_users_mode_of_log_probs_is_kept_if_it_gives_any() -> None:
+    raw = replace(SPEC, options={"logprobs-mode": "raw_logprobs"})
+    assert flags(raw)["--logprobs-mode"] == "raw_logprobs"
+    with pytest.raises(ValueError, match="raw_logits, which gives no log-probs"):
+        flags(replace(SPEC, options={"logprobs-mode": "raw_logits"}))
+
+
 def test_on_gpus_vllms_worker_has_our_checks() -> None:
     name = "--worker-cls"
     assert flags(SPEC)[name] == "engines.vllm_plugin.gpu_worker.GpuWorker"

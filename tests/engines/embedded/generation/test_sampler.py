@@ -73,7 +73,7 @@ def test_logprobs_are_without_the_temperature_if_the_environment_says_so(
 ) -> None:
     from engines.embedded.generation import sampler
 
-    monkeypatch.setattr(sampler, "_RETURNS_ORIGINAL", True)
+    monkeypatch.setattr(sampler, "RETURNS_ORIGINAL", True)
     tokens, logprobs = draw(generation(top_k=1, temperature=0.5), generation(temperature=0.0))
     assert tokens == [[1, 1]]
     assert logprobs[0] == pytest.approx([math.log(0.4)] * 2)

@@ -1,0 +1,103 @@
+"""Of which distribution the log-probs of each kind of engine are, by sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from engines.kinds import kind_of
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule, joined, read_kind
+
+FULL, CUT, RAW = LogprobKind
+OF_VLLM = {
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "auto",
+    "override_generation_config": {},
+    "model_path": "/models/m",
+}
+
+
+def rule_of(kind: str, raw: Mapping[str, Any], **env: str) -> LogprobRule:
+    return kind_of(kind).logprob_rule(raw, env, lambda folder: {})
+
+
+SGLANG = rule_of("sglang", {})
+EMBEDDED = rule_of("embedded", {})
+PROCESSED = rule_of("vllm", OF_VLLM)
+AS_THEY_ARE = rule_of("vllm", {**OF_VLLM, "logprobs_mode": "raw_logprobs"})
+ORIGINAL = rule_of("sglang", {}, SGLANG_RETURN_ORIGINAL_LOGPROB="1")
+
+# Parameters, then the kind of SGLang, of vLLM's processed and of its raw log-probs.
+TABLE: list[tuple[dict[str, Any], tuple[LogprobKind, LogprobKind, LogprobKind]]] = [
+    ({}, (FULL, FULL, FULL)),
+    ({"temperature": 0.3}, (FULL, FULL, RAW)),
+    ({"temperature": 1.7}, (FULL, FULL, RAW)),
+    ({"temperature": 0}, (FULL, FULL, FULL)),
+    ({"top_p": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}, (FULL, FULL, FULL)),
+    ({"top_p": None, "top_k": None, "logit_bias": None}, (FULL, FULL, FULL)),
+    ({"top_k": 0}, (FULL, FULL, FULL)),
+    ({"top_p": 0.5}, (FULL, CUT, FULL)),
+    ({"top_k": 5}, (FULL, CUT, FULL)),
+    ({"min_p": 0.2}, (FULL, CUT, FULL)),
+    ({"temperature": 0.3, "top_p": 0.5}, (FULL, CUT, RAW)),
+    ({"temperature": 0, "top_p": 0.5, "top_k": 5, "min_p": 0.2}, (FULL, FULL, FULL)),
+    ({"repetition_penalty": 1.2}, (CUT, CUT, FULL)),
+    ({"presence_penalty": 1.5}, (CUT, CUT, FULL)),
+    ({"frequency_penalty": -1.0}, (CUT, CUT, FULL)),
+    ({"logit_bias": {"5": 2.0}}, (CUT, CUT, FULL)),
+    ({"temperature": 0, "presence_penalty": 1.5}, (CUT, CUT, FULL)),
+    ({"temperature": 0.3, "presence_penalty": 1.5}, (CUT, CUT, RAW)),
+]
+
+
+@pytest.mark.parametrize(("sampling", "kinds"), TABLE, ids=repr)
+def test_a_kind_follows_from_engine_and_parameters(
+    sampling: dict[str, Any], kinds: tuple[LogprobKind, LogprobKind, LogprobKind]
+) -> None:
+    assert tuple(rule.kind_of(sampling) for rule in (SGLANG, PROCESSED, AS_THEY_ARE)) == kinds
+    assert EMBEDDED == SGLANG
+
+
+def test_sglang_that_returns_original_log_probs_is_at_temperature_1() -> None:
+    assert ORIGINAL.kind_of({}) is FULL
+    assert ORIGINAL.kind_of({"temperature": 0.3, "top_p": 0.5}) is RAW
+    assert ORIGINAL.kind_of({"presence_penalty": 1.5}) is CUT
+    own = rule_of("embedded", {"returns_original_logprob": True})
+    assert own.kind_of({"temperature": 0.3}) is RAW
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_openai_routes_have_the_sampling_of_the_checkpoint(kind: str) -> None:
+    config = {"top_p": 0.8, "repetition_penalty": 1.05, "do_sample": True}
+    raw = {**OF_VLLM, "sampling_defaults": "model"}
+    rule = kind_of(kind).logprob_rule(raw, {}, {"/models/m": config}.__getitem__)
+    assert rule.kind_of({}) is FULL  # /generate takes none of it
+    assert rule.kind_of({}, has_defaults=True) is CUT
+    assert rule.kind_of({"repetition_penalty": None}, has_defaults=True) is CUT
+    neutral = {"top_p": 1.0, "repetition_penalty": 1.0}
+    assert rule.kind_of(neutral, has_defaults=True) is FULL
+
+
+def test_vllm_that_leaves_the_checkpoints_sampling_out_has_what_overrides_it() -> None:
+    def read(folder: str) -> Mapping[str, Any]:
+        raise AssertionError(folder)
+
+    raw = {**OF_VLLM, "generation_config": "vllm"}
+    assert not kind_of("vllm").logprob_rule(raw, {}, read).defaults
+    overridden = {**raw, "override_generation_config": {"top_k": 20}}
+    assert kind_of("vllm").logprob_rule(overridden, {}, read).defaults == (("top_k", 20),)
+
+
+def test_a_mode_without_log_probs_is_refused() -> None:
+    with pytest.raises(ValueError, match="raw_logits, which gives no log-probs; use processed"):
+        rule_of("vllm", {**OF_VLLM, "logprobs_mode": "raw_logits"})
+
+
+def test_a_sample_of_several_kinds_has_the_one_that_is_furthest_from_full() -> None:
+    assert joined(None, None) is None
+    assert joined(FULL, None) is FULL
+    assert joined(FULL, RAW) is RAW
+    assert joined(CUT, FULL) is CUT
+    assert (read_kind("cut"), read_kind("?"), read_kind(None)) == (CUT, None, None)
