@@ -8,7 +8,7 @@ from typing import Any
 
 from engines.protocol import Endpoint, Engine, Loads
 from engines.protocol.census.entries import EMPTY, Census
-from engines.protocol.logprob_kind import LogprobRule
+from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 from engines.protocol.spec import EngineSpec, Invocation
 
 Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
@@ -22,7 +22,7 @@ ReadConfig = Callable[[str], Mapping[str, Any]]
 def _before_cuts(
     raw: Mapping[str, Any], env: Mapping[str, str], read_config: ReadConfig
 ) -> LogprobRule:
-    return LogprobRule()
+    return BEFORE_CUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,16 @@ class LogprobRule:
     has_cuts: bool = False
     defaults: tuple[tuple[str, float], ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sampling parameters on which kinds depend; without any of them, all are neutral."""
+        needs_temperature = not self.has_temperature or (self.has_cuts and self.defaults)
+        return (
+            *(("temperature",) if needs_temperature else ()),
+            *(CUTS if self.has_cuts else ()),
+            *(CHANGES if self.has_penalties else ()),
+        )
+
     def kind_of(self, sampling: Mapping[str, Any], *, has_defaults: bool = False) -> LogprobKind:
         """The kind of the log-probs of a request.
 
@@ -78,6 +88,10 @@ class LogprobRule:
         if self.has_temperature or is_greedy or temperature == 1.0:
             return LogprobKind.FULL
         return LogprobKind.RAW
+
+
+BEFORE_CUTS = LogprobRule()
+"""The rule of SGLang, and of the embedded engine."""
 
 
 def read_kind(text: Any) -> LogprobKind | None:

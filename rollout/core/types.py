@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity, WorkerType
-from engines.protocol.logprob_kind import LogprobRule
+from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class EngineStatus:
     why_no_deltas: str = ""
     host_version: int | None = None
     needs_names: bool = False
-    logprobs: LogprobRule = LogprobRule()
+    logprobs: LogprobRule = BEFORE_CUTS
     process_name: str = ""
     standby: str = ""
 

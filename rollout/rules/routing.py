@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from engines.kinds import kind_of
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.kind import Kind
-from engines.protocol.logprob_kind import LogprobRule
+from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 
 JUST_STARTED = "the router has just started"
 """Why a gate is shut that the server has not opened so far; a request may be sent again soon."""
@@ -56,7 +56,7 @@ class Backend:
     may_return: bool = False
     kind: str = "sglang"
     needs_names: bool = False
-    logprobs: LogprobRule = LogprobRule()
+    logprobs: LogprobRule = BEFORE_CUTS
 
     @property
     def of_kind(self) -> Kind:
@@ -148,11 +148,12 @@ class Candidates:
         """A copy without one engine; later changes of loads do not reach the copy."""
         if engine_id not in self._places:
             return self
-        others, avoided = (
-            [member for member in group if member.engine_id != engine_id]
-            for group in (self.members, self._avoided)
-        )
-        return Candidates(others, self.load, self.turns(), avoided)
+        return self.only(lambda member: member.engine_id != engine_id)
+
+    def only(self, fits: Callable[[Backend], bool]) -> Candidates:
+        """A copy of the engines that fit; later changes of loads do not reach the copy."""
+        members, avoided = filter(fits, self.members), filter(fits, self._avoided)
+        return Candidates(members, self.load, self.turns(), avoided)
 
     def turns(self) -> list[str]:
         """The ids, by load and then by turn."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from engines.launch import RunningEngine
 from engines.protocol import Engine, GpuMemory, MemoryTag, TensorInfo, WeightsReport
 from engines.protocol.errors import EngineRejected
-from engines.protocol.logprob_kind import LogprobRule
+from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 from rollout.control.engine.stale_answers import Answers
 from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineSlot, EngineStatus
@@ -82,7 +82,7 @@ class EngineState:
     why_no_handles: str = ""
     why_no_deltas: str = ""
     needs_names: bool = False
-    logprobs: LogprobRule = LogprobRule()
+    logprobs: LogprobRule = BEFORE_CUTS
     update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
     released_bytes: dict[MemoryTag, int] = field(default_factory=dict)

@@ -9,6 +9,7 @@ Always true:
   the beginning of a stop string, so the next engine sees every stop string complete.  Behind a part
   of a character SGLang would lose the rest of it, and vLLM would write the prompt's text.
 - Text that was sent to the client is never taken back.
+- Log-probs of one reply are of one kind: behind an engine of another kind it starts over, or ends.
 
 Pure, and without JSON: ``dialects`` read bodies and events, and write them.  A failover is not
 exact in two ways: a seeded sampler restarts, and penalties on repeated tokens see earlier tokens as
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.protocol import VersionSpan
+from engines.protocol.logprob_kind import LogprobKind
 from engines.protocol.types import NO_NUMBER
 from rollout.rules.continuation import Part, check_budget, join_experts
 
@@ -123,6 +125,7 @@ class Continuation:
         decode: of the model's tokenizer; None where the router has none.
         has_text: the engines send text; a stop string is not seen otherwise.
         version: of the weights of the current engine, when it got the request.
+        logprob_kind: of the log-probs so far, and of the current engine's.
         base: tokens of lost engines.
         now: tokens of the current engine.
         head: fields of the reply that are of no token and no engine.
@@ -163,6 +166,7 @@ class Continuation:
         self._longest_stop = max(map(len, self._stops), default=1)
         self._column = column
         self.version: int | None = None
+        self.logprob_kind: LogprobKind | None = None
         self.head: Payload = {}
         self.first: Payload = {}
         self.last: Payload = {}
@@ -347,8 +351,7 @@ class Continuation:
         """
         had, kept, why = self.num, self._safe_part(), self.why_refused()
         if why or self.awaits_prompt_logprobs:
-            self.base, self.first, self.reasoning = Part(), {}, ""
-            self.experts.start_over()
+            self._start_over()
         else:
             if kept.num:
                 self.experts.keep(self.safe_end[2], self.num_computed(kept.num))
@@ -360,6 +363,26 @@ class Continuation:
         self.reported_experts = None
         self.finish, self._is_safe, self._has_stop = None, True, False
         return why
+
+    def _start_over(self) -> None:
+        self.base, self.first, self.reasoning = Part(), {}, ""
+        self.experts.start_over()
+
+    def goes_on_with(self, kind: LogprobKind) -> bool:
+        """Whether tokens whose log-probs are of this kind may follow those so far."""
+        return not (self.wants_logprobs and self.base.num) or kind is self.logprob_kind
+
+    def follow_with(self, kind: LogprobKind) -> None:
+        """The next engine's log-probs are of this kind; tokens of another one are dropped."""
+        if not self.goes_on_with(kind):
+            self.num_recomputed += self.base.num
+            self._start_over()
+        self.logprob_kind = kind
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Its client wants the log-probs of its tokens."""
+        return bool(self._column)
 
     def continuable(self) -> Part:
         """What another engine would continue from now; nothing, if it would start over."""

@@ -36,7 +36,7 @@ FROM_FIRST = (
     "input_token_logprobs",
     "input_top_logprobs",
 )
-_ADDED = ("weight_versions", "num_failovers", "num_recomputed_tokens")
+_ADDED = ("weight_versions", "num_failovers", "num_recomputed_tokens", "logprob_kind")
 # Of the events that are not parsed the last ones are kept: one of them may end at a safe token.
 _NUM_UNREAD = 4
 _INPUT_IDS = b'"input_ids"'
@@ -487,8 +487,9 @@ class FastReply(Reply):
             return False
         span = {"version": meta.get("weight_version"), "start": 0, "end": num}
         spans = [span] if num else []
+        kind = {"logprob_kind": self.logprob_kind} if self.wants_logprobs else {}
         self.passed_on = parts.with_meta(
-            {"weight_versions": spans, "num_failovers": 0, "num_recomputed_tokens": 0},
+            {"weight_versions": spans, "num_failovers": 0, "num_recomputed_tokens": 0, **kind},
             self.sent_as,
             self.rid,
         )

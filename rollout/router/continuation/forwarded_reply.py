@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.core import Payload
 from rollout.router.continuation.reply import Reply
 
@@ -26,6 +27,9 @@ class ForwardedReply(Reply):
         self._body = body
         self._payloads: list[Any] = []
         self._has_sent = False
+
+    def kind_by(self, rule: LogprobRule) -> LogprobKind | None:
+        return None
 
     def body(self, version: int | None = None, dialect: str = "sglang") -> bytes:
         return self._body

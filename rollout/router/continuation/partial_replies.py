@@ -69,6 +69,7 @@ def _payload(rid: str, reply: Reply, part: Part) -> Payload:
             "finish_reason": {"type": "abort"},
             "weight_versions": span_payloads(part.spans),
             "num_recomputed_tokens": reply.num_recomputed,
+            "logprob_kind": reply.logprob_kind,
             _COLUMN: part.columns.get(_COLUMN),
         },
     }

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.core import UNUSABLE, Continuation, Payload
 from rollout.router.http.fast_json import Data, dumps, loads
 from rollout.rules.continuation import Part
@@ -35,6 +36,10 @@ class Reply(Continuation):
     wants_whole_reply = False
     passes_on = False
     passed_on: list[Data] | None = None
+
+    def kind_by(self, rule: LogprobRule) -> LogprobKind | None:
+        """The kind of an engine's log-probs for this request; None if its sampling is not read."""
+        return self.route.kind_of(self.raw, rule)
 
     def body(self, version: int | None = None, dialect: str = "sglang") -> bytes:
         """The body for the next engine, which holds weight ``version`` and has this dialect."""
@@ -150,12 +155,23 @@ class Route:
         chunks: what is new, as events for a streaming client.
         whole: the complete reply.
         engines: by their dialect.
+        nests_sampling: the sampling parameters are an object in the body.
     """
 
     read: Callable[[bytes, int, frozenset[str]], Reply | None]
     chunks: Callable[[Reply], list[Payload]]
     whole: Callable[[Reply], Payload]
     engines: Mapping[str, EngineDialect]
+    nests_sampling: bool = False
+
+    def kind_of(self, raw: Payload, rule: LogprobRule) -> LogprobKind | None:
+        """The kind of an engine's log-probs for this body; None if it has several."""
+        if not self.nests_sampling:
+            return rule.kind_of(raw, has_defaults=True)
+        sampling = raw.get("sampling_params") or {}
+        several = sampling if isinstance(sampling, list) else [sampling]
+        kinds = {rule.kind_of(each) for each in several if isinstance(each, Mapping)}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def reply(
         self, body: bytes, interval: int = 1, dialects: frozenset[str] = _ONLY_SGLANG

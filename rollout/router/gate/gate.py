@@ -108,6 +108,7 @@ class Waiter:
     since_s: float
     hint: Hint = NO_HINT
     names: Names = UNNAMED
+    prefers: Callable[[Backend], bool] | None = None
     decision: Admission | Refusal | None = None
     on_decision: Callable[[Admission | Refusal], None] | None = None
 
@@ -284,7 +285,7 @@ class Gate:
         decision: Admission | Refusal
         try:
             decision = self._admit_or_refuse(
-                waiter.rid, waiter.excluded_engine, waiter.hint, waiter.names
+                waiter.rid, waiter.excluded_engine, waiter.hint, waiter.names, waiter.prefers
             )
         except Exception as error:
             logger.exception("held request %s could not be admitted", waiter.rid)
@@ -310,20 +311,23 @@ class Gate:
         excluded_engine: str = "",
         hint: Hint = NO_HINT,
         names: Names = UNNAMED,
+        prefers: Callable[[Backend], bool] | None = None,
     ) -> Admission | Refusal | Waiter:
         """Request admission.
 
         Args:
             excluded_engine: an engine that must not be chosen.
             names: of the weights that shall answer, as the client or an admission has them.
+            prefers: one of these engines is chosen, if there is any.
         """
         if self.state is not GateState.HOLDING and not self._waiters:
-            return self._admit_or_refuse(rid, excluded_engine, hint, names)
+            return self._admit_or_refuse(rid, excluded_engine, hint, names, prefers)
         if len(self._waiters) >= self._max_held:
             return self._refuse_more()
         if self._held_bytes + num_bytes > self._max_held_bytes:
             return self._refuse(f"held requests already take {self._held_bytes} bytes")
-        waiter = Waiter(rid, num_bytes, excluded_engine, self._clock(), hint, names)
+        now_s = self._clock()
+        waiter = Waiter(rid, num_bytes, excluded_engine, now_s, hint, names, prefers)
         self._waiters[waiter] = None
         self._held_bytes += num_bytes
         return waiter
@@ -501,18 +505,24 @@ class Gate:
     # -- within -----------------------------------------------------------------------------
 
     def _admit_or_refuse(
-        self, rid: str, excluded_engine: str, hint: Hint, names: Names
+        self,
+        rid: str,
+        excluded_engine: str,
+        hint: Hint,
+        names: Names,
+        prefers: Callable[[Backend], bool] | None = None,
     ) -> Admission | Refusal:
         if self.state is GateState.CLOSED:
             return self._refuse("the router is closed")
         members = self.members
         if members.avoided:
             members.avoid_at(self._clock())
-        member = _choose(self.policy, members.choosable, excluded_engine, hint)
+        member = _choose(self.policy, members.choosable, excluded_engine, hint, prefers)
         partner = None
         if member is None:
             # The cached prompts are on the prefill engine, so the policy chooses that.
-            member = _choose(self._decode_policy, members.decode, excluded_engine, NO_HINT)
+            decode = members.decode
+            member = _choose(self._decode_policy, decode, excluded_engine, NO_HINT, prefers)
             partner = _choose(self.policy, members.prefill, excluded_engine, hint)
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
             return self._refuse(f"no engine serves: {members.why_none_serves()}")
@@ -558,8 +568,14 @@ def _named_on_engine(admission: Admission, order: AbortOrder) -> list[str]:
 
 
 def _choose(
-    policy: RoutingPolicy, candidates: Candidates, excluded_engine: str, hint: Hint
+    policy: RoutingPolicy,
+    candidates: Candidates,
+    excluded_engine: str,
+    hint: Hint,
+    prefers: Callable[[Backend], bool] | None = None,
 ) -> Backend | None:
     if excluded_engine:
         candidates = candidates.without(excluded_engine)
+    if prefers is not None and (preferred := candidates.only(prefers)).members:
+        candidates = preferred
     return policy.choose(candidates, hint) if candidates.members else None

@@ -18,7 +18,6 @@ from rollout.router.http.headers import (
     header_lines,
     host_line,
     passed_to_client,
-    signature_lines,
     status_line,
     to_engine,
 )
@@ -98,14 +97,17 @@ class ReplyHead:
     is_until_close: bool = False
     _lines: bytes = field(default=b"", init=False)
 
-    def for_client(
-        self, engine_id: str, weight_version: int | None, length: bytes, *extra: bytes
-    ) -> bytes:
-        """The head for a client; ``length`` in digits or empty, ``extra`` are complete lines."""
+    def for_client(self, signed: bytes, length: bytes, *extra: bytes) -> bytes:
+        """The head for a client.
+
+        Args:
+            signed: lines that name the engine and its weights.
+            length: in digits or empty.
+            extra: complete lines.
+        """
         if not self._lines:
             kept = passed_to_client(self.headers)
             self._lines = status_line(self.status) + header_lines(kept)
-        signed = signature_lines(engine_id, weight_version)
         if length:
             extra = (b"content-length: ", length, b"\r\n", *extra)
         return b"".join((self._lines, signed, *extra, b"\r\n"))

@@ -34,7 +34,7 @@ HOP_BY_HOP = frozenset(
     }
 )
 _REPLACED = frozenset({b"host", b"content-length", b"expect"})
-_OURS = frozenset({b"x-engine-id", b"x-weight-version"})
+_OURS = frozenset({b"x-engine-id", b"x-weight-version", b"x-logprob-kind"})
 _NOT_TO_ENGINE = HOP_BY_HOP | _REPLACED
 # Engines redirect to their own address, where there is no gate and no key.
 _NOT_TO_CLIENT = HOP_BY_HOP | _OURS | {b"location"}
@@ -70,16 +70,22 @@ def to_client(headers: Headers, engine_id: str, weight_version: int | None) -> H
 
 
 @lru_cache(4096)
-def signature(engine_id: str, weight_version: int | None) -> tuple[tuple[bytes, bytes], ...]:
-    who = (b"x-engine-id", engine_id.encode())
-    if weight_version is None:
-        return (who,)
-    return who, (b"x-weight-version", str(weight_version).encode())
+def signature(
+    engine_id: str, weight_version: int | None, logprob_kind: str | None = None
+) -> tuple[tuple[bytes, bytes], ...]:
+    named = {
+        b"x-engine-id": engine_id,
+        b"x-weight-version": weight_version,
+        b"x-logprob-kind": logprob_kind,
+    }
+    return tuple((name, str(value).encode()) for name, value in named.items() if value is not None)
 
 
 @lru_cache(4096)
-def signature_lines(engine_id: str, weight_version: int | None) -> bytes:
-    return header_lines(signature(engine_id, weight_version))
+def signature_lines(
+    engine_id: str, weight_version: int | None, logprob_kind: str | None = None
+) -> bytes:
+    return header_lines(signature(engine_id, weight_version, logprob_kind))
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

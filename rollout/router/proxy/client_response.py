@@ -136,10 +136,8 @@ class ClientResponse:
 
     # -- an engine's reply, passed on as it is ----------------------------------------------
 
-    def begin(
-        self, reply: ReplyHead, length: bytes, engine_id: str, weight_version: int | None
-    ) -> None:
-        """Keep the head of an engine's reply until ``pass_on`` writes it."""
+    def begin(self, reply: ReplyHead, length: bytes, signed: bytes) -> None:
+        """Keep the head of an engine's reply until ``pass_on`` writes it; ``signed`` as below."""
         extra = []
         if reply.is_chunked or reply.is_until_close:
             self._is_event_stream = _is_event_stream(reply.headers)
@@ -151,7 +149,7 @@ class ClientResponse:
                 extra.append(_CHUNKED)
         if self.is_last:
             extra.append(_CLOSE)
-        self._pending_head = reply.for_client(engine_id, weight_version, length, *extra)
+        self._pending_head = reply.for_client(signed, length, *extra)
 
     def discard_head(self) -> None:
         """The engine of the head that was kept is lost."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVarTuple
 
 from engines.protocol.adapter_names import Names, resolved
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.continuation.reply import Reply
@@ -63,6 +64,7 @@ from rollout.router.proxy.prefill_decode import (
 from rollout.router.proxy.reader_choice import (
     ReadBody,
     is_read,
+    kind_of_unread,
     read_body,
     read_for_adapter,
     read_forwarded,
@@ -84,7 +86,7 @@ from rollout.router.proxy.token_reader import (
 )
 from rollout.router.sessions.session_store import Session
 from rollout.router.state.stored_replies import StoredReplies, StoredReply
-from rollout.rules.routing import NO_HINT
+from rollout.rules.routing import NO_HINT, Backend
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +143,7 @@ class Exchange:
     _timer: asyncio.TimerHandle | None = None
     _num_attempts: int = 0
     _failure: ConnectionFailure | None = None
+    _logprob_kind: LogprobKind | None = None  # of the current engine's reply
     _status: int = 0  # of a reply that says nothing of its engine so far
     _lost: LostEngines | None = None
     _prefill: PrefillReply | None = None
@@ -355,12 +358,20 @@ class Exchange:
             excluded_engine=excluded_engine,
             hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
             names=self._pinned or self._wanted_names(),
+            prefers=self._prefers(),
         )
         if isinstance(decision, Waiter):
             decision.on_decision = self.decided
             self._timer = proxy.call_later(proxy.config.hold_timeout_s, proxy.gate.expire, decision)
         else:
             self._decided(decision)
+
+    def _prefers(self) -> Callable[[Backend], bool] | None:
+        """Engines that can go on with the tokens so far; None: there are none."""
+        reply = None if self._tokens is None else self._tokens.reply
+        if reply is None or not (reply.base.num and reply.wants_logprobs):
+            return None
+        return lambda member: reply.kind_by(member.logprobs) is reply.logprob_kind
 
     def _wanted_names(self) -> Names:
         return (self.session.names if self.session is not None else ()) or self._named.names
@@ -416,6 +427,9 @@ class Exchange:
         ):
             self._end_with(responses.error(400, "bad_request", why))
             return
+        if (end := self._follow(request, admission.member.logprobs)) is not None:
+            self._end_with(end)
+            return
         if admission.partner is not None:
             more = bootstrap_fields(admission.partner)
             self._prefill = PrefillReply(
@@ -431,7 +445,7 @@ class Exchange:
             if is_one_of_pair:  # what the prefill engine sends is not kept
                 self._drop_kept()
             else:
-                self._kept.begin(version, kind.dialect, self._pinned)
+                self._kept.begin(version, kind.dialect, self._pinned, self._logprob_kind)
         parts = request.parts_for(endpoint, namespace, more, kind)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
 
@@ -446,6 +460,26 @@ class Exchange:
             if self._tokens is not None:
                 self._tokens.reply.rid, self._tokens.reply.sent_as = request.rid, sent_as
 
+    def _follow(self, request: Request, rule: LogprobRule) -> RouterResponse | None:
+        """Note the kind of the engine's log-probs; the client's response, if it ends that."""
+        reply, proxy = None if self._tokens is None else self._tokens.reply, self._proxy
+        if reply is None or (kind := reply.kind_by(rule)) is None:
+            path, max_bytes = self._head.route.path, proxy.config.max_read_bytes
+            self._logprob_kind = kind_of_unread(path, request.body, rule, max_bytes)
+            return None
+        if not reply.goes_on_with(kind):
+            proxy.counts.refuse_failover("logprob_kind")
+            if self.response.has_begun:
+                why = (
+                    f"the log-probs of its tokens are {reply.logprob_kind}, and those of engine "
+                    f"{self.engine_id} would be {kind}"
+                )
+                assert self._failure is not None  # it has had another engine
+                return responses.engine_failed(self._failure, why)
+        reply.follow_with(kind)
+        self._logprob_kind = kind
+        return None
+
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
         admission, response, tokens = self.admission, self._http, self._tokens
         assert admission is not None
@@ -454,7 +488,7 @@ class Exchange:
             self._status = head.status
         else:
             assert response is not None
-            response.begin(head, length, self.engine_id, admission.weight_version)
+            response.begin(head, length, self._signed())
             if self._head.route.path in COMPLETION_PATHS:
                 self._status = head.status
             # After a length the body follows at once, so the head can wait for it.
@@ -544,9 +578,9 @@ class Exchange:
         self.finish()
 
     def _signed(self) -> bytes:
-        """Lines of a head that name the engine and its weights."""
+        """Lines of a head that name the engine, its weights and the kind of its log-probs."""
         assert self.admission is not None
-        return signature_lines(self.engine_id, self.admission.weight_version)
+        return signature_lines(self.engine_id, self.admission.weight_version, self._logprob_kind)
 
     def _on_prefill(self, event: PrefillEvent) -> None:
         """What has happened at the prefill engine of a pair."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.dialects.table import ROUTES, served
 from rollout.router.continuation.fast_path import PromptIds
 from rollout.router.continuation.forwarded_reply import ForwardedReply
@@ -179,3 +181,27 @@ def read_forwarded(body: bytes) -> TokenReader:
 def read_for_adapter(body: bytes, named: NamedWeights) -> TokenReader:
     """The reader of replies of adapters, which get the versions of those."""
     return TokenReader(ForwardedReply(body, is_streamed=named.is_streamed))
+
+
+def kind_of_unread(path: str, body: bytes, rule: LogprobRule, max_bytes: int) -> LogprobKind | None:
+    """The kind of an engine's log-probs for a body that is passed on as it is.
+
+    It is parsed only if it has a sampling parameter on which the kind depends.
+
+    Returns:
+        None if the body says nothing of it, or has over ``max_bytes`` and would have to be parsed.
+    """
+    if (route := ROUTES.get(path)) is None:
+        return None
+    if _pattern(rule).search(body) is None:
+        return route.kind_of({}, rule)
+    try:
+        raw = loads(body) if len(body) <= max_bytes else None
+    except ValueError:  # the engine refuses it
+        return None
+    return route.kind_of(raw, rule) if isinstance(raw, dict) else None
+
+
+@lru_cache(64)
+def _pattern(rule: LogprobRule) -> re.Pattern[bytes]:
+    return re.compile(f'"(?:{"|".join(rule.names)})"'.encode())

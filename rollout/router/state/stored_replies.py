@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from engines.protocol.adapter_names import Names
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.router.continuation.core import UNUSABLE
 from rollout.router.continuation.reply import Reply
 from rollout.router.state.state_file import Kind, Record, StateFile
@@ -36,12 +37,14 @@ class Attempt(NamedTuple):
         key: of the request; None but for the first part.
         version, dialect: of the engine.
         names: of the adapters' versions that answer, or of the base; see ``adapter_names``.
+        logprob_kind: of the engine's log-probs.
     """
 
     key: Key | None
     version: int | None
     dialect: str
     names: Names
+    logprob_kind: LogprobKind | None = None
 
 
 @dataclass(slots=True)
@@ -71,11 +74,18 @@ class StoredReply:
         """A lost router has begun it, so it stays with the weights that it had there."""
         return self._number > 0
 
-    def begin(self, version: int | None, dialect: str, names: Names) -> None:
+    def begin(
+        self,
+        version: int | None,
+        dialect: str,
+        names: Names,
+        logprob_kind: LogprobKind | None = None,
+    ) -> None:
         """The request is sent to an engine; written with its first event."""
         self._places += self._events
         self._events, self._room = [], 0
-        self._attempt = Attempt(None if self._number else self.key, version, dialect, names)
+        key = None if self._number else self.key
+        self._attempt = Attempt(key, version, dialect, names, logprob_kind)
 
     def add(self, event: bytes, has_all: bool) -> None:
         """Keep one event of the engine.
@@ -133,6 +143,8 @@ class StoredReply:
                         reply.restore(events, has_gap=has_gap)
                         reply.lose_engine()
                     attempt: Attempt = pickle.loads(data)
+                    if attempt.logprob_kind is not None:
+                        reply.follow_with(attempt.logprob_kind)
                     reply.body(attempt.version, attempt.dialect)
                     events, has_gap = [], False
                 before = record.number

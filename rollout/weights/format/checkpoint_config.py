@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says about how its weights are held, and its other settings."""
+"""The settings of a checkpoint: ``config.json`` says how its weights are held."""
 
 from __future__ import annotations
 

@@ -13,10 +13,12 @@ import aiohttp
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.fake.launcher import Make, make_engine
-from engines.fake.vllm import make_vllm
+from engines.fake.vllm import FakeVllm, make_vllm
 from engines.fake.vllm.http_vllm import vllm_over_http
 from engines.protocol import Endpoint
+from engines.protocol.logprob_kind import LogprobRule
 from engines.protocol.spec import EngineSpec
+from engines.vllm.features import LOGPROB_RULES, PROCESSED
 from rollout.router import Backend, RouterHost
 from tests.rollout.router.conftest import router_config
 
@@ -52,6 +54,7 @@ async def served(
     model_path: str = "/models/m",
     token_s: float = 0.002,
     make: Make = make_vllm,
+    logprobs_mode: str = PROCESSED,
     **config: Any,
 ) -> AsyncIterator[Served]:
     """Engines of these kinds, all at weight version 3, behind an open gate."""
@@ -65,11 +68,15 @@ async def served(
         )
         for index, kind in enumerate(kinds)
     ]
+    for one in running:
+        if isinstance(one.engine, FakeVllm):
+            one.engine.logprobs_mode = logprobs_mode
     # The engines name the folder of the tokenizer.
     host = RouterHost(router_config(**{"tokenizer_path": ""} | config))
     endpoint = await host.start()
+    rules = {"sglang": LogprobRule(), "vllm": LOGPROB_RULES[logprobs_mode]}
     members = [
-        Backend(one.engine.engine_id, one.endpoint, kind=kind)
+        Backend(one.engine.engine_id, one.endpoint, kind=kind, logprobs=rules[kind])
         for one, kind in zip(running, kinds, strict=True)
     ]
     try:

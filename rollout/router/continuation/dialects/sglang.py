@@ -247,6 +247,8 @@ def _payload(reply: Reply, part: Part) -> Payload:
         meta |= {"routed_experts": experts} if experts else {}
     for name, values in reply.prompt_logprobs.items():
         meta[name] = [*values, *(meta.get(name) or [])]
+    if reply.wants_logprobs:
+        meta["logprob_kind"] = reply.logprob_kind
     meta["num_failovers"] = reply.num_failovers
     meta["num_recomputed_tokens"] = reply.num_recomputed
     return {**reply.head, "text": part.text, "output_ids": part.ids, "meta_info": meta}

@@ -15,8 +15,11 @@ ROUTES: Mapping[str, Route] = {
         sglang.chunks,
         sglang.whole,
         {"sglang": sglang.ENGINE, "vllm": vllm.TRANSLATED},
+        nests_sampling=True,
     ),
-    VLLM_GENERATE_PATH: Route(vllm.read, vllm.chunks, vllm.whole, {"vllm": vllm.ENGINE}),
+    VLLM_GENERATE_PATH: Route(
+        vllm.read, vllm.chunks, vllm.whole, {"vllm": vllm.ENGINE}, nests_sampling=True
+    ),
     "/v1/completions": Route(
         openai.read_completion,
         openai.completion_chunks,
