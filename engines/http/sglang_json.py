@@ -25,6 +25,7 @@ from engines.protocol import (
     VersionSpan,
     WeightsReport,
 )
+from engines.protocol.logprob_kind import read_kind
 from engines.protocol.sampling_params import DEFAULT_SAMPLING
 
 DONE = b"[DONE]"
@@ -97,6 +98,7 @@ def read_generate(answer: Any) -> GenerateReply:
         input_top_logprobs=_top_logprobs(meta.get("input_top_logprobs"), 1),
         routed_experts=_from_base64(meta.get("routed_experts")),
         num_failovers=meta.get("num_failovers", 0),
+        logprob_kind=read_kind(meta.get("logprob_kind")),
     )
 
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, TypedDict
 from urllib.parse import urlsplit
 
+from engines.protocol.logprob_kind import LogprobKind
 from engines.protocol.sampling_params import SamplingParams
 
 # In the metadata of a safetensors file whose writer promises that it will never be another length
@@ -217,6 +218,8 @@ class GenerateReply:
         num_failovers: engines that the request lost on its way, as the router reports it.
         engine_id: the engine that generated all of it, as the router reports it; empty where it is
             not known, or after a failover.
+        logprob_kind: of which distribution ``output_logprobs`` are, as the router reports it; None
+            where it is not known.
     """
 
     rid: str
@@ -235,6 +238,7 @@ class GenerateReply:
     routed_experts: bytes | None = None
     num_failovers: int = 0
     engine_id: str = ""
+    logprob_kind: LogprobKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

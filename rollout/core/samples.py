@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
+from engines.protocol.logprob_kind import LogprobKind
 
 
 class SampleStatus(StrEnum):
@@ -59,6 +60,9 @@ class Sample:
             it: int32, C order, shape ``[tokens, layers, experts per token]``.  The last token was
             not computed, and neither was what an environment appended to it.  None unless
             requested, and where an engine did not report those of its tokens.
+        logprob_kind: of which distribution ``output_logprobs`` are: ``full`` for log-softmax of
+            logits / temperature, ``cut`` behind top-p, top-k, min-p or penalties, ``raw`` at
+            temperature 1 where the request has another one.  None where it is not known.
 
     Raises:
         ValueError: the lengths disagree, or spans do not fit the output.
@@ -78,6 +82,7 @@ class Sample:
     traceback: str = ""
     engines: tuple[EngineSpan, ...] = ()
     routed_experts: bytes | None = None
+    logprob_kind: LogprobKind | None = None
 
     def __post_init__(self) -> None:
         if self.loss_mask is None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SkipValidation
 
 from engines.protocol import SamplingParams
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, all_samples
@@ -26,6 +27,7 @@ from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.limiter import Limiter
 from rollout.driver.client.load_follower import LoadFollower
 from rollout.driver.client.retry import RetryPolicy
+from rollout.driver.client.sampling_check import why_not_trained
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
@@ -42,6 +44,8 @@ from rollout.rules.diagnosis import JOURNAL_LOST
 
 logger = logging.getLogger(__name__)
 
+# What is full by this rule is so by all others.
+_ANY_RULE = LogprobRule(has_temperature=False, has_cuts=True)
 OnProgress = Callable[[Progress], None]
 
 
@@ -173,7 +177,8 @@ class RolloutDriver:
             on_progress: called while the batch fills, for a progress bar.
 
         Raises:
-            ConfigError: no prompt, an empty prompt, or a wrong setting.
+            ConfigError: no prompt, an empty prompt, or a wrong setting; or with this sampling no
+                engine reports log-probs that a trainer computes.
             RolloutError: too many samples failed, or filters dropped too many groups; finished
                 groups of a source stay for the next call.  Or no token has the wanted weight
                 version.  Or the driver is closed.
@@ -188,6 +193,7 @@ class RolloutDriver:
         if options.max_version_lag is not None:
             await self._refresh()
         try:
+            await self._check_logprob_kinds(sampling)
             groups = await stream.batch(rollout_id, on_sample=on_sample, on_progress=on_progress)
         finally:
             if stream in self._lists:
@@ -395,6 +401,17 @@ class RolloutDriver:
         load = await self._engines.client.load()
         if load is not None:
             self._engines.note_version(load.weight_version)
+
+    async def _check_logprob_kinds(self, sampling: SamplingParams) -> None:
+        """Refuse what no engine has for a trainer; where some do, each sample is judged."""
+        wire = sampling.to_wire()
+        if _ANY_RULE.kind_of(wire) is LogprobKind.FULL or self._hooks.generate is not None:
+            return
+        load = await self._engines.client.load()
+        kinds = {rule.kind_of(wire) for rule in (() if load is None else load.logprobs)}
+        if kinds and LogprobKind.FULL not in kinds:
+            why = why_not_trained(kinds.pop(), sampling)
+            raise ConfigError(f"the engines report {why}", setting="sampling", value=wire)
 
     def _report_loss(self, lost_s: float) -> None:
         self._figures.publish(self._step, {JOURNAL_LOST: lost_s})

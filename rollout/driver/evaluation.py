@@ -165,7 +165,9 @@ async def _run_dataset(
     )
     batch = BatchPlan(len(dataset.prompts), dataset.num_samples, dataset.sampling)
     options = RolloutOptions(pin=pin, max_redone=1, max_failed_share=1.0)
-    stream = Stream(FixedPrompts(dataset.prompts), engines, dataset_hooks, batch, options)
+    stream = Stream(
+        FixedPrompts(dataset.prompts), engines, dataset_hooks, batch, options, is_training=False
+    )
     try:
         return await stream.batch()
     finally:

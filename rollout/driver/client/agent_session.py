@@ -65,8 +65,8 @@ class AgentSession:
         Each has ``turn``, ``parent`` (None for a first turn), ``drift`` (``clean``, ``realigned``
         or ``forked``), ``first_difference`` (index of the first id that a new tokenisation of the
         messages would change), ``prompt_ids`` behind its parent's, ``output_ids``,
-        ``output_logprobs``, ``weight_versions``, ``finish_reason``, ``text`` and, as base64,
-        ``routed_experts`` behind its parent's (None unless requested).
+        ``output_logprobs``, ``logprob_kind``, ``weight_versions``, ``finish_reason``, ``text`` and,
+        as base64, ``routed_experts`` behind its parent's (None unless requested).
 
         Raises:
             GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
+from engines.protocol.logprob_kind import LogprobKind, joined, read_kind
 from rollout.core.samples import Sample, SampleStatus
 
 Turn = Mapping[str, Any]
@@ -44,6 +45,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
     ids: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
+    kind: LogprobKind | None = None
     spans: list[VersionSpan] = []
     for place, turn in enumerate(path):
         if place:
@@ -53,6 +55,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
             mask += [0] * len(new)
         is_new = turn["turn"] not in counted
         counted.add(turn["turn"])
+        kind = joined(kind, read_kind(turn.get("logprob_kind")))
         spans += _spans(turn, len(ids))
         ids += turn["output_ids"]
         logprobs += [_number(one) if is_new else 0.0 for one in turn["output_logprobs"]]
@@ -78,6 +81,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
         },
         loss_mask=mask,
         routed_experts=_experts(path),
+        logprob_kind=kind,
     )
 
 

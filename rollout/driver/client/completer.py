@@ -25,8 +25,9 @@ from rollout.driver.client.generation_client import (
     SoFar,
 )
 from rollout.driver.client.limiter import Limiter
-from rollout.driver.client.partial import copy_of, extend, remaining, restart
+from rollout.driver.client.partial import copy_of, extend, has_other_kind, remaining, restart
 from rollout.driver.client.retry import RetryPolicy, RetryState
+from rollout.driver.client.sampling_check import why_not_trained
 
 _HALF_RID_BYTES = 8
 
@@ -130,17 +131,21 @@ class Completer:
         is_stale: Callable[[Sample], bool],
         base: int = 0,
         affinity: str = "",
+        is_training: bool = True,
     ) -> None:
         """Generate until ``sample`` ends or the scope stops.
 
         Args:
             is_stale: called with a sample that was cut off; if True, its tokens are discarded.
             base: output tokens that do not count against the budget (earlier turns).
+            is_training: the sample fails if its log-probs are not those that a trainer computes.
         """
         async with self.limiter.slot():
             state = RetryState()
             try:
-                while await self._step(sample, sampling, scope, state, is_stale, base, affinity):
+                while await self._step(
+                    sample, sampling, scope, state, is_stale, base, affinity, is_training
+                ):
                     pass
             except GenerationError as error:
                 sample.fail(str(error))
@@ -156,6 +161,7 @@ class Completer:
         is_stale: Callable[[Sample], bool],
         base: int,
         affinity: str,
+        is_training: bool,
     ) -> bool:
         """Send one request.  Returns whether another is needed."""
         rest = remaining(sampling, len(sample.output_ids) - base)
@@ -176,6 +182,15 @@ class Completer:
         except GenerationError as error:
             scope.num_lost += error.kind is FailureKind.LOST
             await self._wait_or_raise(error, scope, state)
+            return True
+        if is_training and (why := why_not_trained(reply.logprob_kind, sampling)):
+            raise GenerationError(f"the engine reports {why}")
+        if len(sample.output_ids) > base and has_other_kind(sample, reply):
+            if base:
+                raise GenerationError(
+                    "a turn was cut off, and the next engine's log-probs are of another kind"
+                )
+            restart(sample)
             return True
         extend(sample, reply, budget=base + sampling.max_new_tokens)
         for span in sample.weight_versions[-1:]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from engines.protocol import GenerateReply, SamplingParams
+from engines.protocol.logprob_kind import LogprobRule
 
 PARTIAL_AT_ONCE = 64
 """Replies in flight that one query for their tokens is of; the router answers no more."""
@@ -77,6 +78,7 @@ class EngineLoad:
         kv_use: used share of the fullest engine's KV cache; None if not reported.
         weight_version: of the engines' weights; None if not reported.
         why_waiting: why requests wait at the gate; empty if none does.
+        logprobs: at which step of sampling the engines take their log-probs; empty if not reported.
     """
 
     num_engines: int
@@ -85,6 +87,7 @@ class EngineLoad:
     kv_use: float | None = None
     weight_version: int | None = None
     why_waiting: str = ""
+    logprobs: tuple[LogprobRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import orjson
 from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.kinds import kind_of
 from engines.protocol import GenerateReply, Loads
+from engines.protocol.logprob_kind import LogprobRule, read_kind
 from rollout.driver.client.generation_client import (
     Disconnected,
     EngineLoad,
@@ -240,6 +241,7 @@ class HttpGenerationClient:
             kv_use=max((one.kv_use for one in known if one.kv_use is not None), default=None),
             weight_version=router.get("gate", {}).get("weight_version"),
             why_waiting=_why_waiting(router.get("gate", {})),
+            logprobs=tuple(_read_rule(engine) for engine in serving if engine.get("logprobs")),
         )
 
     async def server_metrics(self) -> Mapping[str, float]:
@@ -350,6 +352,8 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
     if any(map(math.isnan, reply.output_logprobs or ())):
         message = f"engine {engine_id} computed log-probs that are not numbers"
         raise GenerationError(message, kind=FailureKind.LOST)
+    if reply.logprob_kind is None and (kind := response.headers.get("x-logprob-kind")):
+        reply = replace(reply, logprob_kind=read_kind(kind))
     # After a failover the header names only the last engine.
     return replace(reply, engine_id=engine_id) if engine_id and not reply.num_failovers else reply
 
@@ -367,6 +371,12 @@ async def _read_stream(response: aiohttp.ClientResponse) -> AsyncGenerator[Gener
 def _read_partial(answer: Any) -> PartialReply:
     reply = replace(read_generate(answer), engine_id=answer["engine_id"])
     return PartialReply(answer["begin"], reply, answer["meta_info"]["num_recomputed_tokens"])
+
+
+def _read_rule(engine: Mapping[str, Any]) -> LogprobRule:
+    """What ``/engines`` has of one, without the sampling of OpenAI's routes."""
+    has = engine["logprobs"]
+    return LogprobRule(has["has_temperature"], has["has_penalties"], has["has_cuts"])
 
 
 def _why_waiting(gate: Mapping[str, Any]) -> str:

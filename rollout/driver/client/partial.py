@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engines.protocol import GenerateReply, SamplingParams
+from engines.protocol.logprob_kind import joined
 from rollout.core.samples import EngineSpan, Sample, SampleStatus
 from rollout.rules.continuation import check_budget, join_experts, join_spans, spans_of
 
@@ -67,10 +68,18 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
     sample.weight_versions = spans
     if reply.engine_id and reply.output_ids:
         sample.engines = (*sample.engines, EngineSpan(reply.engine_id, begin, length))
+    if reply.output_ids:
+        sample.logprob_kind = joined(sample.logprob_kind, reply.logprob_kind)
     sample.finish_reason = reason
     sample.status = _STATUS[reason.kind]
     if sample.status is SampleStatus.ABORTED and budget is not None and length >= budget:
         sample.status = SampleStatus.TRUNCATED
+
+
+def has_other_kind(sample: Sample, reply: GenerateReply) -> bool:
+    """Whether the log-probs of a reply are of another distribution than those of ``sample``."""
+    kinds = {sample.logprob_kind, reply.logprob_kind} - {None}
+    return len(kinds) > 1 and len(reply.output_ids) > 0
 
 
 def copy_of(sample: Sample) -> Sample:
@@ -101,6 +110,7 @@ def extend_from(sample: Sample, whole: Sample, num_tokens: int, num_characters: 
     sample.output_logprobs += whole.output_logprobs[begin:num_tokens]
     sample.mask.extend(whole.mask[begin:num_tokens])
     sample.text = whole.text[:num_characters]
+    sample.logprob_kind = whole.logprob_kind
     sample.weight_versions = tuple(
         replace(one, end=min(one.end, num_tokens))
         for one in whole.weight_versions
@@ -137,6 +147,6 @@ def restart(sample: Sample) -> None:
     sample.text = sample.error = sample.traceback = ""
     sample.weight_versions = ()
     sample.engines = ()
-    sample.routed_experts = None
+    sample.routed_experts = sample.logprob_kind = None
     sample.finish_reason = sample.reward = None
     sample.status = SampleStatus.PENDING

@@ -5,12 +5,13 @@ Always true of parameters that pass: SGLang takes them, unless it has to know th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from engines.protocol import sampling_params
+from engines.protocol.logprob_kind import CHANGES, CUTS, LogprobKind
 from engines.protocol.sampling_params import GRAMMARS
 from rollout.core.arguments import Count, Positive, Share, TokenIds, Whole, options, wrong
 
@@ -102,3 +103,46 @@ def check_sampling(sampling: Any, *, least_tokens: int = 1) -> None:
         SamplingParams(**{name: getattr(sampling, name) for name in names})
     if sampling.max_new_tokens < least_tokens:
         raise wrong("max_new_tokens", sampling.max_new_tokens, f"at least {least_tokens}")
+
+
+_RAW_AT_1 = "vLLM with logprobs-mode: raw_logprobs and temperature=1"
+
+
+def why_not_trained(
+    kind: LogprobKind | None, sampling: sampling_params.SamplingParams | None = None
+) -> str:
+    """Why log-probs of a kind are not those that a trainer computes, and what would work.
+
+    Args:
+        kind: None if it is not known.
+        sampling: of the request, if it is known.
+
+    Returns:
+        Empty if they are, or may be.
+    """
+    if kind in (None, LogprobKind.FULL):
+        return ""
+    what = "log-probs that a trainer does not compute, which are log-softmax(logits / temperature)"
+    if kind is LogprobKind.RAW:
+        found = _words(sampling, ("temperature",)) or "another temperature"
+        why = f"these are at temperature 1, and the request has {found}"
+        ways = "sample at temperature=1, or use engines that report them at the temperature"
+    else:
+        names = _words(sampling, (*CUTS, *CHANGES)) or "top_p, top_k, min_p or a penalty"
+        why = f"these are of what {names} made of the distribution"
+        # SGLang and the embedded engine report what penalties have changed, too.
+        others = "" if _words(sampling, CHANGES) else " use SGLang or the embedded engine,"
+        ways = f"leave that out,{others} or use {_RAW_AT_1}"
+    return f"{what}: {why}; {ways} (docs/how-to/mismatch.md)"
+
+
+def _words(sampling: sampling_params.SamplingParams | None, names: Iterable[str]) -> str:
+    """The parameters with these names that are not at their defaults."""
+    default = sampling_params.DEFAULT_SAMPLING
+    values = {name: getattr(sampling, name, None) for name in names}
+    found = [
+        f"{name}={value}"
+        for name, value in values.items()
+        if value is not None and value != getattr(default, name)
+    ]
+    return ", ".join(found)

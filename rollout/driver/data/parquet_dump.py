@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
+from engines.protocol.logprob_kind import read_kind
 from rollout.core.arguments import Count, checked
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
 from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 
 _READ_ROWS = 1024
+_NOT_IN_ALL = ("logprob_kind",)
+"""Columns that dumps of earlier versions lack."""
 # Columns with the name and the value of a sample's field.
 _PLAIN_COLUMNS = (
     *("prompt_ids", "output_ids", "output_logprobs", "loss_mask"),
@@ -150,6 +153,7 @@ def _row(rollout_id: int, index: int, group: SampleGroup, sample: Sample) -> dic
         "finish_matched": matched,
         "finish_message": None if reason is None else reason.message,
         "status": sample.status.value,
+        "logprob_kind": sample.logprob_kind and sample.logprob_kind.value,
         "metadata": _json(sample.metadata),
         "group_metadata": _json(group.metadata),
     }
@@ -173,6 +177,7 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         reason = FinishReason(row["finish_kind"], matched, row["finish_message"])
     return Sample(
         **{name: row[name] for name in _PLAIN_COLUMNS},
+        logprob_kind=read_kind(row.get("logprob_kind")),
         weight_versions=tuple(VersionSpan(**span) for span in row["weight_versions"]),
         engines=tuple(EngineSpan(**span) for span in row["engines"]),
         finish_reason=reason,
@@ -199,7 +204,8 @@ def _rows(path: Path | str) -> Iterator[Mapping[str, Any]]:
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{path} is not a Parquet file: {error}") from None
     with file:
-        missing = [name for name in _schema(pa).names if name not in file.schema_arrow.names]
+        needed = [name for name in _schema(pa).names if name not in _NOT_IN_ALL]
+        missing = [name for name in needed if name not in file.schema_arrow.names]
         if missing:
             raise ConfigError(f"{path} is not a dump of samples: no columns {', '.join(missing)}")
         for batch in file.iter_batches(_READ_ROWS):
@@ -232,6 +238,7 @@ def _schema(pa: Any) -> Any:
             ("routed_experts", pa.binary()),
             ("metadata", text),
             ("group_metadata", text),
+            ("logprob_kind", text),
         ]
     )
 

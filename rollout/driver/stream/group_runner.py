@@ -52,6 +52,7 @@ class GroupRunner:
 
     Args:
         on_generated: called for every sample that needs no engine any more.
+        is_training: as ``Completer.complete`` takes it.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class GroupRunner:
         batch: BatchPlan,
         options: RolloutOptions,
         on_generated: Callable[[WorkItem], None],
+        *,
+        is_training: bool = True,
     ) -> None:
         self.batch = batch
         self.options = options
@@ -71,6 +74,7 @@ class GroupRunner:
         self._hooks = hooks
         self._scope = scope
         self._on_generated = on_generated
+        self._is_training = is_training
 
     async def run(self, item: WorkItem) -> str | None:
         """None if the group is still unfinished, "" if it is accepted, else why it is dropped."""
@@ -111,7 +115,12 @@ class GroupRunner:
     async def _generate(self, item: WorkItem, index: int) -> None:
         sample, sampling = item.samples[index], self._sampling(item, index)
         is_stale = partial(self._should_restart, item)
-        complete = partial(self._engines.complete, scope=self._scope, is_stale=is_stale)
+        complete = partial(
+            self._engines.complete,
+            scope=self._scope,
+            is_stale=is_stale,
+            is_training=self._is_training,
+        )
         if self._hooks.generate is None:
             await complete(sample, sampling)
             return

@@ -158,6 +158,7 @@ def _write(
         "weight_versions": [asdict(span) for span in sample.weight_versions],
         "engines": [asdict(span) for span in sample.engines],
         "finish_reason": None if sample.finish_reason is None else asdict(sample.finish_reason),
+        "logprob_kind": sample.logprob_kind,
         "status": str(SampleStatus.ABORTED if is_open and end else sample.status),
         "reward": sample.reward,
         "error": sample.error,

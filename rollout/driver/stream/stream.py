@@ -46,7 +46,11 @@ _CLOSE_TIMEOUT_S = 3.0
 
 
 class Stream:
-    """Batches from one source."""
+    """Batches from one source.
+
+    Args:
+        is_training: as ``Completer.complete`` takes it.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,8 @@ class Stream:
         options: RolloutOptions,
         files: JournalFiles | None = None,
         on_loss: Callable[[float], None] = lambda lost_s: None,
+        *,
+        is_training: bool = True,
     ) -> None:
         self.auditor = Auditor()
         self._source = source
@@ -76,7 +82,15 @@ class Stream:
         self._checked_version: int | None = None
         self._batch_lock = asyncio.Lock()
         self._timer = BatchTimer(engines.limiter)
-        self._runner = GroupRunner(engines, hooks, self._scope, batch, options, self._on_generated)
+        self._runner = GroupRunner(
+            engines,
+            hooks,
+            self._scope,
+            batch,
+            options,
+            self._on_generated,
+            is_training=is_training,
+        )
 
     # -- batches ----------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.protocol import FinishReason, VersionSpan
+from engines.protocol.logprob_kind import read_kind
 from rollout.core.errors import ConfigError
 from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 from rollout.driver.client.partial import restart
@@ -208,6 +209,7 @@ def _sample_of_state(state: Mapping[str, Any]) -> Sample:
             "engines": tuple(EngineSpan(**span) for span in state["engines"]),
             "finish_reason": _reason_of(state["finish_reason"]),
             "status": SampleStatus(state["status"]),
+            "logprob_kind": read_kind(state.get("logprob_kind")),
             "routed_experts": None if experts is None else base64.b64decode(experts),
         }
     )

@@ -370,7 +370,14 @@ def _read_reply(
     spans = spans_of(reply.weight_versions, reply.weight_version, len(ids))
     with _not_recorded():
         text = reply.text if reader is None else reader.visible(reply.text)
-        made = Generated(ids, reply.output_logprobs or (), spans, finish, text)
+        made = Generated(
+            ids,
+            reply.output_logprobs or (),
+            spans,
+            finish,
+            text,
+            logprob_kind=reply.logprob_kind,
+        )
         return answer, compact_generated(made)
 
 

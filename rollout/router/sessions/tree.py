@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.protocol import FinishReason, VersionSpan
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.alignment import Checkpoint, Drift
 from rollout.router.sessions.messages import History, Message
@@ -49,6 +50,7 @@ class Generated:
         logprobs: one for each id.
         experts: routed experts of the tokens that were computed for this turn and for none before
             it, from the parent's last token to the one before its own last; None if not reported.
+        logprob_kind: of the log-probs.
     """
 
     ids: Sequence[int]
@@ -57,6 +59,7 @@ class Generated:
     finish: FinishReason
     text: str
     experts: bytes | None = None
+    logprob_kind: LogprobKind | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +109,7 @@ class Turn:
                 "message": finish.message,
             },
             "text": generated.text,
+            "logprob_kind": generated.logprob_kind,
         }
         yield dumps(fields)[:-1]
         yield from _list("prompt_ids", prompt.ids)

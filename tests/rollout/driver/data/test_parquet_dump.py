@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, VersionSpan
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 from rollout.driver.data.parquet_dump import Replay, from_arrow, load_groups, save_groups, to_arrow
@@ -40,6 +41,7 @@ def samples(draw) -> Sample:
         loss_mask=draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)),
         engines=(EngineSpan("main-0", 0, cut),) if cut else (),
         routed_experts=draw(st.none() | st.binary(max_size=8)),
+        logprob_kind=draw(st.none() | st.sampled_from(LogprobKind)),
     )
 
 
@@ -63,6 +65,13 @@ def test_replay_of_a_directory_gives_each_rollout(tmp_path: Path) -> None:
     assert replay.rollout(2)[0].rewards == [2.0]
     with pytest.raises(RolloutError, match="no rollout 3 in the dumps; there are 3, from 0 to 2"):
         replay.rollout(3)
+
+
+def test_a_dump_of_an_earlier_version_has_no_kinds(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = to_arrow(0, [group(2)]).drop_columns(["logprob_kind"])
+    parquet.write_table(table, tmp_path / "old.parquet")
+    assert load_groups(tmp_path / "old.parquet") == [group(2)]
 
 
 def test_infinite_log_probs_survive(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engines.protocol import SamplingParams
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.samples import Sample, SampleStatus
 from rollout.driver.client.session import Session
 from rollout.driver.data.prompt import Prompt
@@ -187,10 +188,11 @@ def test_a_later_file_alone_begins_behind_its_step() -> None:
     assert [work["serial"] for work in saved.state()["works"]] == [1, 2]
 
 
-def test_routed_experts_are_saved_with_their_sample() -> None:
+def test_experts_and_kind_are_saved_with_their_sample() -> None:
     queue, auditor, (item,) = begun(1)
     generate(item.samples[0], 5)
     item.samples[0].routed_experts = b"\0\1\xff"
+    item.samples[0].logprob_kind = LogprobKind.RAW
     line = copied(Changes().line(FixedPrompts([]), queue, auditor))
     (again,) = WorkQueue.of_state(state_of([line]), 1).all()
     assert again.samples == item.samples

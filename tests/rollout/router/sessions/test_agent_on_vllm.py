@@ -68,6 +68,22 @@ async def test_a_session_has_the_exact_ids(kinds: tuple[str, ...], tmp_path: Pat
     (sample,) = branch_samples("s", [one, two])
     assert sample.prompt_ids + sample.output_ids == prompt + two["output_ids"]
     assert sample.versions == [3, 3]
+    assert sample.logprob_kind == "full"
+
+
+async def test_a_turn_with_a_cut_marks_its_sample(tmp_path: Path) -> None:
+    model = write_chat_model(tmp_path / "model")
+    async with (
+        served("vllm", model_path=str(model)) as whole,
+        client_of(whole, "/sessions/s/v1") as client,
+    ):
+        ask: Any = client.chat.completions.create
+        first = await ask(model="m", messages=[USER], max_tokens=4, top_p=0.5)
+        await ask(model="m", messages=[USER, answer_of(first), USER], max_tokens=4)
+        turns = await turns_of(whole)
+    assert [turn["logprob_kind"] for turn in turns] == ["cut", "full"]
+    (sample,) = branch_samples("s", turns)
+    assert sample.logprob_kind == "cut"
 
 
 async def test_a_turn_goes_on_with_its_tokens_when_its_engine_dies(tmp_path: Path) -> None:
