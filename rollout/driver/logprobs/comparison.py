@@ -133,7 +133,9 @@ def compare_logprobs(
         trainer_logprobs: for each sample, in order, the natural-log probability of each output
             token under the trainer's model: lists, or one-dimensional arrays or tensors.
         temperature: at which the trainer's were computed.  It has to be the engine's: the one of
-            the sampling parameters, or 1 if the engine reports them without a temperature.
+            the sampling parameters, or 1 if the engine reports them without a temperature.  With a
+            ``logprob_kind`` of ``cut`` they are behind top-p, top-k, min-p or penalties, which is
+            then the cause of a mismatch.
         dtype: in which engine and trainer compute, the narrower of the two: sets the limit.
         limit: nats that the average gap of the tokens of one engine and weight version may have; by
             default what rounding costs: 0.05 for bfloat16, 0.01 for float16, 0.001 for float32.
@@ -198,7 +200,9 @@ def _find(
     def rows_of(places: set[Place]) -> list[LogprobRows]:
         return [
             LogprobRows(
-                sample.output_logprobs[piece.start : piece.end], row[piece.start : piece.end]
+                sample.output_logprobs[piece.start : piece.end],
+                row[piece.start : piece.end],
+                sample.logprob_kind,
             )
             for sample, row in zip(samples, rows, strict=True)
             for piece in _pieces(sample)

@@ -4,8 +4,9 @@ It is found in two steps.  First, which engines and weight versions have tokens 
 whose average gap is over the limit, or over a tenth of the limit and far from that of the best
 engine of the same version.  So one wrong engine is found below the limit, too.  Of engines that are
 off alike, all are: that one of them is over the limit and another is not is chance.  Weight
-versions are not compared with each other: an older one differs legitimately.  Then, how these
-tokens are off: as if one side were shifted by a token, or at another temperature, or otherwise.
+versions are not compared with each other: an older one differs legitimately.  Then, why these
+tokens are off: the kind of their log-probs says it, or they look as if one side were shifted by a
+token, or at another temperature, or otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import mul
 
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.driver.logprobs.gap_figures import Cell, GapFigures, GapSums, summed, total
 
 Place = tuple[str, str]
@@ -43,7 +45,8 @@ _MOST_UNEXPLAINED = 0.85
 class GapCause(StrEnum):
     """What a mismatch looks like.
 
-    ``not_finite``: an engine or the trainer gave NaN or an infinite log-prob.  ``shift``: one side
+    ``not_finite``: an engine or the trainer gave NaN or an infinite log-prob.  ``cut``: those of
+    the engine are behind top-p, top-k, min-p or penalties.  ``shift``: one side
     is a token ahead.  ``temperature``: one side is at another temperature.  ``rope``: the gap grows
     with the position.  ``dtype``: one side computes in a narrower type.  ``engine``: older weights
     or a damaged tensor in some engines.  ``version``: all engines differ, but only with some weight
@@ -51,6 +54,7 @@ class GapCause(StrEnum):
     """
 
     NOT_FINITE = "not_finite"
+    CUT = "cut"
     SHIFT = "shift"
     TEMPERATURE = "temperature"
     ROPE = "rope"
@@ -84,6 +88,15 @@ ROUNDING = {"bfloat16": 0.05, "float16": 0.01, "float32": 0.001}
 """Nats that an average gap may have between kernels that compute in this type.  Measured: 0.01 to
 0.03 with bfloat16, 0.003 with float16, 1e-6 with float32."""
 
+_CUT = (
+    "The engine's are not log-softmax(logits / temperature): its replies say that they are behind "
+    "top-p, top-k, min-p or penalties (logprob_kind is cut). Leave these out, or compute the "
+    "trainer's with the same cuts, before you look for wrong weights"
+)
+_RAW = (
+    "The engine's are at temperature 1, as its replies say (logprob_kind is raw), the trainer's at "
+    "{trainer:g}: compare at temperature 1"
+)
 _SHIFT = "It looks like a shift: one side is a token ahead of the other"
 _TEMPERATURE = (
     "It looks like the temperature: the trainer's are at {trainer:g}, the engine's at about "
@@ -103,10 +116,15 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probs of the same tokens, in the order of the output: the engine's and the trainer's."""
+    """Log-probs of the same tokens, in the order of the output: the engine's and the trainer's.
+
+    Attributes:
+        kind: of the engine's; None if it is not known.
+    """
 
     engine: Sequence[float]
     trainer: Sequence[float]
+    kind: LogprobKind | None = None
 
 
 def find_mismatch(
@@ -129,6 +147,11 @@ def find_mismatch(
     if not off:
         return None
     rows = rows_of(off)
+    if (kind := kind_that_is_off(rows)) is LogprobKind.CUT:
+        return _mismatch(GapCause.CUT, sums, off, _CUT)
+    if kind is LogprobKind.RAW and temperature != 1.0:
+        found = _mismatch(GapCause.TEMPERATURE, sums, off, _RAW.format(trainer=temperature))
+        return replace(found, temperature=1.0)
     figures = total(sums[place] for place in off).figures()
     if is_shifted(rows, figures.mean):
         return _mismatch(GapCause.SHIFT, sums, off, _SHIFT)
@@ -143,6 +166,16 @@ def find_mismatch(
     else:
         cause = place_cause(off, sums)
     return _mismatch(cause, sums, off, _WORDS[cause])
+
+
+def kind_that_is_off(rows: Sequence[LogprobRows]) -> LogprobKind | None:
+    """The kind of the rows with most of the gap, if that is not the full distribution."""
+    gaps: dict[LogprobKind | None, float] = {}
+    for row in rows:
+        gap = sum(abs(theirs - ours) for theirs, ours in zip(row.trainer, row.engine, strict=True))
+        gaps[row.kind] = gaps.get(row.kind, 0.0) + gap
+    kind = max(gaps, key=gaps.__getitem__, default=None)
+    return None if kind is LogprobKind.FULL else kind
 
 
 def _not_finite(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import rollout
 from engines.protocol import VersionSpan
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError, LogprobMismatch
 from rollout.core.samples import EngineSpan, Sample, SampleGroup
 from rollout.driver.logprobs.comparison import compare_logprobs
@@ -100,6 +101,43 @@ def test_a_stale_version_is_no_mismatch_below_the_limit() -> None:
     assert report.mismatch is None
     assert report.by_version["3"].mean > 0.05
     assert report.by_version["4"].mean < 1e-9
+
+
+def with_cut(samples: Sequence[Sample], kind: LogprobKind | None) -> Sequence[Sample]:
+    """As engines report them that keep the more probable half: each is twice as probable."""
+    for sample in samples:
+        sample.output_logprobs = [min(0.0, one + math.log(2)) for one in sample.output_logprobs]
+        sample.logprob_kind = kind
+    return samples
+
+
+def test_a_cut_is_named_before_weights_and_temperature() -> None:
+    engines = ("main-0", NEW), ("main-1", NEW)
+    assert found_in(with_cut(sampled(*engines), None)).cause is not GapCause.CUT
+    mismatch = found_in(with_cut(sampled(*engines), LogprobKind.CUT))
+    assert mismatch.cause is GapCause.CUT
+    assert "top-p" in mismatch.why
+    assert "before you look for wrong weights" in mismatch.why
+    halves = [*with_cut(sampled(engines[0]), LogprobKind.CUT), *sampled(engines[1])]
+    assert (found_in(halves).cause, found_in(halves).engine_id) == (GapCause.CUT, "main-0")
+
+
+def test_a_cut_is_not_blamed_for_what_is_off_elsewhere() -> None:
+    samples = sampled(("main-0", NEW), ("main-1", FAULTY))
+    for sample in samples[: len(samples) // 2]:
+        sample.logprob_kind = LogprobKind.CUT  # of tokens that were all kept
+    mismatch = found_in(samples)
+    assert (mismatch.cause, mismatch.engine_id) == (GapCause.ENGINE, "main-1")
+
+
+def test_log_probs_without_the_temperature_say_so() -> None:
+    samples = sampled(("main-0", NEW), temperature=1.0)
+    for sample in samples:
+        sample.logprob_kind = LogprobKind.RAW
+    mismatch = found_in(samples, temperature=0.7)
+    assert (mismatch.cause, mismatch.temperature) == (GapCause.TEMPERATURE, 1.0)
+    assert "compare at temperature 1" in mismatch.why
+    assert compare_logprobs(samples, rows(samples)).mismatch is None
 
 
 @pytest.mark.parametrize("engine_temperature", [0.7, 1.3])
