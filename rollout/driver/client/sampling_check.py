@@ -124,19 +124,21 @@ def why_not_trained(
         return ""
     what = "log-probs that a trainer does not compute, which are log-softmax(logits / temperature)"
     if kind is LogprobKind.RAW:
-        found = _words(sampling, ("temperature",)) or "another temperature"
+        found = _not_at_defaults(sampling, ("temperature",)) or "another temperature"
         why = f"these are at temperature 1, and the request has {found}"
         ways = "sample at temperature=1, or use engines that report them at the temperature"
     else:
-        names = _words(sampling, (*CUTS, *CHANGES)) or "top_p, top_k, min_p or a penalty"
+        names = _not_at_defaults(sampling, (*CUTS, *CHANGES)) or "top_p, top_k, min_p or a penalty"
         why = f"these are of what {names} made of the distribution"
         # SGLang and the embedded engine report what penalties have changed, too.
-        others = "" if _words(sampling, CHANGES) else " use SGLang or the embedded engine,"
+        others = (
+            "" if _not_at_defaults(sampling, CHANGES) else " use SGLang or the embedded engine,"
+        )
         ways = f"leave that out,{others} or use {_RAW_AT_1}"
     return f"{what}: {why}; {ways} (docs/how-to/mismatch.md)"
 
 
-def _words(sampling: sampling_params.SamplingParams | None, names: Iterable[str]) -> str:
+def _not_at_defaults(sampling: sampling_params.SamplingParams | None, names: Iterable[str]) -> str:
     """The parameters with these names that are not at their defaults."""
     default = sampling_params.DEFAULT_SAMPLING
     values = {name: getattr(sampling, name, None) for name in names}

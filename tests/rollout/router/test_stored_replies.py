@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol.adapter_names import UNNAMED
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.token_reader import OPEN, Again, TokenReader
 from rollout.router.state.state_file import StateFile
@@ -63,5 +65,37 @@ def test_it_goes_on_after_the_same_tokens(engines: list[tuple[list[int], int, bo
         found.restore(restored)
     assert restored.base == reply.base
     assert restored.num_kept == reply.num_kept == reply.base.num
+    other.close()
+    state.close()
+
+
+@pytest.mark.parametrize("second", list(LogprobKind))
+def test_it_has_the_kind_of_its_log_probs_and_joins_no_other(second: LogprobKind) -> None:
+    """The lost router had an engine of the kind ``full``, then the second one."""
+    body = BODY.replace(b'"rid"', b'"return_logprob": true, "rid"')
+    key, state = ("/generate", "r", body), StateFile.make(1 << 20)
+    state.records()
+    reply, restored = generate(body, 4), generate(body, 4)
+    assert reply is not None
+    assert restored is not None
+    tokens, kept = TokenReader(reply), StoredReplies(state).of(key, UNNAMED)
+    tokens.keep = kept.add
+    for version, kind in enumerate((LogprobKind.FULL, second)):
+        reply.follow_with(kind)
+        tokens.body(version, "sglang")
+        kept.begin(version, "sglang", UNNAMED, kind)
+        tokens.begin(STREAM)
+        ids = [version]
+        meta = {"completion_tokens": 1, "output_token_logprobs": [[-1.0, version, None]]}
+        meta |= {"finish_reason": None, "weight_version": "3"}
+        payload = {"text": "x", "output_ids": ids, "meta_info": meta}
+        assert tokens.take(b"data: " + json.dumps(payload).encode() + b"\n\n", None) is None
+        tokens.lose_engine()
+    replies = StoredReplies(other := StateFile(state.path, 1 << 20))
+    replies.load(other.records(), 0.0)
+    replies.of(key, UNNAMED).restore(restored)
+    assert restored.base == reply.base
+    assert restored.base.ids == ([0, 1] if second is LogprobKind.FULL else [1])
+    assert restored.logprob_kind is second
     other.close()
     state.close()

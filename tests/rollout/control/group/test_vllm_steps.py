@@ -19,9 +19,10 @@ from engines.fake.launcher import make_engine
 from engines.fake.vllm import FakeVllm, VllmFakeLauncher
 from engines.fake.vllm.http_vllm import vllm_over_http
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint
+from engines.protocol import Endpoint, WorkerType
 from engines.protocol.errors import EngineUnreachable
 from rollout.config import RolloutConfig
+from rollout.control.server.gate_control import member
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.rules.lifecycle import Command
 from rollout.runtime.local import launch_local
@@ -153,6 +154,35 @@ async def test_a_server_without_the_plugin_gets_no_pushes() -> None:
 
 def without_plugin(spec: EngineSpec, endpoint: Endpoint) -> FakeVllm:
     return FakeVllm(spec.engine_id, endpoint=endpoint, has_plugin=False)
+
+
+def in_mode(mode: str) -> VllmFakeLauncher:
+    """Servers whose ``--logprobs-mode`` somebody has chosen."""
+
+    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeVllm:
+        engine = FakeVllm(spec.engine_id, endpoint=endpoint)
+        engine.logprobs_mode = mode
+        return engine
+
+    return VllmFakeLauncher(make)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds"),
+    [("processed_logprobs", ["cut", "full"]), ("raw_logprobs", ["full", "raw"])],
+)
+async def test_the_router_gets_the_mode_that_a_server_reports(mode: str, kinds: list[str]) -> None:
+    group, _ = make_group(1, launcher=in_mode(mode))
+    await group.start()
+    (engine,) = (await group.status()).engines
+    rule = member(WorkerType.REGULAR, engine, {}).logprobs
+    assert [rule.kind_of(one) for one in ({"top_p": 0.5}, {"temperature": 0.3})] == kinds
+
+
+async def test_a_server_without_log_probs_is_refused() -> None:
+    group, _ = make_group(1, launcher=in_mode("raw_logits"))
+    with pytest.raises(PhaseFailed, match="engine main-0: logprobs-mode is raw_logits"):
+        await group.start()
 
 
 class BothLauncher:
