@@ -122,7 +122,7 @@ def why_not_trained(
     """
     if kind in (None, LogprobKind.FULL):
         return ""
-    what = "log-probs that a trainer does not compute, which are log-softmax(logits / temperature)"
+    what = "log-probs other than a trainer's, which are log-softmax(logits / temperature)"
     if kind is LogprobKind.RAW:
         found = _not_at_defaults(sampling, ("temperature",)) or "another temperature"
         why = f"these are at temperature 1, and the request has {found}"

@@ -88,7 +88,7 @@ def test_a_token_of_other_weights_is_named(old: dict[str, Any], sampled_with: st
         ({"finish_reason": FinishReason("abort", message="offload")}, "was aborted: offload"),
         ({"output_ids": (), "output_logprobs": ()}, "has no tokens"),
         ({"output_logprobs": None}, "does not have a log-prob for each token"),
-        ({"logprob_kind": LogprobKind.CUT}, "has log-probs that a trainer does not compute"),
+        ({"logprob_kind": LogprobKind.CUT}, "has log-probs other than a trainer's"),
         ({"logprob_kind": LogprobKind.RAW}, "has .* at temperature 1, and the request has another"),
     ],
 )
