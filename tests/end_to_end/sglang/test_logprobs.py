@@ -40,9 +40,9 @@ def model(models: list[Path]) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
 
 
-def sampled(handle: ServerHandle, **sampling: float) -> dict[str, list[rollout.Sample]]:
+def sampled(handle: ServerHandle, **sampling: Any) -> dict[str, list[rollout.Sample]]:
     """Samples of both engines, by engine."""
-    params = rollout.SamplingParams(**SAMPLING, **sampling)  # type: ignore[arg-type]
+    params = rollout.SamplingParams(**SAMPLING, **sampling)
     replies = handle.generate([PROMPT] * 16, params).result(120)
     found: dict[str, list[rollout.Sample]] = {"default-0": [], "original-0": []}
     for reply in replies:
@@ -58,6 +58,7 @@ def sample_of(reply: GenerateReply) -> rollout.Sample:
         list(reply.output_ids),
         list(reply.output_logprobs),
         weight_versions=reply.weight_versions,
+        logprob_kind=reply.logprob_kind,
     )
 
 
@@ -94,3 +95,32 @@ def test_greedy_counts_as_temperature_one(handle: ServerHandle, model: Any) -> N
     for of_engine in samples.values():
         rows = trainers(model, of_engine, 1.0)
         assert rollout.compare_logprobs(of_engine, rows).overall.largest < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "default", "original"),
+    [
+        ({"temperature": 0.5, "top_p": 0.7, "top_k": 5, "min_p": 0.1}, "full", "raw"),
+        ({"top_p": 0.5}, "full", "full"),
+        ({"repetition_penalty": 2.0}, "cut", "cut"),
+        ({"presence_penalty": 1.5}, "cut", "cut"),
+        ({"logit_bias": {40: 4.0}}, "cut", "cut"),
+    ],
+    ids=repr,
+)
+def test_a_reply_says_of_which_distribution_they_are(
+    handle: ServerHandle, model: Any, sampling: dict[str, Any], default: str, original: str
+) -> None:
+    samples = sampled(handle, **sampling)
+    for engine_id, kind in (("default-0", default), ("original-0", original)):
+        of_engine = samples[engine_id]
+        assert {sample.logprob_kind for sample in of_engine} == {kind}
+        temperature = sampling.get("temperature", 1.0)
+        rows = trainers(model, of_engine, temperature)
+        report = rollout.compare_logprobs(of_engine, rows, temperature=temperature, limit=0.001)
+        if kind == "full":
+            assert report.overall.largest < 1e-3
+        else:
+            assert report.mismatch is not None
+            cause = GapCause.CUT if kind == "cut" else GapCause.TEMPERATURE
+            assert report.mismatch.cause is cause
