@@ -191,17 +191,20 @@ def kind_of_unread(path: str, body: bytes, rule: LogprobRule, max_bytes: int) ->
     Returns:
         None if the body says nothing of it, or has over ``max_bytes`` and would have to be parsed.
     """
-    if (route := ROUTES.get(path)) is None:
+    if path not in ROUTES:
         return None
-    if _pattern(rule).search(body) is None:
-        return route.kind_of({}, rule)
+    deciding, neutral = _undecided(path, rule)
+    if deciding.search(body) is None:
+        return neutral
     try:
         raw = loads(body) if len(body) <= max_bytes else None
     except ValueError:  # the engine refuses it
         return None
-    return route.kind_of(raw, rule) if isinstance(raw, dict) else None
+    return ROUTES[path].kind_of(raw, rule) if isinstance(raw, dict) else None
 
 
 @lru_cache(64)
-def _pattern(rule: LogprobRule) -> re.Pattern[bytes]:
-    return re.compile(f'"(?:{"|".join(rule.names)})"'.encode())
+def _undecided(path: str, rule: LogprobRule) -> tuple[re.Pattern[bytes], LogprobKind | None]:
+    """What a body has that decides on the kind, and the kind where it has nothing of that."""
+    deciding = re.compile(f'"(?:{"|".join(rule.names)})"'.encode())
+    return deciding, ROUTES[path].kind_of({}, rule)
