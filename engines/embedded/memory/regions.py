@@ -9,6 +9,7 @@ and a double of NVML.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -25,6 +26,8 @@ from engines.tensors.flattened_bucket import aligned
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
 # Names the GPUs of a double of NVML; set by tests.
 _LOGICAL_GPUS = "NVML_DOUBLE"
+# A cache alone lets several threads make its first entry.
+_SETTING_UP = threading.Lock()
 _POISON = 0xFF  # every byte 0xFF is a NaN in float32, bfloat16 and float16
 
 
@@ -88,7 +91,8 @@ class DeviceRegion:
         self._is_released = False
         allocations: Any = nullcontext()
         if saver:
-            self._saver = memory_saver()
+            with _SETTING_UP:
+                self._saver = memory_saver()
             allocations = self._saver.region(tag=self._tag, enable_cpu_backup=backup)
         with allocations:
             self.tensors = [

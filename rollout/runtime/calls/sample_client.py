@@ -12,7 +12,6 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from engines.protocol import FinishReason, GenerateReply
 from rollout.config import RouterConfig
@@ -26,6 +25,7 @@ from rollout.driver.client.generation_client import (
 )
 from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.sample_requests import rid_prefix
+from rollout.runtime.calls.making import making
 
 _TIMEOUT_S = 600.0
 # Each open request has a connection, and a process has a limited number of open files.
@@ -33,6 +33,7 @@ _MOST_AT_ONCE = 512
 # A request may reach the router behind the order that aborts it.
 _ABORT_AGAIN_S = 0.1
 _MOST_ORDERS = 20
+_LOOPS: dict[int, LoopThread] = {}
 
 
 @dataclass(eq=False)
@@ -254,10 +255,12 @@ class ReplyStream:
         return None
 
 
-@lru_cache
 def _loop(pid: int) -> LoopThread:
     """The event loop of all clients of this process; a forked process gets one of its own."""
-    return LoopThread(f"samples-{pid}")
+    with making():
+        if pid not in _LOOPS:
+            _LOOPS[pid] = LoopThread(f"samples-{pid}")
+        return _LOOPS[pid]
 
 
 def _close_soon(loop: asyncio.AbstractEventLoop, client: HttpGenerationClient) -> None:

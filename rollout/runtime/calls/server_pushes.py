@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rollout.config import ServerConfig
 from rollout.core.optional_deps import optional_import
 from rollout.runtime.calls.caller import Caller
+from rollout.runtime.calls.making import making
 from rollout.runtime.calls.server_port import ServerCalls
 from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.weight_push import WeightPush
@@ -48,11 +49,12 @@ class ServerPushes:
     @property
     def idle_group(self) -> IdleGroup:
         """The broadcast group of this process, also for its pushers; needs torch."""
-        if self._idle_group is None:
-            from rollout.weights.routes.trainer_groups import IdleGroup
+        from rollout.weights.routes.trainer_groups import IdleGroup
 
-            self._idle_group = IdleGroup()
-        return self._idle_group
+        with making():
+            if self._idle_group is None:
+                self._idle_group = IdleGroup()
+            return self._idle_group
 
     def push_of(
         self,
@@ -80,10 +82,12 @@ class ServerPushes:
             import_module("torch")  # what follows may have been loaded without it
             from rollout.weights.ranks.leader import push_of_one_rank
             from rollout.weights.ranks.trainer_rank import TrainerRank
-        if self._rank is None:
-            self._rank = TrainerRank(self._config, idle_group=self.idle_group)
+        with making():
+            if self._rank is None:
+                self._rank = TrainerRank(self._config, idle_group=self.idle_group)
+            rank = self._rank
         self._open = [one for one in self._open if not one.is_closed]
-        push = push_of_one_rank(self._rank, self.server, request, may_stream=may_stream)
+        push = push_of_one_rank(rank, self.server, request, may_stream=may_stream)
         self._open.append(push)
         return push
 

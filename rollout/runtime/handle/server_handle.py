@@ -17,6 +17,7 @@ from rollout.driver.client.agent_session import AgentSession
 from rollout.driver.client.sample_requests import SampleOptions, is_batch, make_requests
 from rollout.rules.lifecycle import Command
 from rollout.runtime.calls.caller import Caller
+from rollout.runtime.calls.making import making
 from rollout.runtime.calls.phase_commands import PhaseCommands
 from rollout.runtime.calls.sample_client import ReplyStream, SampleClient
 from rollout.runtime.calls.server_engines import ServerEngines
@@ -309,14 +310,15 @@ class ServerHandle:
         return self._sample_client().abort(request_id)
 
     def _sample_client(self) -> SampleClient:
-        if self._samples is None or self._samples.pid != os.getpid():
-            caller = self._caller
+        caller = self._caller
 
-            async def find_url() -> str:
-                return (await caller.call(RolloutServer.status)).router_url
+        async def find_url() -> str:
+            return (await caller.call(RolloutServer.status)).router_url
 
-            self._samples = SampleClient(find_url, self._config.router)
-        return self._samples
+        with making():
+            if self._samples is None or self._samples.pid != os.getpid():
+                self._samples = SampleClient(find_url, self._config.router)
+            return self._samples
 
     # -- all ranks --------------------------------------------------------------------------
 

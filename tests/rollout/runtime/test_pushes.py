@@ -8,6 +8,8 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +231,23 @@ def test_a_transaction_streams_its_pushes(
     assert len(streams) == 2
     assert all(streams)
     assert not [one for one in threading.enumerate() if one.name.startswith("push-stream")]
+
+
+def test_the_first_pushes_of_two_threads_share_one_rank_and_its_memory(
+    run: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_at_once, made = threading.Barrier(2), list[TrainerRank]()
+
+    def make_slowly(*args: Any, **kwargs: Any) -> TrainerRank:
+        with suppress(threading.BrokenBarrierError):
+            two_at_once.wait(0.3)
+        made.append(TrainerRank(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("rollout.weights.ranks.trainer_rank.TrainerRank", make_slowly)
+    policy = run["policy"]
+    with ThreadPoolExecutor(2) as threads:
+        pushes = [threads.submit(policy.phases.make_push, weights(n)) for n in (1.0, 2.0)]
+        for push in pushes:
+            push.result().close()
+    assert made == [rank_of(policy)]

@@ -6,8 +6,10 @@ import asyncio
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from engines.protocol import VersionSpan
 from rollout.core.errors import ConfigError, GenerationFailed
 from rollout.driver.client import http_client
 from rollout.runtime.calls import sample_client
-from rollout.runtime.handle import DeploymentHandle, ServerHandle
+from rollout.runtime.handle import DeploymentHandle, ServerHandle, server_handle
 from rollout.runtime.local import launch_local
 from tests.support import builders
 from tests.support.processes import wait_until
@@ -356,3 +358,69 @@ async def test_a_task_that_is_cancelled_in_a_stream_ends_the_request(policy: Ser
 def test_a_stream_that_fails_raises(policy: ServerHandle) -> None:
     with pytest.raises(GenerationFailed, match="a prompt of 600 tokens"):
         list(policy.stream([1] * CONTEXT))
+
+
+# -- first calls of several threads ---------------------------------------------------------------
+
+FIRST_CALLS = """
+import sys, threading, traceback, rollout
+policy = rollout.connect(sys.argv[1])["policy"]
+short = rollout.SamplingParams(max_new_tokens=2)
+begin, failed = threading.Barrier(16), []
+
+def call(number):
+    begin.wait()
+    try:
+        if number % 2:
+            reply = policy.generate([number], short).result(30)
+        else:
+            *_, reply = policy.stream([number], short)
+        assert len(reply.output_ids) == 2, reply
+    except BaseException:
+        failed.append(traceback.format_exc())
+
+threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+loops = [thread for thread in threading.enumerate() if thread.name.startswith("samples-")]
+print(len(failed), "failed;", len(loops), "loop;", *failed[:1])
+"""
+
+
+@pytest.mark.parametrize("num_processes", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_the_first_calls_of_16_threads_of_a_process_share_one_loop(
+    run: DeploymentHandle, num_processes: int
+) -> None:
+    folder = str(Path(run.config.log_dir) / "exp")
+    for _ in range(num_processes):
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_CALLS, folder], capture_output=True, text=True, timeout=60
+        )
+        assert (done.stdout.strip(), done.stderr) == ("0 failed; 1 loop;", "")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [(sample_client, "LoopThread"), (server_handle, "SampleClient")]
+)
+def test_what_the_threads_of_a_process_share_is_made_once(
+    policy: ServerHandle, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
+) -> None:
+    """Each maker waits for a second one, which would be at work at the same time."""
+    make, two_at_once, made = getattr(where, name), threading.Barrier(2), list[Any]()
+
+    def make_slowly(*args: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            two_at_once.wait(0.3)
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(where, name, make_slowly)
+    monkeypatch.setattr(sample_client, "_LOOPS", {})
+    with ThreadPoolExecutor(4) as threads:
+        short = rollout.SamplingParams(max_new_tokens=1)
+        calls = [threads.submit(policy.generate, [1], short) for _ in range(4)]
+        for call in calls:
+            assert call.result().result(TIMEOUT_S).output_ids
+    assert len(made) == 1

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +87,34 @@ def test_without_the_memory_saver_the_start_fails_in_words(monkeypatch: pytest.M
     memory = Memory(torch.device("meta"), saver=True, weights_backup=False)
     with pytest.raises(ValueError, match="pip install torch-memory-saver, or set needs_offload"):
         memory.allocate(MemoryTag.WEIGHTS, [(torch.Size([4]), torch.float32)])
+
+
+def test_regions_of_two_threads_set_the_memory_saver_up_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from engines.embedded.memory import regions
+
+    two_at_once, num_set = threading.Barrier(2), list[str]()
+
+    class SlowSaver(Saver):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "hook_mode":
+                num_set.append(value)
+                with suppress(threading.BrokenBarrierError):
+                    two_at_once.wait(0.3)
+            super().__setattr__(name, value)
+
+    saver = SlowSaver()
+    monkeypatch.setitem(
+        sys.modules, "torch_memory_saver", SimpleNamespace(torch_memory_saver=saver)
+    )
+    monkeypatch.setattr(regions, "memory_saver", cache(regions.memory_saver.__wrapped__))
+    layout, device = [(torch.Size([2]), torch.float32)], torch.device("cpu")
+    with ThreadPoolExecutor(2) as threads:
+        made = [
+            threads.submit(regions.DeviceRegion, tag, layout, device, saver=True, backup=False)
+            for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+        ]
+        assert len({id(region.result()._saver) for region in made}) == 1
+    assert num_set == ["torch"]
