@@ -30,7 +30,7 @@ def measure(folder: Path, num_steps: int, num_tokens: int = NUM_TOKENS) -> dict[
         place = folder / name
         place.mkdir(parents=True)
         result[f"{name}_cpu_ms"] = _cpu_ms(place, num_steps, num_tokens, failover, journal)
-    sizes = [path.stat().st_size for path in folder.glob("journal/journal/0/*.jsonl")]
+    sizes = [path.stat().st_size for path in folder.glob("journal/journal/*/*.jsonl")]
     result["journal_bytes"] = sum(sizes) / ((num_steps + 1) * IN_FLIGHT)
     return result
 

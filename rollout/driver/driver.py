@@ -35,7 +35,7 @@ from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_log
 from rollout.driver.step_figures import OnMetrics, StepFigures
 from rollout.driver.stream.delivery import why_none_left
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
-from rollout.driver.stream.journal import JournalFiles
+from rollout.driver.stream.journal import JournalFiles, data_name
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
 from rollout.driver.stream.shown_samples import MOST, shown_samples
 from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
@@ -71,8 +71,8 @@ class RolloutDriver:
         retry_policy: how many failures one sample survives.
         on_metrics: called with the metrics of every rollout and evaluation.
         journal: folder in which groups and samples are kept, within 2 s after each token, so that a
-            new launch continues them; for sources, and a ``rollout_id`` that rises by step.  None
-            keeps none.
+            new launch continues them; for sources, each by its name, and a ``rollout_id`` that
+            rises by step.  None keeps none.
         num_shown_samples: samples of each step that the server's page and the report show, from
             the highest reward to the lowest, at most 16; 0 sends none.
         client: used instead of HTTP to ``url``.
@@ -127,6 +127,7 @@ class RolloutDriver:
         # By the id of the source, which is not reused because the stream keeps the source.
         self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
+        self._data_names: set[str] = set()
         self._figures = StepFigures(client, on_metrics)
         self._is_closed = False
 
@@ -384,9 +385,7 @@ class RolloutDriver:
     def _stream(self, source: PromptSource, batch: BatchPlan, options: RolloutOptions) -> Stream:
         stream = self._streams.get(id(source))
         if stream is None:
-            files = None
-            if self._journal is not None:
-                files = JournalFiles(self._journal / str(len(self._streams)))
+            files = None if self._journal is None else self._files_of(source, self._journal)
             stream = Stream(
                 source, self._engines, self._hooks, batch, options, files, self._report_loss
             )
@@ -394,6 +393,29 @@ class RolloutDriver:
         else:
             stream.change(batch, options)
         return stream
+
+    def _files_of(self, source: PromptSource, journal: Path) -> JournalFiles:
+        """The journal's files of a source that is new here, by its name."""
+        name = data_name(source)
+        if name in self._data_names:
+            raise ConfigError(
+                f"this driver has a data set {name!r} already: use that object again, or give this "
+                "one a name of its own, PromptData(name=...)",
+                setting="name",
+                value=name,
+            )
+        files = JournalFiles(journal / name)
+        known = {folder.name for folder in journal.iterdir() if folder.is_dir()}
+        others = known - self._data_names - {name}
+        if self._step and others and not files.numbers():
+            logger.warning(
+                "the journal knows %s, and nothing of data set %s, which begins with its first "
+                "prompt; if it is one of those, give it their name, PromptData(name=...)",
+                ", ".join(sorted(others)),
+                name,
+            )
+        self._data_names.add(name)
+        return files
 
     # -- engines ----------------------------------------------------------------------------
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
-from rollout.core.arguments import TokenIds, options
+from rollout.core.arguments import TokenIds, options, wrong
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 @options
@@ -28,7 +31,10 @@ class Prompt:
 
 
 class PromptSource(Protocol):
-    """A source of prompts; ``rollout.driver.data.prompt_data`` has some."""
+    """A source of prompts; ``rollout.driver.data.prompt_data`` has some.
+
+    For a driver with a journal it has a ``name``, too: a text that is the same in each launch.
+    """
 
     def take(self) -> Prompt | None:
         """The next prompt; None at the end."""
@@ -36,3 +42,14 @@ class PromptSource(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def checked_name(name: Any) -> str:
+    """The name of a data set, which a folder of a driver's journal gets.
+
+    Raises:
+        ConfigError: no folder can have it.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise wrong("name", name, "1 to 100 letters, digits or ._-, with no dot in front")
+    return name

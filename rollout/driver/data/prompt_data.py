@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from pydantic import SkipValidation, TypeAdapter
 
 from rollout.core.arguments import STRICT, Count, Whole, checked, checked_as
 from rollout.core.errors import ConfigError
-from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt import Prompt, checked_name
 
 Encode = Callable[[Any], Sequence[int]]
 _ID_KEYS = ("prompt_ids", "input_ids")
 _COUNT = TypeAdapter(Count, config=STRICT)
+# So many rows, at equal distances, give a data set its name.
+_NUM_IN_NAME = 64
 
 
 class PromptRows(Protocol):
@@ -60,6 +63,7 @@ class PromptData:
         seed: of the order, which changes each epoch; None keeps the order of the rows.
         num_epochs: epochs until it ends; None for no end.
         max_prompt_tokens: longer prompts raise, or are skipped with ``skip_too_long``.
+        name: under which a driver's journal knows it; None: a digest of the rows.
 
     Attributes:
         num_skipped: prompts that were skipped because of their length.
@@ -79,6 +83,7 @@ class PromptData:
         num_epochs: Count | None = None,
         max_prompt_tokens: Count | None = None,
         skip_too_long: bool = False,
+        name: str | None = None,
     ) -> None:
         if len(rows) == 0:
             raise ConfigError("the data set has no rows", setting="rows")
@@ -90,6 +95,7 @@ class PromptData:
         self._num_epochs = num_epochs
         self._max_tokens = max_prompt_tokens
         self._skip_too_long = skip_too_long
+        self._name = None if name is None else checked_name(name)
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -120,6 +126,17 @@ class PromptData:
                 return prompt
             num_skipped += 1
             self.num_skipped += 1
+
+    @property
+    def name(self) -> str:
+        """The name under which a driver's journal knows the data set, the same in each launch.
+
+        Raises:
+            ConfigError: it was given none, and rows have values that cannot be compared.
+        """
+        if self._name is None:
+            self._name = _name_of(self._rows)
+        return self._name
 
     @property
     def epoch(self) -> int:
@@ -200,6 +217,30 @@ class PromptData:
             return tuple(int(token_id) for token_id in value)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key} of row {number} are not token ids: {error}") from None
+
+
+def _name_of(rows: PromptRows) -> str:
+    num = len(rows)
+    some = sorted({index * (num - 1) // _NUM_IN_NAME for index in range(_NUM_IN_NAME + 1)})
+    text = repr((num, [_plain(rows[number], number) for number in some]))
+    return f"rows-{blake2b(text.encode(errors='surrogatepass'), digest_size=8).hexdigest()}"
+
+
+def _plain(value: Any, row: int) -> Any:
+    """The value as what has the same ``repr`` in each process."""
+    if isinstance(value, Mapping):
+        return [(str(key), _plain(part, row)) for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return [_plain(part, row) for part in value]
+    if value is None or isinstance(value, str | bytes | int | float):
+        return value
+    if hasattr(value, "tolist"):  # of numpy or torch
+        return value.tolist()
+    raise ConfigError(
+        f"row {row} has a value of type {type(value).__name__}, of which no name can be made: give "
+        "the data set one, PromptData(name=...)",
+        setting="name",
+    )
 
 
 def _check_same(what: str, saved: Any, current: Any) -> None:

@@ -21,6 +21,7 @@ import orjson
 from rollout.core.errors import ConfigError
 from rollout.core.machine import sync_folder
 from rollout.core.pending import in_own_thread
+from rollout.driver.data.prompt import PromptSource, checked_name
 from rollout.driver.stream.saved_state import Changes, SavedState, State
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ _WITHIN_S = 2.0
 _AGAIN_S = 10.0
 _MAX_BYTES = 1 << 30
 _SUFFIX = ".jsonl"
+_NAME = "name"
+"""The key in the first line of a file: of which data set it is."""
 _IN_USE: set[Path] = set()
 _AS_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
@@ -41,7 +44,7 @@ class JournalFiles:
     """The files of one stream, by number; everything here blocks.
 
     Args:
-        folder: theirs alone, which is created.
+        folder: theirs alone, which is created; its name is that of the data set, and in each file.
 
     Attributes:
         folder: absolute.
@@ -79,11 +82,19 @@ class JournalFiles:
         """What they have, for a trainer that has this step still before it.
 
         Raises:
-            ConfigError: a line in front of the last one is damaged.
+            ConfigError: they are of another data set, or a line in front of the last one is
+                damaged.
         """
         saved = SavedState(from_step)
         for number in self.numbers():
             for line in self._lines(self._path(number)):
+                if "audit" in line and (name := line.get(_NAME)) != self.folder.name:
+                    raise ConfigError(
+                        f"{self._path(number).name} is of data set {name!r}, not of "
+                        f"{self.folder.name!r}; choose another folder, or rename this one",
+                        setting="journal",
+                        value=str(self.folder),
+                    )
                 saved.add(line)
         return saved
 
@@ -159,6 +170,22 @@ class JournalFiles:
                     damaged = number
 
 
+def data_name(source: PromptSource) -> str:
+    """The name under which a journal knows a source.
+
+    Raises:
+        ConfigError: it has none, or one that cannot be that of a folder.
+    """
+    name = getattr(source, "name", None)
+    if name is None:
+        raise ConfigError(
+            f"this {type(source).__name__} has no name under which the journal can find it again: "
+            "give it an attribute `name`, a text that is the same in each launch",
+            setting="name",
+        )
+    return checked_name(name)
+
+
 class Journal:
     """Writes the lines of one stream, in its event loop.
 
@@ -209,6 +236,8 @@ class Journal:
             self._changes = Changes(self._step)
         try:
             line = self._line(self._changes, step)
+            if line is not None and is_first:
+                line[_NAME] = self._files.folder.name
             data = b"" if line is None else orjson.dumps(line, option=_AS_JSON)
         except Exception as error:  # of the user's metadata, which can be anything
             self._lose(f"a group cannot be written as JSON: {error!r:.500}")

@@ -193,7 +193,7 @@ SAMPLES: dict[str, Any] = {"num_groups": 2, "group_size": 2, "sampling": LONG}
 def on_disk(folder: Path) -> list[dict[str, Any]]:
     """Samples in the journal, as a new driver would have them."""
     saved = SavedState(0)
-    for path in sorted(folder.glob("0/*.jsonl")):
+    for path in sorted(folder.glob("*/*.jsonl")):
         for line in path.read_bytes().splitlines():
             saved.add(json.loads(line))
     return [sample for work in saved.state()["works"] for sample in work["samples"]]

@@ -510,6 +510,9 @@ DATA = {
     "PromptData.take": Case(
         lambda on: rollout.PromptData(["x"]).take(), ConfigError, "row 0 is str, not a mapping"
     ),
+    "PromptData.name": Case(
+        lambda on: rollout.PromptData([{"image": object()}]).name, ConfigError, r"PromptData\(name="
+    ),
     "PromptData.load_state_dict": Case(
         lambda on: rollout.PromptData([{"prompt_ids": [1]}]).load_state_dict({"seed": 0}),
         ConfigError,

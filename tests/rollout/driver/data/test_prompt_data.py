@@ -1,6 +1,8 @@
 """Sources: every row once per epoch, in the order of the seed, and exact after a restore."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,33 @@ def test_a_state_of_other_data_is_refused() -> None:
         PromptData(rows(6), seed=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="seed 1, not 2"):
         PromptData(rows(5), seed=2).load_state_dict(state)
+
+
+def test_a_data_set_is_named_by_its_rows_alike_in_each_process() -> None:
+    math = [{"prompt": f"{n} + {n}", "answer": 2.0 * n, "tags": ("a", None)} for n in range(500)]
+    name = PromptData(math).name
+    assert name == PromptData([dict(row) for row in math], seed=None, num_epochs=2).name
+    program = (
+        "from rollout.driver.data.prompt_data import PromptData\n"
+        "math = [{'prompt': f'{n} + {n}', 'answer': 2.0 * n, 'tags': ('a', None)} "
+        "for n in range(500)]\nprint(PromptData(math).name)"
+    )
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert other.stdout.strip() == name
+    names = {name, *(PromptData(some).name for some in (math[:-1], math[1:], rows(500)))}
+    assert len(names) == 4
+    assert PromptData(math, name="math").name == "math"
+
+
+def test_rows_of_numpy_have_a_name_and_those_of_unknown_objects_need_one() -> None:
+    numpy = pytest.importorskip("numpy")
+    first, second = (PromptData([{"input_ids": numpy.array([n])}]) for n in (1, 2))
+    assert first.name != second.name
+    source = PromptData([{"input_ids": [1], "image": object()}])
+    with pytest.raises(ConfigError, match=r"row 0 has a value of type object.*PromptData\(name="):
+        assert source.name
+    with pytest.raises(ConfigError, match=r"name = 'a/b': must be"):
+        PromptData(rows(1), name="a/b")
 
 
 def test_a_state_with_a_place_that_is_none_is_refused() -> None:

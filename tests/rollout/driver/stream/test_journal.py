@@ -16,6 +16,8 @@ import orjson
 import pytest
 
 from rollout.core.errors import ConfigError
+from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.stream import journal
 from rollout.driver.stream.journal import JournalFiles
 from rollout.driver.stream.options import RolloutOptions
@@ -41,7 +43,7 @@ def line(serial: int, **more: Any) -> bytes:
 
 def first(serial: int, step: int = -1) -> bytes:
     audit = {"num_taken": serial, "delivered": list(range(serial)), "dropped": []}
-    return line(serial, step=step, audit=audit)
+    return line(serial, step=step, audit=audit, name="0")
 
 
 def test_a_line_that_a_crash_cut_short_is_ignored(files: JournalFiles, tmp_path: Path) -> None:
@@ -80,6 +82,10 @@ def test_another_driver_of_this_process_cannot_have_it_either(tmp_path: Path) ->
         JournalFiles(tmp_path / "0")
     first.close()
     JournalFiles(tmp_path / "0").close()
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.glob("*/*.jsonl"))
 
 
 class Disk:
@@ -180,7 +186,7 @@ async def test_the_files_stay_within_their_bound(
         data = source(400)
         for step in range(40):
             await driver.rollout(step, data, **BATCH)
-        sizes = [path.stat().st_size for path in (tmp_path / "0").glob("*.jsonl")]
+        sizes = [path.stat().st_size for path in files_in(tmp_path)]
     assert len(sizes) == 2
     assert max(sizes) < 30_000
     async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
@@ -189,7 +195,7 @@ async def test_the_files_stay_within_their_bound(
 
 
 def newest(folder: Path) -> Path:
-    return max(folder.glob("0/*.jsonl"))
+    return max(files_in(folder))
 
 
 async def test_a_state_that_was_saved_is_used_where_the_journal_does_not_reach_back(
@@ -222,6 +228,104 @@ async def test_what_the_trainer_has_still_before_it_is_delivered_again_and_not_g
         assert not client.requests
         assert numbers(await driver.rollout(3, data, **BATCH)) == [7, 8]
     assert again == made[1:]
+
+
+# -- several data sets ----------------------------------------------------------------------------
+
+
+def rows(kind: str, num: int = 40) -> list[dict[str, Any]]:
+    return [{"input_ids": [index], "number": f"{kind}-{index}"} for index in range(1, num + 1)]
+
+
+def data(kind: str, **settings: Any) -> PromptData:
+    return PromptData(rows(kind), seed=None, **settings)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+async def test_data_sets_that_are_used_in_another_order_after_a_restart_go_on_each(
+    tmp_path: Path, is_named: bool
+) -> None:
+    of_driver: dict[str, Any] = {"journal": tmp_path, "reward": always(1.0)}
+
+    async def train(steps: range) -> list[list[int]]:
+        kinds = ("math", "code")
+        sources = [data(kind, **({"name": kind} if is_named else {})) for kind in kinds]
+        async with driving(engines(0.001), **of_driver) as (driver, _):
+            return [
+                numbers(await driver.rollout(step, sources[step % 2], **BATCH)) for step in steps
+            ]
+
+    first = await train(range(3))
+    assert first == [["math-1", "math-2"], ["code-1", "code-2"], ["math-3", "math-4"]]
+    # The trainer has step 0 and begins again with step 1, so with the other data set.
+    again = await train(range(1, 5))
+    assert again == [*first[1:], ["code-3", "code-4"], ["math-5", "math-6"]]
+    assert await train(range(5, 6)) == [["code-5", "code-6"]]
+
+
+async def test_a_second_data_set_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        for name in ("math", None):
+            await driver.rollout(0, data("math", name=name), **BATCH)
+            with pytest.raises(ConfigError, match=r"has a data set '(math|rows-\w+)' already: use"):
+                await driver.rollout(1, data("math", name=name, num_epochs=1), **BATCH)
+
+
+async def test_files_of_another_name_are_refused_with_both_names(tmp_path: Path) -> None:
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        await driver.rollout(0, data("math", name="math"), **BATCH)
+    (tmp_path / "math").rename(tmp_path / "code")
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        with pytest.raises(ConfigError, match=r"is of data set 'math', not of 'code'"):
+            await driver.rollout(1, data("code", name="code"), **BATCH)
+
+
+class Counted:
+    """A source of the user's own."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def take(self) -> Prompt:
+        self.num_taken += 1
+        return Prompt((self.num_taken,), {"number": self.num_taken})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_taken": self.num_taken}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.num_taken = state["num_taken"]
+
+
+async def test_a_source_needs_a_name_only_for_a_journal(tmp_path: Path) -> None:
+    async with driving(engines(0.001), always(1.0)) as (driver, _):
+        assert numbers(await driver.rollout(0, Counted(), **BATCH)) == [1, 2]
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        with pytest.raises(ConfigError, match=r"Counted has no name .* attribute `name`"):
+            await driver.rollout(0, Counted(), **BATCH)
+        for name in ("", "a/b", "..", 3):
+            counted = Counted()
+            counted.name = name  # type: ignore[attr-defined]
+            with pytest.raises(ConfigError, match=r"name = .*: must be 1 to 100 letters"):
+                await driver.rollout(0, counted, **BATCH)
+        counted.name = "counted"  # type: ignore[attr-defined]
+        assert numbers(await driver.rollout(0, counted, **BATCH)) == [1, 2]
+    assert {path.parent.name for path in files_in(tmp_path)} == {"counted"}
+
+
+async def test_data_that_the_journal_does_not_know_at_a_later_step_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        await driver.rollout(0, data("math", name="math"), **BATCH)
+        await driver.rollout(1, data("code", name="code"), **BATCH)
+    assert not caplog.messages
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        assert numbers(await driver.rollout(2, data("meth", name="meth"), **BATCH)) == [
+            "meth-1",
+            "meth-2",
+        ]
+    assert "knows code, math, and nothing of data set meth, which begins" in caplog.text
 
 
 async def test_a_list_of_prompts_is_refused(tmp_path: Path) -> None:
