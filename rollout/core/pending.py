@@ -291,7 +291,8 @@ def in_own_thread(work: Callable[[], T], name: str) -> Future[T]:
 class LoopThread:
     """An event loop in a new thread, for callers without a loop.
 
-    Always true: a call that was submitted ends, with an error if the loop is closed before.  In a
+    Always true: a call that was submitted ends, with an error if the loop is closed before.  A call
+    that raises ``SystemExit`` or ``KeyboardInterrupt`` ends with it, and the loop goes on.  In a
     forked child, which has no such thread, a call is refused.
     """
 
@@ -306,7 +307,13 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        is_over = False
+        while not is_over:
+            try:
+                self.loop.run_forever()
+                is_over = True
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them end its loop
+                logger.error("%s: a call raised %r; its others go on", self._name, error)
 
     def submit(self, awaitable: Awaitable[T], why_late: Callable[[], str] = str) -> Pending[T]:
         """Start ``awaitable`` on the loop; returns at once.

@@ -252,3 +252,39 @@ def test_every_call_that_meets_a_close_ends() -> None:
     for pending in calls:
         with pytest.raises(RolloutError, match="closed while this call was under way"):
             pending.result(5)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("is_callback", [True, False])
+def test_what_exits_in_a_loop_thread_ends_its_own_call_and_no_other(
+    kind: type[BaseException], is_callback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, may_end = LoopThread("work"), threading.Event()
+
+    async def leave() -> None:
+        if is_callback:
+            asyncio.get_running_loop().call_soon(leave_at_once)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        else:
+            leave_at_once()
+
+    def leave_at_once() -> None:
+        raise kind("of the user")
+
+    async def other() -> str:
+        await asyncio.to_thread(may_end.wait, 10)
+        return "whole"
+
+    before = loop.submit(other())
+    left = loop.submit(leave())
+    if is_callback:
+        left.result(10)
+    else:
+        with pytest.raises(kind, match="of the user"):
+            left.result(10)
+    may_end.set()
+    assert before.result(10) == loop.submit(other()).result(10) == "whole"
+    loop.close()
+    assert "work" not in {thread.name for thread in threading.enumerate()}
+    assert f"work: a call raised {kind.__name__}('of the user'); its others go on" in caplog.text
