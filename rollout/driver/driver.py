@@ -69,7 +69,7 @@ class RolloutDriver:
         control_key: the router's, for aborts and metrics; empty: ``key``.
         max_prompt_tokens: a longer prompt in a list raises before generation begins.
         retry_policy: how many failures one sample survives.
-        on_metrics: called with the metrics of every rollout and evaluation.
+        on_metrics: called with the metrics of every rollout and evaluation; its errors are logged.
         journal: folder in which groups and samples are kept, within 2 s after each token, so that a
             new launch continues them; for sources, each by its name, and a ``rollout_id`` that
             rises by step.  None keeps none.
@@ -182,7 +182,9 @@ class RolloutDriver:
                 engine reports log-probs that a trainer computes.
             RolloutError: too many samples failed, or filters dropped too many groups; finished
                 groups of a source stay for the next call.  Or no token has the wanted weight
-                version.  Or the driver is closed.
+                version.  Or a hook or callback raised ``SystemExit`` or ``KeyboardInterrupt``,
+                which is the cause, or ``on_sample`` or ``on_progress`` anything.  Or the driver is
+                closed.
         """
         self._check_open()
         options = self._options if options is None else options
@@ -193,16 +195,23 @@ class RolloutDriver:
         self._load.start()
         if options.max_version_lag is not None:
             await self._refresh()
+        batch = stream.batch(rollout_id, on_sample=on_sample, on_progress=on_progress)
         try:
             await self._check_logprob_kinds(sampling)
-            groups = await stream.batch(rollout_id, on_sample=on_sample, on_progress=on_progress)
+            async with batch as groups:
+                if isinstance(prompts, Sequence) and not groups:
+                    why = why_none_left(stream.stats, len(prompts), self.weight_version, options)
+                    raise RolloutError(why)
+                await self._publish(rollout_id, groups, stream)
         finally:
             if stream in self._lists:
                 await stream.close()
                 self._lists.discard(stream)
-        if isinstance(prompts, Sequence) and not groups:
-            why = why_none_left(stream.stats, len(prompts), self.weight_version, options)
-            raise RolloutError(why)
+        return groups  # nothing of a source may be awaited between its delivery and here
+
+    async def _publish(
+        self, rollout_id: int, groups: Sequence[SampleGroup], stream: Stream
+    ) -> None:
         for sample in all_samples(groups):
             sample.metadata["rollout_id"] = rollout_id
         metrics = step_metrics(groups, stream.stats, weight_version=self.weight_version)
@@ -210,7 +219,6 @@ class RolloutDriver:
         lengths = length_histogram(list(all_samples(groups)))
         shown = shown_samples(groups, self._num_shown_samples)
         self._figures.publish(rollout_id, metrics, lengths=lengths, samples=shown)
-        return groups
 
     @checked
     async def evaluate(self, rollout_id: Count, datasets: Mapping[str, EvalDataset]) -> EvalResult:

@@ -169,7 +169,8 @@ async def _run_dataset(
         FixedPrompts(dataset.prompts), engines, dataset_hooks, batch, options, is_training=False
     )
     try:
-        return await stream.batch()
+        async with stream.batch() as groups:
+            return groups
     finally:
         await stream.close()
 

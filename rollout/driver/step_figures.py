@@ -1,12 +1,19 @@
-"""The figures of a step, on their way to the caller and to the server's page."""
+"""The figures of a step, on their way to the caller and to the server's page.
+
+Always true: an error of ``on_metrics`` is logged, and ends no call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollout.driver.client.generation_client import GenerationClient
+from rollout.driver.stream.user_code import CallEnded, user_code
+
+logger = logging.getLogger(__name__)
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 
@@ -20,13 +27,24 @@ class StepFigures:
         self._reports: set[asyncio.Task[None]] = set()
 
     def publish(self, step: int, metrics: Mapping[str, float], **more: Any) -> None:
-        """Give them on, without waiting for the page; ``more`` is shown there."""
+        """Give them on, without waiting for the page; ``more`` is shown there.
+
+        Raises:
+            CallEnded: ``on_metrics`` raised ``SystemExit`` or ``KeyboardInterrupt``.
+        """
         figures = {"step": step, "metrics": dict(metrics), **more}
         task = asyncio.create_task(self._client.report(figures), name="driver-report")
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
-        if self._on_metrics is not None:
-            self._on_metrics(step, metrics)
+        if self._on_metrics is None:
+            return
+        try:
+            with user_code("on_metrics"):
+                self._on_metrics(step, metrics)
+        except CallEnded:
+            raise
+        except Exception:
+            logger.exception("on_metrics failed; the metrics of step %d are lost there", step)
 
     async def close(self) -> None:
         """Wait for the reports under way; each has its own deadline."""

@@ -31,6 +31,10 @@ class Auditor:
         """The prompt's group was delivered to the trainer."""
         self.delivered[serial] += 1
 
+    def take_back(self, serial: int) -> None:
+        """The prompt's group has not reached the trainer after all."""
+        self.delivered[serial] -= 1
+
     def drop(self, serial: int, reason: str) -> None:
         """The prompt was dropped by a filter or for its age."""
         if serial in self.dropped:

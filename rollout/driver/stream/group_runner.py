@@ -1,7 +1,8 @@
 """One group from its prompt through engines, reward and filters, and again if it is stale.
 
 Always true: a sample that was cut off keeps its index; a sample is rewarded once; an exception in
-a hook fails its sample and nothing else.
+a hook fails its sample and nothing else.  What ends the call leaves the group unfinished, to go on
+with the next call.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rollout.driver.stream.hooks import (
 )
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, is_stale
 from rollout.driver.stream.step_metrics import StepStats
+from rollout.driver.stream.user_code import CallEnded, callback
 from rollout.driver.stream.work_queue import WorkItem
 
 STALE = "stale"
@@ -52,6 +54,7 @@ class GroupRunner:
 
     Args:
         on_generated: called for every sample that needs no engine any more.
+        on_ended: called when code of the user has ended the call.
         is_training: as ``Completer.complete`` takes it.
     """
 
@@ -63,6 +66,7 @@ class GroupRunner:
         batch: BatchPlan,
         options: RolloutOptions,
         on_generated: Callable[[WorkItem], None],
+        on_ended: Callable[[CallEnded], None],
         *,
         is_training: bool = True,
     ) -> None:
@@ -74,10 +78,18 @@ class GroupRunner:
         self._hooks = hooks
         self._scope = scope
         self._on_generated = on_generated
+        self._on_ended = on_ended
         self._is_training = is_training
 
     async def run(self, item: WorkItem) -> str | None:
         """None if the group is still unfinished, "" if it is accepted, else why it is dropped."""
+        try:
+            return await self._run(item)
+        except CallEnded as error:
+            self._on_ended(error)
+            return None
+
+    async def _run(self, item: WorkItem) -> str | None:
         indices = [
             index
             for index, sample in enumerate(item.samples)
@@ -91,7 +103,7 @@ class GroupRunner:
                     tasks.create_task(self._run_sample(item, index))
         if self.restart_if_stale(item) is Staleness.TOO_OLD:
             return STALE
-        if item.num_unfinished:
+        if item.num_unfinished or not item.rewarded.issuperset(range(len(item.samples))):
             return None
         await apply_group_reward(self._hooks, item.group())
         item.samples = [sample for sample in item.samples if keeps_sample(self._hooks, sample)]
@@ -100,9 +112,19 @@ class GroupRunner:
         return why_dropped(self._hooks, item.group())
 
     async def _run_sample(self, item: WorkItem, index: int) -> None:
+        """Generate and reward a sample; what ends the call does not end the group's others."""
         if item.samples[index].is_unfinished:
-            await self._generate(item, index)
+            try:
+                await self._generate(item, index)
+            except CallEnded as error:
+                self._on_ended(error)
             self._on_generated(item)
+        try:
+            await self._reward(item, index)
+        except CallEnded as error:
+            self._on_ended(error)
+
+    async def _reward(self, item: WorkItem, index: int) -> None:
         sample = item.samples[index]
         if sample.is_unfinished or self._is_stale(sample):
             return
@@ -110,7 +132,8 @@ class GroupRunner:
             await apply_reward(self._hooks, sample)
             item.rewarded.add(index)
         if self.on_sample is not None:
-            self.on_sample(sample)
+            with callback("on_sample"):
+                self.on_sample(sample)
 
     async def _generate(self, item: WorkItem, index: int) -> None:
         sample, sampling = item.samples[index], self._sampling(item, index)
@@ -138,7 +161,7 @@ class GroupRunner:
             return
         try:
             await generate_with(self._hooks.generate, session)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, CallEnded):
             fresh.status = SampleStatus.ABORTED  # of its last turn it may be another one
             raise
         finally:

@@ -1,25 +1,24 @@
 """The callables with which users change a rollout, and the functions that call them.
 
-Always true: an exception in a hook never leaves this file.  It fails the samples that the hook was
-called for, which keep the traceback.
+Always true: an exception in a hook, also a ``CancelledError`` of its own, never leaves this file.
+It fails the samples that the hook was called for, which keep the traceback.  ``CallEnded`` leaves
+it, and the samples stay as they were.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
-import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rollout.core.arguments import Positive, Seconds, options
 from rollout.core.errors import GenerationAborted
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.session import Session
+from rollout.driver.stream.user_code import CallEnded, original, raised_by, result_of, user_code
 
 Reward = Callable[[Sample], float | Awaitable[float]]
 GroupReward = Callable[[SampleGroup], Sequence[float] | Awaitable[Sequence[float]]]
@@ -28,11 +27,6 @@ SampleFilter = Callable[[Sample], bool]
 GroupFilter = Callable[[SampleGroup], bool | str]
 PostProcess = Callable[[list[SampleGroup]], None]
 OnSample = Callable[[Sample], None]
-
-_LIBRARIES = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[2]),
-)
 
 
 @options
@@ -77,7 +71,7 @@ async def generate_with(hook: Generate, session: Session) -> None:
     sample = session.sample
     with _failing("generate", [sample]):
         try:
-            await hook(session)
+            await result_of("generate", lambda: hook(session))
         except GenerationAborted:
             sample.status = SampleStatus.ABORTED
             return
@@ -92,7 +86,7 @@ async def apply_reward(hooks: Hooks, sample: Sample) -> None:
     if reward is None or hooks.group_reward is not None or sample.status is SampleStatus.FAILED:
         return
     with _failing("reward", [sample]):
-        sample.reward = _number(await _call_with_retries(hooks, lambda: reward(sample)))
+        sample.reward = _number(await _call_with_retries(hooks, "reward", lambda: reward(sample)))
 
 
 async def apply_group_reward(hooks: Hooks, group: SampleGroup) -> None:
@@ -103,7 +97,7 @@ async def apply_group_reward(hooks: Hooks, group: SampleGroup) -> None:
         return
     to_reward = SampleGroup(group.prompt_index, unfailed, group.metadata)
     with _failing("group reward", unfailed):
-        rewards = await _call_with_retries(hooks, lambda: reward(to_reward))
+        rewards = await _call_with_retries(hooks, "group reward", lambda: reward(to_reward))
         if len(rewards) != len(unfailed):
             raise ValueError(f"{len(rewards)} rewards for {len(unfailed)} samples")
         numbers = [_number(value) for value in rewards]
@@ -137,18 +131,19 @@ def why_dropped(hooks: Hooks, group: SampleGroup) -> str:
 
 
 def post_process(hooks: Hooks, groups: list[SampleGroup]) -> None:
-    """Call the hook with the batch; if it raises, all samples fail."""
+    """Call the hook, if there is one, with the batch; if it raises, all samples fail."""
     if hooks.post_process is not None:
         with _failing("post_process", all_samples(groups)):
             hooks.post_process(groups)
 
 
-async def _call_with_retries(hooks: Hooks, call: Callable[[], Any]) -> Any:
+async def _call_with_retries(hooks: Hooks, what: str, call: Callable[[], Any]) -> Any:
     for num in range(1, max(1, hooks.reward_tries) + 1):
         try:
             async with asyncio.timeout(hooks.reward_timeout_s):
-                result = call()
-                return await result if inspect.isawaitable(result) else result
+                return await result_of(what, call)
+        except CallEnded:
+            raise
         except Exception:
             if num >= hooks.reward_tries:
                 raise
@@ -164,18 +159,18 @@ def _number(value: Any) -> float:
 
 @contextmanager
 def _failing(hook: str, samples: Iterable[Sample]) -> Iterator[None]:
-    """Fail ``samples`` if the block, which calls the hook, raises."""
+    """Fail ``samples`` if the block, which calls the hook, raises.
+
+    Raises:
+        CallEnded: the hook has ended the call.
+    """
     try:
-        yield
+        with user_code(hook):
+            yield
+    except CallEnded:
+        raise
     except Exception as error:
         is_timeout = isinstance(error, TimeoutError) and not str(error)
-        what = "did not return in time" if is_timeout else f"raised {error!r}{_place(error)}"
+        why = f"{hook} did not return in time" if is_timeout else raised_by(hook, original(error))
         for sample in samples:
-            sample.fail(f"{hook} {what}", traceback.format_exc())
-
-
-def _place(error: Exception) -> str:
-    """File and line of an error: the last that is of no library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+            sample.fail(why, traceback.format_exc())

@@ -23,6 +23,7 @@ from rollout.core.machine import sync_folder
 from rollout.core.pending import in_own_thread
 from rollout.driver.data.prompt import PromptSource, checked_name
 from rollout.driver.stream.saved_state import Changes, SavedState, State
+from rollout.driver.stream.user_code import user_code
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +236,8 @@ class Journal:
         if self._changes is None or is_first:
             self._changes = Changes(self._step)
         try:
-            line = self._line(self._changes, step)
+            with user_code("the source"):
+                line = self._line(self._changes, step)
             if line is not None and is_first:
                 line[_NAME] = self._files.folder.name
             data = b"" if line is None else orjson.dumps(line, option=_AS_JSON)

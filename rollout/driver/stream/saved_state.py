@@ -217,8 +217,11 @@ class SavedState:
         for number, sample in line["samples"].items():
             self._add_sample(int(number), sample)
         for work in line["works"]:
-            before = self._works.get(work["serial"], {})
-            self._works[work["serial"]] = before | work
+            serial = work["serial"]
+            self._works[serial] = self._works.get(serial, {}) | work
+            # A call was cancelled before it returned what it had delivered.
+            self._delivered.discard(serial)
+            self._given.pop(serial, None)
         for serial in line.get("delivered", ()):
             work = self._pop(serial)
             self._delivered.add(serial)

@@ -2,7 +2,8 @@
 
 Always true:
 - every prompt taken from the source is delivered once, dropped once with a reason, or pending
-  (waiting, running or ready); an error or a cancelled call does not change that;
+  (waiting, running or ready); an error or a cancelled call does not change that: a batch is
+  delivered last, and one that its call did not return is the next call's;
 - interrupted groups go before new ones, and no prompt is taken before its group can begin;
 - groups are delivered in the order in which their prompts left the source.
 
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError, RolloutError
-from rollout.core.samples import SampleGroup, SampleStatus
+from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.stream.audit import Auditor
@@ -36,6 +40,7 @@ from rollout.driver.stream.journal import SWEEP_S, Journal, JournalFiles
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, capacity
 from rollout.driver.stream.saved_state import Changes, state_of
 from rollout.driver.stream.step_metrics import Progress, StepStats
+from rollout.driver.stream.user_code import callback, user_code
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -89,19 +94,23 @@ class Stream:
             batch,
             options,
             self._on_generated,
+            self._fail,
             is_training=is_training,
         )
 
     # -- batches ----------------------------------------------------------------------------
 
+    @asynccontextmanager
     async def batch(
         self,
         step: int = 0,
         *,
         on_sample: OnSample | None = None,
         on_progress: Callable[[Progress], None] | None = None,
-    ) -> list[SampleGroup]:
+    ) -> AsyncIterator[list[SampleGroup]]:
         """The next batch; it has fewer groups than wanted only at the end of the source.
+
+        It is delivered when the block has ended without an error; else the next call has it.
 
         Args:
             step: of the trainer; the journal offers its groups again to a trainer that has this
@@ -111,40 +120,51 @@ class Stream:
             RolloutError: too many samples failed, filters dropped too much, or no token has the
                 policy's weight version; then its groups are generated again.
             ConfigError: the journal does not fit, or does not reach back to this step.
+            CallEnded: a hook or callback raised ``SystemExit`` or ``KeyboardInterrupt``, or a
+                callback anything.
             Exception: from the source.
         """
         async with self._batch_lock:
             await self._begin_journal(step)
             self._runner.on_sample = on_sample
-            self._runner.stats = self._timer.begin(self._scope)
-            self._is_requested = True
             wanted = self._engines.weight_version
-            self._scope.reopen()
-            try:
-                self._restart_stale_groups(always=True)
-                self._top_up()
-                while not self._is_full():
-                    self._raise_errors()
-                    self._changed.clear()
-                    await self._changed.wait()
-                    if on_progress is not None:
-                        on_progress(self._progress())
-                    self._restart_stale_groups()
-                    self._top_up()
-                self._timer.end(self.stats, self._scope)
-            finally:
-                self._is_requested = False
-                if self._runner.options.mode == "sync":
-                    await self._stop(self._runner.options.abort_timeout_s)
+            await self._fill(on_progress)
             await self._check_version(wanted)
+            items = self._queue.first_ready(self._runner.batch.num_groups)
             if self._journal is not None:
-                self._journal.note()  # before a hook changes the groups
-            groups = self._deliver()
-            if self._journal is not None:
-                self._journal.note(step)
-                await self._journal.write()
+                self._journal.note()  # before the caller changes the samples
+            yield self._groups(items)
+            await self._deliver(items, step)
             self._top_up()
-            return groups
+
+    async def _fill(self, on_progress: Callable[[Progress], None] | None) -> None:
+        """Have enough ready groups for a batch."""
+        self._runner.stats = self._timer.begin(self._scope)
+        self._is_requested = True
+        self._scope.reopen()
+        has_failed = False
+        try:
+            self._restart_stale_groups(always=True)
+            self._top_up()
+            while not self._is_full():
+                self._raise_errors()
+                self._changed.clear()
+                await self._changed.wait()
+                if on_progress is not None:
+                    with callback("on_progress"):
+                        on_progress(self._progress())
+                self._restart_stale_groups()
+                self._top_up()
+            self._timer.end(self.stats, self._scope)
+        except Exception:
+            has_failed = True
+            raise
+        finally:
+            self._is_requested = False
+            if self._runner.options.mode == "sync":
+                await self._stop(self._runner.options.abort_timeout_s)
+            if has_failed:
+                self._error = None  # others of the call that has failed
 
     def change(self, batch: BatchPlan, options: RolloutOptions) -> None:
         """Use these settings from the next batch on.
@@ -260,6 +280,8 @@ class Stream:
         most = capacity(
             self._runner.options, self._runner.batch.num_groups, is_requested=self._is_requested
         )
+        if self._error is not None:
+            return
         limit = self._engines.limiter.limit
         while not self._scope.is_stopping and self._queue.may_begin(limit, most):
             item = self._next()
@@ -273,16 +295,16 @@ class Stream:
             if self._runner.restart_if_stale(item) is not Staleness.TOO_OLD:
                 return item
             self._drop(item, STALE)
-        if self._error is not None or self._is_exhausted:
+        if self._is_exhausted:
             return None
         try:
-            prompt: Any = self._source.take()
+            with user_code("the source"):
+                prompt: Any = self._source.take()
             if not isinstance(prompt, Prompt | None):
                 name = f"prompt {self._queue.num_taken} of the source"
                 raise wrong(name, prompt, "a Prompt(ids)")
         except Exception as error:
-            self._error = error
-            self._changed.set()
+            self._fail(error)
             return None
         if prompt is None:
             self._is_exhausted = True
@@ -313,7 +335,7 @@ class Stream:
             error = task.exception()
             if error is not None:
                 logger.error("internal error in group %d", item.serial, exc_info=error)
-                self._error = error
+                self._fail(error)
             else:
                 outcome = task.result()
         if outcome is None:
@@ -324,6 +346,11 @@ class Stream:
             self._queue.put_ready(item)
         self._changed.set()
         self._top_up()
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise ``error`` from the call for a batch, or from the next one; begin nothing before."""
+        self._error = self._error or error
+        self._changed.set()
 
     # -- interrupted, dropped and stale groups ----------------------------------------------
 
@@ -398,28 +425,50 @@ class Stream:
                 self._queue.requeue(item)
             raise RolloutError(why)
 
-    def _deliver(self) -> list[SampleGroup]:
-        items = self._queue.take_ready(self._runner.batch.num_groups)
+    def _groups(self, items: Sequence[WorkItem]) -> list[SampleGroup]:
+        """The groups of a batch; ``post_process`` gets copies, because it may be called again."""
+        most = self._runner.options.max_failed_share
         groups = [item.group() for item in items]
-        post_process(self._hooks, groups)
         try:
-            check_failures(groups, self._runner.options.max_failed_share)
+            check_failures(groups, most)
         except RolloutError:
-            for item in items:
-                failed = [
-                    index
-                    for index, sample in enumerate(item.samples)
-                    if sample.status is SampleStatus.FAILED
-                ]
-                if failed:
-                    item.restart(failed)
-                    self._queue.requeue(item)
-                else:
-                    self._queue.put_ready(item)
+            self._restart_failed(items)
             raise
-        for item in items:
-            self.auditor.deliver(item.serial)
+        if self._hooks.post_process is not None:
+            groups = [replace(group, samples=list(map(_copy_of, group))) for group in groups]
+            post_process(self._hooks, groups)
+            check_failures(groups, most)
         return groups
+
+    def _restart_failed(self, items: Sequence[WorkItem]) -> None:
+        for item in items:
+            failed = [
+                index
+                for index, sample in enumerate(item.samples)
+                if sample.status is SampleStatus.FAILED
+            ]
+            if failed:
+                del self._queue.ready[item.serial]
+                item.restart(failed)
+                self._queue.requeue(item)
+
+    async def _deliver(self, items: Sequence[WorkItem], step: int) -> None:
+        """Write that these groups are delivered; a call that is cancelled meanwhile keeps them."""
+        if self._journal is not None:
+            self._journal.note()  # the next line has only that they are delivered
+        for item in items:
+            del self._queue.ready[item.serial]
+            self.auditor.deliver(item.serial)
+        if self._journal is None:
+            return
+        self._journal.note(step)
+        try:
+            await self._journal.write()
+        except BaseException:
+            for item in items:
+                self._queue.put_ready(item)
+                self.auditor.take_back(item.serial)
+            raise
 
     async def _stop(self, timeout_s: float) -> None:
         """Abort all requests and wait until they have ended; rewards may still be computed."""
@@ -462,3 +511,11 @@ class Stream:
             len(self._queue.running),
             self.stats.rejected.total(),
         )
+
+
+def _copy_of(sample: Sample) -> Sample:
+    """A sample whose lists and metadata a hook may change; its lengths may disagree."""
+    changed = copy(sample)
+    changed.output_ids, changed.output_logprobs = sample.output_ids[:], sample.output_logprobs[:]
+    changed.loss_mask, changed.metadata = sample.mask[:], dict(sample.metadata)
+    return changed

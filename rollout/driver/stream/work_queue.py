@@ -167,9 +167,9 @@ class WorkQueue:
         item.is_accepted = True
         self.ready[item.serial] = item
 
-    def take_ready(self, num_groups: int) -> list[WorkItem]:
-        """Remove and return the ready items that form a batch, in order."""
-        return [self.ready.pop(serial) for serial in sorted(self.ready)[:num_groups]]
+    def first_ready(self, num_groups: int) -> list[WorkItem]:
+        """The ready items that form a batch, in order."""
+        return [self.ready[serial] for serial in sorted(self.ready)[:num_groups]]
 
     # -- across a restart -------------------------------------------------------------------
 

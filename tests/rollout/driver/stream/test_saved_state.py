@@ -154,7 +154,7 @@ def lines_of_two_steps() -> list[dict[str, Any]]:
         queue.end(item)
         queue.put_ready(item)
         lines.append(changes.line(data, queue, auditor))
-        queue.take_ready(1)
+        del queue.ready[item.serial]
         auditor.deliver(item.serial)
         lines.append(changes.line(data, queue, auditor, step=step))
 

@@ -41,8 +41,8 @@ def test_a_batch_has_the_earliest_ready_items() -> None:
     for item in (third, first, second):
         queue.end(item)
         queue.put_ready(item)
-    assert queue.take_ready(2) == [first, second]
-    assert queue.all() == [third]
+    assert queue.first_ready(2) == [first, second]
+    assert queue.all() == [first, second, third]
 
 
 def test_an_item_that_ends_early_leaves_no_unfinished_samples_behind() -> None:
@@ -97,4 +97,4 @@ def test_groups_are_delivered_in_the_order_of_their_prompts() -> None:
     queue = WorkQueue()
     for serial in (7, 3, 5):
         queue.put_ready(WorkItem(serial, Prompt((1,)), []))
-    assert [item.serial for item in queue.take_ready(2)] == [3, 5]
+    assert [item.serial for item in queue.first_ready(2)] == [3, 5]
