@@ -180,6 +180,8 @@ class RolloutDriver:
         Raises:
             ConfigError: no prompt, an empty prompt, or a wrong setting; or with this sampling no
                 engine reports log-probs that a trainer computes.
+            LifecycleError: the gate is closed until a push of a weight version (``expect_version``
+                of the launch).
             RolloutError: too many samples failed, or filters dropped too many groups; finished
                 groups of a source stay for the next call.  Or no token has the wanted weight
                 version.  Or a hook or callback raised ``SystemExit`` or ``KeyboardInterrupt``,
@@ -230,6 +232,7 @@ class RolloutDriver:
 
         Raises:
             ConfigError: a data set has wrong settings.
+            LifecycleError: see ``rollout``.
             RolloutError: the weight version changed during every try, or the driver is closed.
         """
         self._check_open()
@@ -287,7 +290,7 @@ class RolloutDriver:
 
     @property
     def why_waiting(self) -> str:
-        """Why requests wait at the router's gate, as last known; empty if none does."""
+        """Why requests wait at the router's gate or are turned away, as last known; or empty."""
         return self._load.why_waiting
 
     @property

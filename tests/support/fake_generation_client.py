@@ -34,6 +34,7 @@ class FakeGenerationClient:
         reports: the reported metrics of steps, in order.
         aborted: ids of all abort calls, in order.
         is_closed: requests fail with 503 instead of waiting.
+        needs_push: requests fail because only a push of this version lets them through.
         weight_version: reported with the load.
     """
 
@@ -43,6 +44,7 @@ class FakeGenerationClient:
         self.reports: list[Mapping[str, Any]] = []
         self.aborted: list[str] = []
         self.is_closed = False
+        self.needs_push: int | None = None
         self.weight_version: int | None = None
         self._in_flight: Counter[str] = Counter()
         self._open = asyncio.Event()
@@ -65,6 +67,9 @@ class FakeGenerationClient:
         self.requests.append(request)
         if self.is_closed:
             raise _unavailable("HTTP 503: closed")
+        if self.needs_push is not None:
+            why = f"only a push of weight version {self.needs_push} opens the gate"
+            raise GenerationError(why, kind=FailureKind.NEEDS_PUSH)
         await self._wait_at_gate(request.rid)
         serving = [engine for engine in self.engines if not engine.is_dead]
         if not serving:
@@ -113,6 +118,7 @@ class FakeGenerationClient:
             num_running=sum(len(engine.in_flight) for engine in serving),
             weight_version=self.weight_version,
             why_waiting=f"{len(self._aborts)} requests wait at the gate" if self._aborts else "",
+            why_closed="the gate is closed" if self.is_closed else "",
         )
 
     async def server_metrics(self) -> Mapping[str, float]:

@@ -123,9 +123,16 @@ class GateControl:
             self.paused_s = ended[-1].paused_s
         return metrics
 
-    async def shut(self, state: str, reason: str, phase: str) -> None:
-        """Hold requests, or reject them with 503 and the reason."""
-        await self._router.set_gate(state, reason=reason, phase=phase)
+    async def shut(
+        self, state: str, reason: str, phase: str, *, needs_push: int | None = None
+    ) -> None:
+        """Hold requests, or reject them with 503 and the reason.
+
+        Args:
+            needs_push: only a push of this weight version or a newer one opens it.
+        """
+        more = {} if needs_push is None else {"needs_push": needs_push}
+        await self._router.set_gate(state, reason=reason, phase=phase, **more)
         self.state = state
         self._timeline.event("gate", f"{state}: {reason}")
 

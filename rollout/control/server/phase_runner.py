@@ -105,6 +105,15 @@ class PhaseRunner:
             f"{self.weight_version}; push it: serve_weights(weights, version={expected})"
         )
 
+    @property
+    def needs_push(self) -> int | None:
+        """The weight version of the push that alone can open the gate.
+
+        None in the middle of a step: there a push may be under way behind a closed gate.
+        """
+        is_between_steps = set(self._registry.phases.values()) == {Phase.SERVING}
+        return self.expected_version if is_between_steps and self.why_expecting else None
+
     def start_at(self, version: int) -> None:
         """The engines hold this version from the start."""
         self._last_push = LastPush(version, base_version=version)
@@ -373,7 +382,10 @@ class PhaseRunner:
         if self._gate.state != "open" and not isinstance(error, LifecycleError):
             is_repeated = isinstance(error, ActorLost) and self._recovery.is_on
             state = "holding" if is_repeated else "closed"
-            reactions.insert(0, lambda: self._gate.shut(state, reason, command.value))
+            needs_push = None if is_repeated else self.needs_push
+            reactions.insert(
+                0, lambda: self._gate.shut(state, reason, command.value, needs_push=needs_push)
+            )
         for react in reactions:
             try:
                 await react()

@@ -238,7 +238,7 @@ class RolloutServer:
             runner.expected_version = version
         if why := runner.why_expecting:
             await self._gate.publish_members()
-            await self._gate.shut("closed", why, "start")
+            await self._gate.shut("closed", why, "start", needs_push=runner.needs_push)
             await runner.write_journal()
         else:
             await runner.open_gate()

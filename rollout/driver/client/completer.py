@@ -1,8 +1,8 @@
 """One sample until it ends: request, reply, retry, and requests for the rest if it was cut off.
 
 Always true: every sample ends completed, truncated or failed with a reason.  If its abort scope
-stops, it ends aborted with its tokens, or pending without any.  No token is generated twice,
-except after its engine was lost.
+stops, it ends aborted with its tokens, or pending without any; a gate that only a push opens ends
+the scope with an error.  No token is generated twice, except after its engine was lost.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from engines.protocol import GenerateReply, SamplingParams
+from rollout.core.errors import LifecycleError
 from rollout.core.samples import EngineSpan, Sample, SampleStatus, version_number
 from rollout.driver.client.generation_client import (
     PARTIAL_AT_ONCE,
@@ -73,9 +74,13 @@ class AbortScope:
         prefix: common to all its request ids, and to no other's.
         num_lost: replies that were lost with their engine or connection.
         num_cut: replies that came back aborted.
+
+    Args:
+        on_error: called with what ends all of them at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: Callable[[Exception], None] = lambda error: None) -> None:
+        self._on_error = on_error
         self.rids: dict[str, InFlight] = {}
         self.keeps_tokens = False
         self.prefix = os.urandom(_HALF_RID_BYTES).hex()
@@ -94,6 +99,11 @@ class AbortScope:
     def stop(self) -> None:
         """Send no further request.  Requests in flight go on until the caller aborts them."""
         self._stopped.set()
+
+    def end(self, error: Exception) -> None:
+        """Stop, because of an error of all requests."""
+        self.stop()
+        self._on_error(error)
 
     def reopen(self) -> None:
         self._stopped.clear()
@@ -246,6 +256,9 @@ class Completer:
     ) -> None:
         """Wait until the next try, or raise ``error`` if there is none."""
         if scope.is_stopping and error.kind is not FailureKind.REFUSED:
+            return
+        if error.kind is FailureKind.NEEDS_PUSH:
+            scope.end(LifecycleError(str(error)))
             return
         now_s = asyncio.get_running_loop().time()
         wait_s = state.wait_s(error, now_s=now_s, policy=self._retry_policy)

@@ -38,12 +38,14 @@ class GenerationRequest:
 class FailureKind(StrEnum):
     """Why a request had no reply.
 
-    ``refused`` is final.  ``unavailable``: try again later.  ``lost``: the connection or the
-    engine ended, another engine may be tried.  ``aborted``: ended before its first token.
+    ``refused`` is final.  ``unavailable``: try again later.  ``needs_push``: no request is answered
+    before a push of weights.  ``lost``: the connection or the engine ended, another engine may be
+    tried.  ``aborted``: ended before its first token.
     """
 
     REFUSED = "refused"
     UNAVAILABLE = "unavailable"
+    NEEDS_PUSH = "needs_push"
     LOST = "lost"
     ABORTED = "aborted"
 
@@ -79,6 +81,7 @@ class EngineLoad:
         weight_version: of the engines' weights; None if not reported.
         why_waiting: why requests wait at the gate; empty if none does.
         logprobs: at which step of sampling the engines take their log-probs; empty if not reported.
+        why_closed: why the gate turns requests away; empty if it does not.
     """
 
     num_engines: int
@@ -88,6 +91,7 @@ class EngineLoad:
     weight_version: int | None = None
     why_waiting: str = ""
     logprobs: tuple[LogprobRule, ...] = ()
+    why_closed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,7 @@ class HttpGenerationClient:
             weight_version=router.get("gate", {}).get("weight_version"),
             why_waiting=_why_waiting(router.get("gate", {})),
             logprobs=tuple(_read_rule(engine) for engine in serving if engine.get("logprobs")),
+            why_closed=_why_closed(router.get("gate", {})),
         )
 
     async def server_metrics(self) -> Mapping[str, float]:
@@ -388,6 +389,28 @@ def _why_waiting(gate: Mapping[str, Any]) -> str:
     )
 
 
+def _why_closed(gate: Mapping[str, Any]) -> str:
+    if gate.get("state") != "closed":
+        return ""
+    return (
+        f"requests are turned away at the router's gate, which is closed: {gate['reason']}; they "
+        "are sent again until it opens"
+    )
+
+
+def _why_push_needed(content: bytes) -> str:
+    """Why only a push lets requests through, if a refusal of the router says so; else empty."""
+    try:
+        refusal = orjson.loads(content)["error"]
+        version, reason = int(refusal["needs_push"]), str(refusal["reason"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return (
+        f"the router's gate is closed, and only a push of weight version {version} or a newer one "
+        f"opens it: {reason}"
+    )
+
+
 def _bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
@@ -404,6 +427,8 @@ def _error_of_status(status: int, content: bytes, retry_after: str) -> Generatio
         after_s = float(retry_after)
     except ValueError:
         after_s = 0.0
+    if status == 503 and (why := _why_push_needed(content)):
+        return GenerationError(why, kind=FailureKind.NEEDS_PUSH)
     text = content[:500].decode(errors="replace")
     if status == 503 and JUST_STARTED in text:
         return Disconnected(f"HTTP {status}: {text}", kind=kind)

@@ -1,6 +1,7 @@
 """Follows the engines' load while a driver is in use.
 
-Always true: a query that fails ends nothing; a wait at the gate is warned of once.
+Always true: a query that fails ends nothing; a wait at the gate is warned of once, and a closed
+gate that a call meets every ten seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class LoadFollower:
         highest: number of samples in flight.
 
     Attributes:
-        why_waiting: why requests wait at the router's gate, as last known; empty if none does.
+        why_waiting: why requests wait at the router's gate or are turned away, as last known; empty
+            if none is.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class LoadFollower:
         self._highest = highest
         self._task: asyncio.Task[None] | None = None
         self._waiting_since_s: float | None = None
-        self._has_warned = False
+        self._warned_at_s: float | None = None
 
     def start(self) -> None:
         """Begin, unless it has begun."""
@@ -59,16 +61,20 @@ class LoadFollower:
                 load = None
             if load is not None:
                 limiter.limit = next_limit(limiter.limit, limiter.num_used, load, self._highest)
-                self._note_waiting(load.why_waiting)
+                why_closed = load.why_closed if limiter.num_used else ""
+                self._note_waiting(why_closed or load.why_waiting, is_closed=bool(why_closed))
             await asyncio.sleep(every_s)
 
-    def _note_waiting(self, why: str) -> None:
+    def _note_waiting(self, why: str, *, is_closed: bool) -> None:
         self.why_waiting = why
         now_s = asyncio.get_running_loop().time()
         if not why:
-            self._waiting_since_s, self._has_warned = None, False
-        elif self._waiting_since_s is None:
+            self._waiting_since_s = self._warned_at_s = None
+            return
+        if self._waiting_since_s is None:
             self._waiting_since_s = now_s
-        elif now_s - self._waiting_since_s >= _LONG_WAIT_S and not self._has_warned:
-            self._has_warned = True
+        since_s = self._waiting_since_s if self._warned_at_s is None else self._warned_at_s
+        is_due = self._warned_at_s is None or is_closed
+        if is_due and now_s - since_s >= _LONG_WAIT_S:
+            self._warned_at_s = now_s
             logger.warning("for %.0f s, %s", now_s - self._waiting_since_s, why)

@@ -73,7 +73,7 @@ class Stream:
         self._source = source
         self._engines = engines
         self._hooks = hooks
-        self._scope = AbortScope()
+        self._scope = AbortScope(self._fail)
         self._scope.keeps_tokens = files is not None
         self._journal = None if files is None else Journal(files, self._line, on_loss)
         self._writer: asyncio.Task[None] | None = None
@@ -120,6 +120,7 @@ class Stream:
             RolloutError: too many samples failed, filters dropped too much, or no token has the
                 policy's weight version; then its groups are generated again.
             ConfigError: the journal does not fit, or does not reach back to this step.
+            LifecycleError: the gate is closed, and only a push opens it.
             CallEnded: a hook or callback raised ``SystemExit`` or ``KeyboardInterrupt``, or a
                 callback anything.
             Exception: from the source.

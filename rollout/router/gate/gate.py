@@ -87,7 +87,11 @@ class Admission:
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request was not admitted; the client gets 503, 499 if it was aborted, or 500 if the
-    router failed."""
+    router failed.
+
+    Attributes:
+        needs_push: see ``Gate``.
+    """
 
     message: str
     gate: GateState
@@ -96,6 +100,7 @@ class Refusal:
     retry_after_s: int = 2
     is_abort: bool = False
     is_router_error: bool = False
+    needs_push: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -135,6 +140,8 @@ class Gate:
     Attributes:
         state: what a request meets.
         wanted: the state that the lifecycle set.
+        needs_push: the gate is closed, and only a push of this weight version or a newer one opens
+            it; None where that is not all that is known.
         weight_version: of the weights that engines serve; None if it is unknown.
         base_version: of the base under adapters; without one, the same.
         adapters: from the names of clients to those of engines: which version of a LoRA adapter
@@ -166,6 +173,7 @@ class Gate:
         self.state = self.wanted = GateState.CLOSED
         self.reason = JUST_STARTED
         self.phase = ""
+        self.needs_push: int | None = None
         self.weight_version: int | None = None
         self.base_version: int | None = None
         self.adapters: Mapping[str, str] | None = None
@@ -196,6 +204,7 @@ class Gate:
         *,
         reason: str = "",
         phase: str = "",
+        needs_push: int | None = None,
         weight_version: int | None = None,
         base_version: int | None = None,
         adapters: Mapping[str, str] | None = None,
@@ -203,11 +212,13 @@ class Gate:
         """Open, hold or close.  Without ``weight_version`` the weights stay as they are.
 
         Args:
+            needs_push: only for a gate that is closed.
             base_version: None for ``weight_version``.
         """
         self.wanted = state
         self.reason = reason
         self.phase = phase
+        self.needs_push = needs_push
         if weight_version is not None:
             self.weight_version = weight_version
             self.base_version = weight_version if base_version is None else base_version
@@ -473,6 +484,7 @@ class Gate:
                 "state": self.state.value,
                 "reason": self.reason,
                 "phase": self.phase,
+                "needs_push": self.needs_push,
                 "weight_version": self.weight_version,
                 "base_version": self.base_version,
                 "adapters": None if self.adapters is None else dict(self.adapters),
@@ -545,7 +557,7 @@ class Gate:
 
     def _refuse(self, message: str) -> Refusal:
         self._num_refused += 1
-        return Refusal(message, self.state, self.reason, self.phase)
+        return Refusal(message, self.state, self.reason, self.phase, needs_push=self.needs_push)
 
     def _refuse_more(self) -> Refusal:
         return self._refuse(f"{len(self._waiters)} requests are already held")

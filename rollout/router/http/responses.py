@@ -32,7 +32,7 @@ class RouterResponse:
 
 
 def error(
-    status: int, kind: str, message: str, *headers: tuple[bytes, bytes], **fields: str
+    status: int, kind: str, message: str, *headers: tuple[bytes, bytes], **fields: str | int
 ) -> RouterResponse:
     """An error with more fields than its type and message, if any."""
     return RouterResponse(status, {"error": {"type": kind, "message": message, **fields}}, headers)
@@ -64,7 +64,13 @@ def refused(refusal: Refusal) -> RouterResponse:
     """503 with the time to retry after; 499 for an abort."""
     if refusal.is_router_error:
         return router_error(refusal.message)
-    gate = {"gate": refusal.gate.value, "reason": refusal.reason, "phase": refusal.phase}
+    gate: dict[str, str | int] = {
+        "gate": refusal.gate.value,
+        "reason": refusal.reason,
+        "phase": refusal.phase,
+    }
+    if refusal.needs_push is not None:
+        gate["needs_push"] = refusal.needs_push
     if refusal.is_abort:
         return error(499, "aborted", refusal.message, **gate)
     retry_after = (b"retry-after", str(refusal.retry_after_s).encode())

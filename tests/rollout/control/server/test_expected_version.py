@@ -38,6 +38,7 @@ async def test_the_gate_says_what_it_waits_for_and_opens_with_the_push(tmp_path:
     await assert_shut(bench)
     assert bench.router.gate == "closed"
     assert "expects weight version 57" in bench.router.gates[-1]["reason"]
+    assert bench.router.gates[-1]["needs_push"] == 57
     await bench.server.serve_weights(push(57))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 57}
     await bench.server.serve_weights(push(58))
@@ -74,6 +75,9 @@ async def test_no_command_opens_it_without_the_push(tmp_path: Path, command: str
         with pytest.raises(PhaseFailed):
             await server.serve_weights(push(57))
     await assert_shut(bench)
+    # Behind a step that is half done, a push may be under way.
+    is_between_steps = command == "serve"
+    assert bench.router.gates[-1].get("needs_push") == (57 if is_between_steps else None)
     assert not any("continue_generation" in one.operations() for one in bench.engines)
     await server.stop()
 
@@ -112,7 +116,9 @@ def test_requests_get_the_reason_until_the_push(tmp_path: Path) -> None:
         policy = deployment["policy"]
         reply = httpx.post(f"{policy.url}/generate", json=body, timeout=30, trust_env=False)
         assert reply.status_code == 503
-        assert "expects weight version 57" in reply.text
+        refusal = reply.json()["error"]
+        assert "expects weight version 57" in refusal["reason"]
+        assert (refusal["gate"], refusal["needs_push"]) == ("closed", 57)
         policy.serve_weights(push(57)).result(60)
         reply = httpx.post(f"{policy.url}/generate", json=body, timeout=30, trust_env=False)
         assert reply.json()["meta_info"]["weight_version"] == "57"

@@ -56,6 +56,13 @@ def test_a_refusal_carries_reason_phase_and_retry_time():
     refusal = gate.enter()
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.phase) == ("update failed on a", "offloaded")
+    assert (refusal.needs_push, gate.stats()["gate"]["needs_push"]) == (None, None)
+    gate.set_state(CLOSED, reason="version 7 is expected", needs_push=7)
+    refusal = gate.enter()
+    assert isinstance(refusal, Refusal)
+    assert (refusal.needs_push, gate.stats()["gate"]["needs_push"]) == (7, 7)
+    gate.set_state(HOLDING, reason="a push")
+    assert gate.stats()["gate"]["needs_push"] is None
     assert refusal.retry_after_s > 0
 
 
