@@ -24,6 +24,7 @@ import torch
 
 from engines.tensors.collective.bucket import BroadcastRefused
 from engines.tensors.collective.buffers import finished
+from engines.tensors.collective.new_group import new_group
 
 logger = logging.getLogger(__name__)
 
@@ -44,24 +45,15 @@ def join(
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> Any:
     """Join (as rank 0: open) a group beside torch's default one.  Trainers may use it too."""
-    from torch.distributed import distributed_c10d
     from torch.distributed.rendezvous import rendezvous
 
     timeout = timedelta(seconds=timeout_s)
     address = f"tcp://{master_address}:{master_port}"
     store, rank, world_size = next(rendezvous(address, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        distributed_c10d.Backend(backend),
-        distributed_c10d.PrefixStore(group_name, store),
-        group_name=group_name,  # type: ignore[arg-type]
-        timeout=timeout,
+    return new_group(
+        world_size, rank, store=store, name=group_name, backend=backend, timeout=timeout
     )
-    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    return group
 
 
 @dataclass(slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from engines.tensors.collective.new_group import unsplit
 from rollout.adapters.trl.requests import check_policy
 from rollout.core.errors import LifecycleError
 
@@ -95,4 +96,5 @@ def _own_group() -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     # The other ranks are not here: they take part in TRL's gathers, not in the push.
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with unsplit(dist.get_backend()):
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -32,6 +32,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from engines.protocol.spec import NCCL_CUMEM
+from engines.tensors.collective.new_group import new_group
 from engines.tensors.flattened_bucket import FLATTENED_BUCKET
 from rollout.config import ServerConfig
 from rollout.core.errors import WeightsUnavailable
@@ -134,17 +135,14 @@ class BroadcastRoot:
         """
         timeout = timedelta(seconds=self._join_timeout_s)
         try:
-            self._group, _ = distributed_c10d._new_process_group_helper(
+            self._group = new_group(
                 self._world_size,
                 0,
-                [],
-                distributed_c10d.Backend(self.backend),
-                distributed_c10d.PrefixStore(self.name, self._store),
-                group_name=self.name,  # type: ignore[arg-type]
+                store=self._store,
+                name=self.name,
+                backend=self.backend,
                 timeout=timeout,
             )
-            ranks = {rank: rank for rank in range(self._world_size)}
-            distributed_c10d._world.pg_group_ranks[self._group] = ranks
             # NCCL connects in the first broadcast: SGLang makes no collective when it joins.
             is_late = self.backend == "nccl"
             self._set_timeout(self._send_timeout + timeout if is_late else self._send_timeout)
