@@ -195,6 +195,30 @@ def test_names_of_the_trainers_own_are_mapped(
     policy.close()
 
 
+@pytest.mark.parametrize("transport", ["tensor", "shared_memory", "disk"])
+def test_a_name_map_that_makes_another_type_than_planned_is_refused_and_the_engines_serve_on(
+    deployment: DeploymentHandle,
+    weights: dict[str, torch.Tensor],
+    shm: Path,
+    tmp_path: Path,
+    transport: str,
+) -> None:
+    disk_path = str(tmp_path / "{version}")
+    policy = with_settings(deployment, shm, transport=transport, disk_path=disk_path)
+    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    before, version = held(deployment), policy.status().result().weight_version
+    name = "model.norm.weight"
+
+    def name_map(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield key, tensor if key != name or tensor.is_meta else tensor.bfloat16()
+
+    with pytest.raises(WeightMismatch, match=rf"'{name}' is bfloat16 \[64\], not float32 \[64\]"):
+        policy.serve_weights(weights, version=next(VERSIONS), name_map=name_map).result(60)
+    status = policy.status().result()
+    assert (held(deployment), status.gate, status.weight_version) == (before, "open", version)
+    policy.close()
+
+
 class ByHand(ByPath):
     """A transport of a user's own: here it only counts, and sends as another does."""
 

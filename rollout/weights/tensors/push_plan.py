@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -53,15 +54,20 @@ class PlannedTensor:
             WeightMismatch: the result differs from the plan.
         """
         found = list(name_map(self.name, tensor))
-        if [(name, tuple(mapped.shape)) for name, mapped in found] != [
-            (spec.name, spec.shape) for spec in self.specs
-        ]:
-            raise WeightMismatch(
-                f"the name map's result for {self.name!r} differs from that on the meta device; "
-                "it must depend on name, dtype and shape only",
-                tensor=self.name,
-            )
+        if [name for name, _ in found] != [spec.name for spec in self.specs]:
+            raise self._differs("it has other names")
+        for spec, (_, mapped) in zip(self.specs, found, strict=True):
+            if why := why_differs(spec, mapped):
+                raise self._differs(f"{spec.name!r} {why}")
         return [mapped for _, mapped in found]
+
+    def _differs(self, why: str) -> WeightMismatch:
+        return WeightMismatch(
+            f"the name map's result for {self.name!r} differs from that on the meta device, where "
+            f"torch.autocast does nothing: {why}; it must depend on name, dtype and shape only, so "
+            "push outside of autocast, or give each result its dtype",
+            tensor=self.name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +202,29 @@ def check_is_tensor(name: str, value: object) -> None:
     Raises:
         WeightMismatch: it is not; names it.
     """
-    why = ""
-    if not isinstance(value, torch.Tensor):
-        why = f"is a {type(value).__name__}, not a tensor"
-    elif value.layout is not torch.strided:
-        why = f"is {value.layout}; push its to_dense()"
-    elif value.is_meta:
-        why = "is on the meta device, so it has no values; load the model first"
-    if why:
+    if why := _why_no_tensor(value):
         raise WeightMismatch(f"{name!r} {why}", tensor=str(name))
+
+
+def _why_no_tensor(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"is a {type(value).__name__}, not a tensor"
+    if value.layout is not torch.strided:
+        return f"is {value.layout}; push its to_dense()"
+    if value.is_meta:
+        return "is on the meta device, so it has no values; load the model first"
+    return ""
+
+
+def why_differs(spec: TensorSpec, tensor: Any) -> str:
+    """Why a tensor is not the one that the spec describes; empty if it is."""
+    if why := _why_no_tensor(tensor):
+        return why
+    # Not by the names of dtypes, which takes longer: each tensor of each push is compared.
+    if tensor.dtype is getattr(torch, spec.dtype) and tensor.shape == spec.shape:
+        return ""
+    found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    return f"is {found}, not {spec.dtype} {list(spec.shape)} as planned"
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -28,6 +28,7 @@ from rollout.weights.tensors.push_plan import (
     cast_dtype,
     check_is_tensor,
     specs_of,
+    why_differs,
 )
 from rollout.weights.tensors.shard_gather import gathered_whole, has_shards, is_shard
 
@@ -42,11 +43,19 @@ TensorList = Sequence[Sequence[Any]]
 class Pairs(Sequence[tuple[str, torch.Tensor]]):
     """Names and tensors of one bucket; a pair is made only when it is read.
 
+    Every route takes its tensors from here, and copies as many bytes of each as its spec says.
+
     Attributes:
         specs: of ``tensors``; the same list at every push of the same plan.
+
+    Raises:
+        WeightMismatch: a tensor is not what its spec says; names it.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+        for spec, tensor in zip(specs, tensors, strict=True):
+            if why := why_differs(spec, tensor):
+                raise WeightMismatch(f"tensor {spec.name!r} {why}", tensor=spec.name)
         self.specs = specs
         self.tensors = tensors
 
