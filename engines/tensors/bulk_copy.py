@@ -27,7 +27,11 @@ R = TypeVar("R")
 # For so many bytes or less, head included, the compiled code makes no digest: the library does.
 _SHORT_BYTES = 240
 # The bits of the exponent; all are set in a value that is NaN or infinite (IEEE 754, bfloat16).
-_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
+# Without the lowest they are also set in a float32 from 2**127 on, for which bfloat16 may have no
+# room.
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F00_0000}
+# The largest number of each type in which these bits are not all set.
+_MOST_UNSEEN = {"bfloat16": 2.0**128 - 2.0**120, "float16": 65504.0, "float32": 2.0**127 - 2.0**103}
 # One core reads at half of the memory bandwidth.
 _MOST_THREADS = 4
 _SHARE_BYTES = 16 << 20
@@ -82,10 +86,10 @@ def copy_and_check(
     sizes: Sequence[int],
     heads: Sequence[bytes] | None = None,
 ) -> tuple[list[str], list[bool]]:
-    """The same, and whether a value of each is NaN or infinite; only where ``is_compiled``.
+    """The same, and for each what ``suspects`` finds; only where ``is_compiled``.
 
     Args:
-        dtypes: of the values; those that ``can_check`` does not name are not checked.
+        dtypes: of the values; those that ``can_check`` does not know are not checked.
         sizes: bytes of whole values.
         heads: with them, the first list is the fingerprint of each; else it is empty.
     """
@@ -124,13 +128,13 @@ def _fingerprints(
     return found
 
 
-def can_check(dtype: str) -> bool:
-    """Whether ``nonfinite`` can check values of this type."""
-    return is_compiled() and dtype in _EXPONENTS
+def can_check(dtype: str, largest: float) -> bool:
+    """Whether ``suspects`` finds each value of this type that is over ``largest``."""
+    return is_compiled() and dtype in _EXPONENTS and largest >= _MOST_UNSEEN[dtype]
 
 
-def nonfinite(dtypes: Sequence[str], places: Sequence[int], sizes: Sequence[int]) -> list[bool]:
-    """Whether a value of each range is NaN or infinite.
+def suspects(dtypes: Sequence[str], places: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+    """Whether a value of each range is NaN or infinite, or a float32 of 2**127 or more.
 
     Args:
         dtypes: of each; ``can_check`` says which.

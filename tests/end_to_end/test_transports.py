@@ -195,7 +195,7 @@ def test_names_of_the_trainers_own_are_mapped(
     policy.close()
 
 
-@pytest.mark.parametrize("transport", ["tensor", "shared_memory", "disk"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_name_map_that_makes_another_type_than_planned_is_refused_and_the_engines_serve_on(
     deployment: DeploymentHandle,
     weights: dict[str, torch.Tensor],

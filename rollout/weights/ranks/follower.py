@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -15,7 +14,7 @@ from engines.tensors.torch_fingerprint import device_fingerprints
 from rollout.config import Transport
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.lora_check import warn_of_base
-from rollout.weights.format.manifest import Manifest
+from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV, PushDeltas
 from rollout.weights.ranks.bucket_check import BucketCheck
@@ -31,9 +30,8 @@ from rollout.weights.routes.route import Chosen
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
-from rollout.weights.tensors.bucket_bytes import fingerprints_of
+from rollout.weights.tensors.bucket_bytes import check_values, fingerprints_of
 from rollout.weights.tensors.delta_base import DeltaPush, deltas_in
-from rollout.weights.tensors.finite_check import check_finite
 from rollout.weights.tensors.sources import (
     Pairs,
     PlannedSource,
@@ -73,6 +71,7 @@ class Follower:
         self._timeout_s = timeout_s
         self._buckets: Iterator[tuple[Pairs, bool]] = iter(())
         self._shares: RankShares | None = None
+        self._checks_buckets = False
 
     @cached_property
     def source(self) -> PlannedSource | StreamedSource:
@@ -98,6 +97,12 @@ class Follower:
         return AdapterSource(
             request.named_tensors, request.adapter, base=expected, kinds=kinds, **shared
         )
+
+    @property
+    def model(self) -> Mapping[str, TensorSpec]:
+        """The model's tensors, by name; empty if they are not known."""
+        expected = self._server.expected
+        return {} if expected is None else expected.tensors
 
     @property
     def adapter(self) -> str:
@@ -132,9 +137,7 @@ class Follower:
             self.rank.tensors = plan.tensors
         if isinstance(self.source, StreamedSource) is not plan.is_streamed:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
-        is_checked = plan.terms.checks_values or self.rank.config.weights.allow_nonfinite
-        if isinstance(self.source, PlannedSource) and not is_checked:
-            self.source.check_finite(self.rank.rank, self.rank.num_ranks)
+        self._checks_buckets = self._check_values(plan)
         self._buckets = self.source.buckets(plan.bucket_bytes)
         with naming_path(self.rank.config.weights):
             self._shares = RankShares(
@@ -142,9 +145,27 @@ class Follower:
                 plan,
                 self.resources,
                 gpu=self.gpu,
-                expected=self._server.expected,
+                model=self.model,
                 timeout_s=self._timeout_s,
             )
+
+    def _check_values(self, plan: PushPlan) -> bool:
+        """Check the values that are known before the first bucket is sent; returns whether those of
+        each bucket are to be checked when it is made.
+
+        They are if no engine is called before all buckets are made, or if they are not known
+        before.
+
+        Raises:
+            WeightMismatch: one is no number in the type of the model.
+        """
+        rank, source = self.rank, self.source
+        if rank.config.weights.allow_nonfinite or plan.terms.checks_values:
+            return False
+        if plan.is_copied or isinstance(source, StreamedSource):
+            return True
+        source.check_values(self.model, rank.rank, rank.num_ranks, plan.bucket_bytes)
+        return source.is_known_after_gathers
 
     def digests_of(self, names: Sequence[str]) -> dict[str, str]:
         """Of those tensors that other ranks may have too."""
@@ -164,6 +185,8 @@ class Follower:
         pairs, is_last = next(self._buckets)
         if isinstance(self.source, StreamedSource):
             pairs = self._checked(pairs, is_last)
+        if self._checks_buckets:
+            check_values(pairs[self.rank.rank :: self.rank.num_ranks], self.model)
         self.figures.gathered()
         with naming_path(self.rank.config.weights):
             made, changes, copy = self.shares.make(index, pairs, is_last)
@@ -186,11 +209,7 @@ class Follower:
         assert self.check is not None
         self.check(pairs, is_last)
         # The push announces the model's dtypes, because these are known only now.
-        pairs = cast_to(pairs, self._server.expected)
-        if not self.rank.config.weights.allow_nonfinite:
-            own = pairs[self.rank.rank :: self.rank.num_ranks]
-            check_finite((name, tensor, math.inf) for name, tensor in own)
-        return pairs
+        return cast_to(pairs, self._server.expected)
 
     def run(self, before_kv: Callable[[], object] | None) -> None:
         """Free the trainer's memory that the KV caches need.
@@ -212,7 +231,7 @@ class RankShares:
     Args:
         resources: what it opens is closed with them.
         gpu: UUID of the GPU with the tensors; empty if they are in host memory.
-        expected: the model's tensors, if they are known.
+        model: its tensors, by name; empty if they are not known.
         timeout_s: for one bucket, and for all engines to join a group; None for the configured.
 
     Attributes:
@@ -228,7 +247,7 @@ class RankShares:
         resources: ExitStack,
         *,
         gpu: str,
-        expected: Manifest | None,
+        model: Mapping[str, TensorSpec],
         timeout_s: float | None,
     ) -> None:
         self.plan = plan
@@ -245,10 +264,11 @@ class RankShares:
             rank.idle_group,
             rank.config,
             timeout_s or rank.config.weights.group_timeout_s,
+            model,
         )
         self._builders = _open_builders(end, plan.routes, resources)
         self._copies = self._store_copies(end, resources)
-        self._begin_delta(expected)
+        self._begin_delta(model)
 
     def builder(self, payload: str) -> ShareBuilder:
         """Of the route with this payload."""
@@ -293,7 +313,7 @@ class RankShares:
         resources.callback(copies.close)
         return copies
 
-    def _begin_delta(self, expected: Manifest | None) -> None:
+    def _begin_delta(self, model: Mapping[str, TensorSpec]) -> None:
         """Keep copies of what engines get from this rank, if the next push may be a delta."""
         copies, plan = self._rank.delta_base, self.plan
         own = [one for one in plan.routes if one.payload in self._builders]
@@ -301,8 +321,7 @@ class RankShares:
             copies.drop()
             return
         base = None if all(one.is_full for one in own) else copies.version
-        known = {} if expected is None else expected.tensors
-        self.delta_push = DeltaPush(plan.terms.version, base, known)
+        self.delta_push = DeltaPush(plan.terms.version, base, model)
         copies.begin(self.delta_push)
         if base is not None and plan.store is not None:
             self.deltas = PushDeltas(base, {})

@@ -164,7 +164,7 @@ class Leader:
             and not any(one.gpu for one in self._readies)
             and all(one.transport == Transport.SHARED_MEMORY for one in routes)
             and all(one.is_full and not one.is_copied for one in routes)
-            and are_checked_in_copies(source.manifest, self._server.expected)
+            and are_checked_in_copies(source.manifest, self.follower.model)
         )
 
     def _compared(self) -> tuple[str, ...]:

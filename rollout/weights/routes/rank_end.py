@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.config import ServerConfig
@@ -22,6 +22,7 @@ from rollout.weights.routes.route import (
 )
 
 if TYPE_CHECKING:
+    from rollout.weights.format.manifest import TensorSpec
     from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
     from rollout.weights.routes.trainer_groups import IdleGroup
     from rollout.weights.tensors.sources import Pairs
@@ -42,6 +43,7 @@ class RankEnd:
         buffers: of shared memory.
         idle_group: what this rank has of a broadcast between two pushes.
         timeout_s: for one bucket, and for all engines to join a group.
+        model: its tensors, by name; empty if they are not known.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class RankEnd:
     idle_group: IdleGroup
     config: ServerConfig
     timeout_s: float
+    model: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     @property
     def own_host(self) -> int:

@@ -358,7 +358,7 @@ class PushTerms:
         hashing_host: the host whose ranks take them, if files are written; None: rank 0 does.
         senders: the ranks that broadcast buckets one after the other; rank 0 is the first.
         group: name of the first sender's group, if it is there.
-        checks_values: writers of files check the values as they copy them; no rank did before.
+        checks_values: writers of files check the values as they copy them, and no rank does else.
     """
 
     version: int

@@ -24,6 +24,7 @@ from rollout.weights.routes.route import (
 )
 
 if TYPE_CHECKING:
+    from rollout.weights.format.manifest import TensorSpec
     from rollout.weights.tensors.sources import Pairs
 
 
@@ -62,7 +63,7 @@ class BufferWriter:
 
     Args:
         fingerprints: the method of the fingerprints that are taken; empty takes none.
-        checks_values: a value that is not finite raises ``WeightMismatch``.
+        model: its tensors, in whose types the values are checked; None checks none.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class BufferWriter:
         first: int,
         num_writers: int,
         fingerprints: str,
-        checks_values: bool = False,
+        model: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         self._pool = pool
         self._first = first
         self._num_writers = num_writers
         self._fingerprints = fingerprints
-        self._checks_values = checks_values
+        self._model = model
         self._taken: dict[int, ShmBuffer] = {}
 
     @classmethod
@@ -89,7 +90,7 @@ class BufferWriter:
             first=end.writers.index(end.rank),
             num_writers=len(end.writers),
             fingerprints=fingerprints,
-            checks_values=end.terms.checks_values,
+            model=end.model if end.terms.checks_values else None,
         )
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
@@ -99,7 +100,7 @@ class BufferWriter:
         if index % self._num_writers != self._first:
             return None
         self._taken[index], fingerprints = write_buffer(
-            pairs, self._pool, method=self._fingerprints, checks_values=self._checks_values
+            pairs, self._pool, method=self._fingerprints, model=self._model
         )
         return {"path": str(self._taken[index].folder), "fingerprints": dict(fingerprints)}
 
@@ -113,12 +114,15 @@ def write_buffer(
     pool: ShmBufferPool | PushBuffers,
     *,
     method: str,
-    checks_values: bool = False,
+    model: Mapping[str, TensorSpec] | None = None,
 ) -> tuple[ShmBuffer, Mapping[str, str]]:
     """Write a bucket into a buffer of the pool; returns it with its fingerprints.
 
+    Args:
+        method, model: see ``copy_tensors``.
+
     Raises:
-        WeightMismatch: a value is not finite, and ``checks_values``.
+        WeightMismatch: a value is no number in the type of the model.
     """
     from rollout.weights.tensors.bucket_bytes import copy_tensors
 
@@ -126,7 +130,7 @@ def write_buffer(
     buffer = pool.take(layout.num_bytes)
     try:
         buffer.write_header(layout.header)
-        found = copy_tensors(buffer.view, layout, pairs, method=method, checks_values=checks_values)
+        found = copy_tensors(buffer.view, layout, pairs, method=method, model=model)
         return buffer, found
     except BaseException:
         pool.give(buffer)

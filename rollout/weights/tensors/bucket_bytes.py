@@ -33,7 +33,7 @@ from engines.tensors.torch_fingerprint import (
 )
 from rollout.weights.format.bucket_layout import FileLayout, LayoutCache, split_by_size
 from rollout.weights.format.manifest import TensorSpec
-from rollout.weights.tensors.finite_check import check_finite, largest_of
+from rollout.weights.tensors.finite_check import check_finite, largest_in
 from rollout.weights.tensors.sources import Pairs
 
 _BATCH_BYTES = 16 << 20
@@ -53,18 +53,21 @@ def copy_tensors(
     pairs: Pairs,
     *,
     method: str,
-    checks_values: bool = False,
+    model: Mapping[str, TensorSpec] | None = None,
 ) -> Mapping[str, str]:
     """Copy, hash and check all in one pass; returns fingerprints by name, made by ``method``. Only
     the ranges of the layout are written.
 
+    Args:
+        model: its tensors, in whose types the values must be numbers; None checks none.
+
     Raises:
-        WeightMismatch: a value is not finite, and ``checks_values``.
+        WeightMismatch: a value is not.
     """
     is_compiled = bulk_copy.is_compiled()
-    if checks_values and not is_compiled:  # rank 0 has it, and decided
-        _check(pairs, repeat(True))
-        checks_values = False
+    if model is not None and not is_compiled:  # rank 0 has it, and decided
+        check_values(pairs, model)
+        model = None
     flat = torch.frombuffer(view, dtype=torch.uint8)  # keeps the mapping during the copies
     batches = split_by_size(layout.sizes, _BATCH_BYTES)
     num_threads = min(_MOST_THREADS, len(batches), len(os.sched_getaffinity(0)))
@@ -72,7 +75,7 @@ def copy_tensors(
         num_threads = 1
 
     def copy(batch: slice) -> tuple[list[str], list[bool]]:
-        dtypes = [spec.dtype for spec in pairs.specs[batch]] if checks_values else None
+        dtypes = None if model is None else [spec.dtype for spec in pairs.specs[batch]]
         heads = layout.heads[batch] if method == BYTES else None
         return _copied(flat, layout, pairs.tensors[batch], batch, heads, dtypes)
 
@@ -81,20 +84,26 @@ def copy_tensors(
     else:
         with ThreadPoolExecutor(num_threads, "copy") as threads:
             found = list(threads.map(copy, batches))
-    if checks_values:
-        _check(pairs, chain.from_iterable(are_bad for _, are_bad in found))
+    if model is not None:
+        check_values(pairs, model, chain.from_iterable(suspects for _, suspects in found))
     if method != BYTES:
         return fingerprints_of(pairs, method)
     digests = chain.from_iterable(digests for digests, _ in found)
     return dict(zip((spec.name for spec in pairs.specs), digests, strict=True))
 
 
-def _check(pairs: Pairs, are_bad: Iterable[bool]) -> None:
-    """Name the first of these tensors that has a value which is not finite, if there is one."""
+def check_values(
+    pairs: Pairs, model: Mapping[str, TensorSpec], suspects: Iterable[bool] = repeat(True)
+) -> None:
+    """Check the values of a bucket, or of the tensors in it that may have a wrong one.
+
+    Raises:
+        WeightMismatch: one is no number in the type of the model; names the first such tensor.
+    """
     check_finite(
-        (spec.name, tensor, largest_of(spec.dtype))
-        for spec, tensor, is_bad in zip(pairs.specs, pairs.tensors, are_bad, strict=False)
-        if is_bad
+        (spec.name, tensor, largest_in(model, spec))
+        for spec, tensor, is_suspect in zip(pairs.specs, pairs.tensors, suspects, strict=False)
+        if is_suspect
     )
 
 
@@ -106,7 +115,7 @@ def _copied(
     heads: Sequence[bytes] | None,
     dtypes: Sequence[str] | None,
 ) -> tuple[list[str], list[bool]]:
-    """Copy these; returns fingerprints, and which have a value that is not finite, if wanted."""
+    """Copy these; returns fingerprints, and which may have a value that is no number, if wanted."""
     file = flat.data_ptr()
     sizes = layout.sizes[batch]
     targets = [file + begin for begin in layout.begins[batch]]

@@ -2,46 +2,53 @@
 
 Always true: each tensor is read once, on its device; nothing of its size is made, except for
 float8, of which torch compares no values.  What is on a device is waited for together.  In host
-memory compiled code reads many tensors with one call, at the speed of memory.
+memory compiled code reads many tensors with one call, at the speed of memory; only those with a
+value that may be too large are read again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from engines.tensors import bulk_copy
 from engines.tensors.torch_fingerprint import dtype_name
 from rollout.core.errors import WeightMismatch
-from rollout.weights.format.manifest import Manifest
+from rollout.weights.format.manifest import Manifest, TensorSpec
 
 Checked = tuple[str, torch.Tensor, float]
 """Name, tensor, and the largest value that its engine's type has."""
-_LARGEST = {"float16": torch.finfo(torch.float16).max}
+_LARGEST = {
+    name: torch.finfo(getattr(torch, name)).max for name in ("float32", "bfloat16", "float16")
+}
+_TYPES = {largest: name for name, largest in _LARGEST.items()}
 
 
-def largest_of(*dtypes: object) -> float:
+def largest_of(*dtypes: str) -> float:
     """The largest value that survives casts to these types.
 
-    Others than float16 have the range of their source, or scales.
+    The others are wider, or have scales.
     """
-    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return min(_LARGEST.get(name, math.inf) for name in names)
+    return min(_LARGEST.get(name, math.inf) for name in dtypes)
 
 
-def are_checked_in_copies(pushed: Manifest, expected: Manifest | None) -> bool:
-    """Whether the compiled code, which copies tensors in host memory, can check all of them.
+def largest_in(model: Mapping[str, TensorSpec], spec: TensorSpec) -> float:
+    """The largest value of a tensor that its engines can hold.
 
     Args:
-        expected: of the engines; what their types do not have is found only before the copy.
+        model: its tensors; another one has the type that is pushed.
     """
-    known = {} if expected is None else expected.tensors
+    known = model.get(spec.name, spec)
+    return largest_of(spec.dtype, known.dtype)
+
+
+def are_checked_in_copies(pushed: Manifest, model: Mapping[str, TensorSpec]) -> bool:
+    """Whether the compiled code, which copies tensors in host memory, can check all of them."""
     return bulk_copy.is_compiled() and all(
-        bulk_copy.can_check(spec.dtype)
-        and (spec.name not in known or largest_of(known[spec.name].dtype) >= largest_of(spec.dtype))
+        bulk_copy.can_check(spec.dtype, largest_in(model, spec))
         for spec in pushed.tensors.values()
         if getattr(torch, spec.dtype).is_floating_point
     )
@@ -59,7 +66,8 @@ def check_finite(tensors: Iterable[Checked]) -> None:
         return
     name, tensor, largest = wrong[0]
     num = int((~(tensor.double().abs() <= largest) | ~tensor.double().isfinite()).sum())
-    too_large = "" if math.isinf(largest) else f", or over {largest:g}, the most of float16"
+    is_narrow = largest < max(_LARGEST["float32"], torch.finfo(tensor.dtype).max)
+    too_large = f", or over {largest:g}, the most of {_TYPES[largest]}" if is_narrow else ""
     others = f"; {len(wrong) - 1} more tensors have such values" if wrong[1:] else ""
     raise WeightMismatch(
         f"{num} of {tensor.numel()} values of tensor {name!r} are NaN or infinite{too_large}"
@@ -74,20 +82,18 @@ def _with_nonfinite(floats: Sequence[Checked]) -> Iterator[Checked]:
     others: list[Checked] = []
     for one in floats:
         (on_host if _is_read_at_once(one) else others).append(one)
-    wrong = {id(one) for one in [*_in_memory(on_host), *_in_ranges(others)]}
+    wrong = {id(one) for one in _in_ranges([*_suspects(on_host), *others])}
     return (one for one in floats if id(one) in wrong)
 
 
 def _is_read_at_once(one: Checked) -> bool:
     _, tensor, largest = one
     is_whole = tensor.device.type == "cpu" and tensor.is_contiguous()
-    # Otherwise a number may be too large for the engine's type.
-    all_fit = torch.finfo(tensor.dtype).max <= largest
-    return is_whole and all_fit and bulk_copy.can_check(dtype_name(tensor.dtype))
+    return is_whole and bulk_copy.can_check(dtype_name(tensor.dtype), largest)
 
 
-def _in_memory(floats: Sequence[Checked]) -> list[Checked]:
-    """Those with such a value, by their bits: at the speed of memory, also if they are small."""
+def _suspects(floats: Sequence[Checked]) -> list[Checked]:
+    """Those that may have such a value, by bits: at the speed of memory, also if they are small."""
     if not floats:
         return []
     num_bytes = sum(tensor.nbytes for _, tensor, _ in floats)
@@ -95,12 +101,12 @@ def _in_memory(floats: Sequence[Checked]) -> list[Checked]:
 
 
 def _in_share(floats: Sequence[Checked]) -> list[Checked]:
-    found = bulk_copy.nonfinite(
+    found = bulk_copy.suspects(
         [dtype_name(tensor.dtype) for _, tensor, _ in floats],
         [tensor.data_ptr() for _, tensor, _ in floats],
         [tensor.nbytes for _, tensor, _ in floats],
     )
-    return [one for one, is_wrong in zip(floats, found, strict=True) if is_wrong]
+    return [one for one, is_suspect in zip(floats, found, strict=True) if is_suspect]
 
 
 def _in_ranges(floats: Sequence[Checked]) -> Iterator[Checked]:

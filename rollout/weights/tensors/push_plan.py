@@ -22,8 +22,9 @@ from rollout.weights.format.manifest import Manifest, TensorSpec
 
 NameMap = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 """Maps a trainer's tensor to the checkpoint's. It is called with a tensor on the meta device, for
-names and shapes, and at every push with the real tensor.  docs/how-to/megatron.md has one for a
-framework with other names and fused weights.
+names and shapes, and at every push with the real tensor: twice if engines get buckets before all
+are made, for the values must be known before.  docs/how-to/megatron.md has one for a framework with
+other names and fused weights.
 """
 
 Dtype = torch.dtype

@@ -14,12 +14,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engines.tensors.stacked_experts import split_experts
-from engines.tensors.torch_fingerprint import device_fingerprints
+from engines.tensors.torch_fingerprint import device_fingerprints, dtype_name
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.named import named_pairs
-from rollout.weights.format.stacked_experts import is_stacked, splitter_of
-from rollout.weights.tensors.finite_check import check_finite, largest_of
+from rollout.weights.format.stacked_experts import ExpertSplitter, is_stacked, splitter_of
+from rollout.weights.tensors.finite_check import Checked, check_finite, largest_in, largest_of
 from rollout.weights.tensors.fp8_quantiser import Fp8BlockQuantiser
 from rollout.weights.tensors.push_plan import (
     NameMap,
@@ -34,6 +34,9 @@ from rollout.weights.tensors.shard_gather import gathered_whole, has_shards, is_
 
 # By torch.compile and activation checkpointing.
 _ADDED_TO_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+# What they make of numbers that its types can hold are numbers; of a user's map that is not known.
+_OWN_MAPS = (type(None), ExpertSplitter, Fp8BlockQuantiser)
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 TensorList = Sequence[Sequence[Any]]
@@ -130,25 +133,63 @@ class PlannedSource:
         self._plan = (plans or PushPlanCache()).of(names, own, name_map, dtype)
         self.manifest = self._plan.manifest
         self._gather_timeout_s = gather_timeout_s
-        self._known = {} if expected is None else expected.tensors
 
-    def check_finite(self, rank: int, num_ranks: int) -> None:
-        """Check that the values are numbers: of this rank's shards, and of its part of the rest.
+    def check_values(
+        self, model: Mapping[str, TensorSpec], rank: int, num_ranks: int, bucket_bytes: int
+    ) -> None:
+        """Check what is made of this rank's part of the whole tensors, and of its shards.
+
+        A user's name map is called for it.  What that makes of shards is known only when they are
+        gathered, so of them the values before it are checked.
+
+        Args:
+            model: its tensors, in whose types the values must be numbers.
+            bucket_bytes: of what a name map makes, up to so many are in memory at once.
 
         Raises:
-            WeightMismatch: one is not; names its tensor.
+            WeightMismatch: one is no number; names its tensor.
         """
-        checked = []
-        for place, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True)):
-            own: Any = tensor
-            is_own = place % num_ranks == rank
-            if is_shard(tensor):
-                own, is_own = own.to_local(), True
-            if is_own:
-                known = self._known.get(name)
-                cast = cast_dtype(tensor, self._plan.dtype)
-                checked.append((name, own, largest_of(cast, known and known.dtype)))
-        check_finite(checked)
+        # Quantising takes longer than the check, and makes numbers of numbers.
+        reads = isinstance(self._plan.name_map, Fp8BlockQuantiser)
+        for share in self._plan.shares(bucket_bytes):
+            before: list[int] = []
+            after: list[int] = []
+            for place in range(share.first, share.end):
+                if is_shard(self._tensors[place]):
+                    before.append(place)
+                elif place % num_ranks == rank:
+                    (before if reads else after).append(place)
+            check_finite([*self._before_map(before, model), *self._after_map(after, model)])
+
+    @property
+    def is_known_after_gathers(self) -> bool:
+        """Whether only the whole tensors show what a name map makes of shards."""
+        return not isinstance(self._plan.name_map, _OWN_MAPS) and has_shards(self._tensors)
+
+    def _before_map(
+        self, places: Sequence[int], model: Mapping[str, TensorSpec]
+    ) -> Iterator[Checked]:
+        is_known = isinstance(self._plan.name_map, _OWN_MAPS)
+        for place in places:
+            part = self._plan.parts[place]
+            own: Any = self._tensors[place]
+            least = largest_of(dtype_name(cast_dtype(own, self._plan.dtype)))
+            limits = (largest_in(model, spec) for spec in part.specs if is_known)
+            local = own.to_local() if is_shard(own) else own
+            yield part.name, local, min(limits, default=least)
+
+    def _after_map(
+        self, places: Sequence[int], model: Mapping[str, TensorSpec]
+    ) -> Iterator[Checked]:
+        name_map = self._plan.name_map
+        own = [self._tensors[place] for place in places]
+        if name_map is not None:
+            own = gathered_whole(own, self._plan.dtype)  # they are whole, so it only casts
+        for place, tensor in zip(places, own, strict=True):
+            part = self._plan.parts[place]
+            made = [tensor] if name_map is None else part.mapped(name_map, tensor)
+            for spec, value in zip(part.specs, made, strict=True):
+                yield spec.name, value, largest_in(model, spec)
 
     def copies(self) -> dict[str, tuple[str, torch.Tensor]]:
         """What other ranks have too, by the trainer's names: which part of the tensor, and it."""

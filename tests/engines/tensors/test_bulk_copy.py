@@ -1,6 +1,7 @@
 """Bytes in bulk, by each kind of code there is: what is copied, and what the digests are of."""
 
 import ctypes
+import math
 import shutil
 import sysconfig
 from pathlib import Path
@@ -124,8 +125,9 @@ def test_copied_without_a_hash(size: int, from_: int, to: int) -> None:
 def test_a_value_that_is_no_number_is_found_at_any_place(
     dtype: str, num: int, shift: int, to: int, bad: tuple[float, bool] | None
 ) -> None:
-    """All bits of the exponent: infinite, or NaN if more bits are set."""
-    width, exponent = (4, 0x7F80_0000) if dtype == "float32" else (2, 0x7F80)
+    """All bits of the exponent: infinite, or NaN if more bits are set; without the lowest a float32
+    that bfloat16 may not have."""
+    width, exponent = (4, 0x7F00_0000) if dtype == "float32" else (2, 0x7F80)
     exponent = 0x7C00 if dtype == "float16" else exponent
     lowest = exponent & -exponent  # without it, each value is a number
     values = np.frombuffer(noise(5000 * width), f"<u{width}")[:num] & ~np.array(
@@ -137,7 +139,7 @@ def test_a_value_that_is_no_number_is_found_at_any_place(
     memory = Memory(b"\xff" * shift + values.tobytes() + b"\xff" * 200)
     places, sizes = [memory.address + shift] * 2, [values.nbytes, 0]
     expected = [bad is not None and num > 0, False]
-    assert bulk_copy.nonfinite([dtype] * 2, places, sizes) == expected
+    assert bulk_copy.suspects([dtype] * 2, places, sizes) == expected
     target = Memory(bytes(ROOM))
     targets, heads = [target.address + to, target.address + ROOM - 1], [b"head", b"none"]
     hashed = bulk_copy.copy_and_check([dtype] * 2, targets, places, sizes, heads)
@@ -153,8 +155,22 @@ def test_a_value_that_is_no_number_is_found_at_any_place(
 
 @not_for(PYTHON)
 def test_no_ranges_have_no_values() -> None:
-    assert bulk_copy.nonfinite([], [], []) == []
-    assert not bulk_copy.can_check("float64")
+    assert bulk_copy.suspects([], [], []) == []
+    assert not bulk_copy.can_check("float64", math.inf)
+
+
+@not_for(PYTHON)
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [
+        ("bfloat16", float.fromhex("0x1.fep127")),
+        ("float16", 65504.0),
+        ("float32", float.fromhex("0x1.fffffep126")),
+    ],
+)
+def test_a_type_can_be_checked_up_to_what_its_bits_show(dtype: str, largest: float) -> None:
+    assert bulk_copy.can_check(dtype, largest)
+    assert not bulk_copy.can_check(dtype, math.nextafter(largest, 0))
 
 
 def test_hashed_where_it_is(source: Memory) -> None:

@@ -23,6 +23,7 @@ from rollout.weights.tensors.finite_check import (  # noqa: E402
     _with_nonfinite,
     are_checked_in_copies,
     check_finite,
+    largest_in,
     largest_of,
 )
 from rollout.weights.tensors.sources import PlannedSource, StreamedSource  # noqa: E402
@@ -103,13 +104,22 @@ def test_a_view_that_is_not_contiguous_is_read_as_it_is() -> None:
         check_finite([("columns", whole[:, :2], INF)])
 
 
-def test_values_that_float16_does_not_have_are_named() -> None:
-    assert largest_of(torch.float32, "bfloat16") == INF
-    assert largest_of(torch.float32, "float16") == 65504
-    tensor = torch.tensor([1.0, 65504.0])
-    check_finite([("w", tensor, largest_of(torch.float16))])
-    with pytest.raises(WeightMismatch, match=r"1 of 2 .* or over 65504, the most of float16"):
-        check_finite([("w", tensor * 2, largest_of(torch.float16))])
+def test_values_that_the_models_type_does_not_have_are_named() -> None:
+    assert largest_of("float64", "float8_e4m3fn") == INF
+    assert largest_of("float32", "float16") == 65504
+    assert largest_of("float64", "float32", "bfloat16") == torch.finfo(torch.bfloat16).max
+    model = {"w": TensorSpec("w", "bfloat16", (2,))}
+    assert largest_in(model, TensorSpec("w", "float16", (2,))) == 65504
+    assert largest_in(model, TensorSpec("v", "float32", (2,))) == torch.finfo(torch.float32).max
+    for dtype, words in (
+        (torch.float16, "65504, the most of float16"),
+        (torch.bfloat16, "bfloat16"),
+    ):
+        largest = torch.finfo(dtype).max
+        tensor = torch.tensor([1.0, largest])
+        check_finite([("w", tensor, largest)])
+        with pytest.raises(WeightMismatch, match=rf"1 of 2 .* or over .*{words}"):
+            check_finite([("w", tensor * 1.002, largest)])
 
 
 # -- in a push ------------------------------------------------------------------------------------
@@ -156,35 +166,36 @@ def test_a_push_is_refused_before_anything_is_sent(
         assert push.weights.version == 1
 
 
-def test_values_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are copied, if all of them are before the first engine is called; else before."""
-    calls = []
-    monkeypatch.setattr(PlannedSource, "check_finite", lambda *arguments: calls.append("before"))
-    check = bulk_copy.copy_and_check
-    monkeypatch.setattr(
-        bulk_copy, "copy_and_check", lambda *a: (calls.append("copied"), check(*a))[1]
-    )
-    with made(tmp_path, tensors_with(1.0)):
-        assert calls == ["copied" if bulk_copy.is_compiled() else "before"]
-    calls.clear()
-    made(tmp_path, {"a": torch.ones(3, dtype=torch.float64)}).close()
-    made(tmp_path, tensors_with(1.0), transport="tensor").close()
-    assert calls == ["before"] * 2
-    with made(tmp_path, tensors_with(1.0), allow=True):
-        assert calls == ["before"] * 2
+@pytest.mark.parametrize(
+    ("pushed", "model", "is_seen"),
+    [
+        ("bfloat16", "float32", True),
+        ("bfloat16", "float16", False),
+        ("float16", "float16", True),
+        ("float16", "bfloat16", True),
+        ("float32", "bfloat16", True),
+        ("float32", "float16", False),
+        ("float64", "float64", False),
+        ("float8_e4m3fn", "float8_e4m3fn", False),
+    ],
+)
+def test_what_compiled_code_cannot_see_is_not_left_to_the_copy(
+    pushed: str, model: str, is_seen: bool
+) -> None:
+    can = bulk_copy.is_compiled() and is_seen
+    specs = [TensorSpec("w", pushed, (2,)), TensorSpec("ids", "int64", (2,))]
+    assert are_checked_in_copies(Manifest.of(specs), {"w": TensorSpec("w", model, (2,))}) is can
+    alone = bulk_copy.is_compiled() and pushed in ("bfloat16", "float16", "float32")
+    assert are_checked_in_copies(Manifest.of(specs), {}) is alone
 
 
-def test_what_the_engines_types_lack_is_found_before_the_copy() -> None:
-    def manifest(dtype: str) -> Manifest:
-        return Manifest.of([TensorSpec("w", dtype, (2,)), TensorSpec("ids", "int64", (2,))])
-
-    pushed = manifest("bfloat16")
-    can = bulk_copy.is_compiled()
-    assert are_checked_in_copies(pushed, None) is can
-    assert are_checked_in_copies(pushed, manifest("float32")) is can
-    assert not are_checked_in_copies(pushed, manifest("float16"))
-    assert are_checked_in_copies(manifest("float16"), manifest("float16")) is can
-    assert not are_checked_in_copies(manifest("float8_e4m3fn"), None)
+@pytest.mark.skipif(not bulk_copy.is_compiled(), reason="needs the compiled code")
+def test_what_is_only_suspect_passes() -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    for value in (2.0**127, -largest):
+        tensor = torch.tensor([1.0, value])
+        assert bulk_copy.suspects(["float32"], [tensor.data_ptr()], [8]) == [True]
+        check_finite([("w", tensor, largest)])
 
 
 def test_a_cast_that_makes_infinite_values_is_refused(tmp_path: Path) -> None:
@@ -211,9 +222,9 @@ def test_each_rank_checks_its_part_of_whole_tensors() -> None:
     for rank in range(3):
         if rank == 7 % 3:
             with pytest.raises(WeightMismatch, match="'7'"):
-                source.check_finite(rank, 3)
+                source.check_values({}, rank, 3, 1 << 20)
         else:
-            source.check_finite(rank, 3)
+            source.check_values({}, rank, 3, 1 << 20)
 
 
 # -- tensors without values -----------------------------------------------------------------------

@@ -266,6 +266,31 @@ def test_a_pushed_model_is_the_checkpoint_that_a_quantising_export_would_write(
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_engine_gets_what_was_quantised_of_a_nan_and_the_check_quantises_nothing(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    write_fp8_checkpoint(source)
+    quantise = fp8_block_quantiser(source)
+    rank = TrainerRank(server_config(source, shared_memory_path=str(tmp_path), stream=stream))
+    server, tensors = StillServer(read_checkpoint_manifest(source)), trained()
+    quantised_on: list[str] = []
+    monkeypatch.setattr(
+        "rollout.weights.tensors.fp8_quantiser.quantised",
+        lambda weight, *more, **kind: (
+            quantised_on.append(weight.device.type) or quantised(weight, *more, **kind)
+        ),
+    )
+    push_of_one_rank(rank, server, PushRequest(tensors, 1, quantise), may_stream=stream).close()
+    assert quantised_on == ["meta"] + ["cpu"] * (not stream)  # streamed: as engines take it
+    tensors[PROJ][3, 5] = torch.nan
+    with pytest.raises(WeightMismatch, match=f"tensor '{PROJ}.* NaN"):
+        push_of_one_rank(rank, server, PushRequest(tensors, 1, quantise), may_stream=stream)
+    rank.close()
+
+
 async def test_engines_with_the_checkpoint_hold_and_verify_what_was_quantised(
     tmp_path: Path,
 ) -> None:
