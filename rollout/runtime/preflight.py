@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from rollout.weights.format.checkpoint_config import (
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 from rollout.weights.format.stacked_experts import stacked_bytes
 from rollout.weights.push.push_memory import PushSizes, why_too_small
+from rollout.weights.store.node.private_folder import base_folder, why_not_private
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,7 @@ def _wrong_folders(path: str, server: ServerConfig) -> Iterator[Mistake]:
         yield _wrong(f"{path}.shared_memory_path", weights.shared_memory_path, why)
     if weights.store is not None:
         yield from _wrong_tmpfs(f"{path}.store.path", weights.store.path)
+        yield from _wrong_base(f"{path}.store.path", weights.store.path)
     if weights.transport is Transport.DISK and weights.disk_path is not None:
         parent = weights.disk_path.partition("{version}")[0] or "."
         if why := why_not_writable(parent if parent.endswith("/") else Path(parent).parent):
@@ -173,6 +176,12 @@ def _wrong_tmpfs(setting: str, path: str) -> Iterator[Mistake]:
         yield _wrong(setting, path, f"it {why}; mount a tmpfs there, or use /dev/shm")
     elif why := why_not_writable(path):
         yield _wrong(setting, path, f"{why}; make it writable, or use /dev/shm")
+
+
+def _wrong_base(setting: str, path: str) -> Iterator[Mistake]:
+    with suppress(FileNotFoundError):  # the store makes it
+        if why := why_not_private(base_folder(path)):
+            yield _wrong(setting, path, why)
 
 
 def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterator[Mistake]:

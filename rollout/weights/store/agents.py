@@ -5,18 +5,17 @@ Always true: there is one agent per node.
 
 from __future__ import annotations
 
-import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollout.config import StoreConfig
 from rollout.core import wire
 from rollout.weights.store.coordinator import Agent, Coordinator
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
 from rollout.weights.store.node.files import Files, MappedSegments
+from rollout.weights.store.node.private_folder import base_folder
 from rollout.weights.store.transfer.unit_client import AgentClient
 
 
@@ -42,7 +41,7 @@ class StoreTerms:
         """Settings of the agent on one node."""
         return AgentSettings(
             node=node,
-            base=str(Path(self.config.path) / f"rollout-store-{os.getuid()}"),
+            base=str(base_folder(self.config.path)),
             run=self.run,
             token=self.token,
             transfer=self.config.transfer,

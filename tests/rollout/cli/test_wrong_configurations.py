@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError
+from rollout.weights.store.node.private_folder import base_folder
 from tests.support.builders import write_checkpoint
 
 S, G, E = "servers.policy", "servers.policy.groups.main", "servers.policy.groups.main.engine"
@@ -280,6 +282,17 @@ def test_a_mistake_does_not_hide_one_that_needs_the_whole_section(right: dict[st
         RolloutConfig.from_dict(changed(right, G, group))
     named = [mistake.setting for mistake in caught.value.mistakes]
     assert named == [f"{G}.worker_type", f"{G}.min_engines"]
+
+
+def test_a_folder_of_the_store_that_may_be_of_another_user_is_named(
+    right: dict[str, Any], tmp_path: Path
+) -> None:
+    planted = base_folder(str(tmp_path))
+    planted.symlink_to("/home")
+    values = changed(right, f"{W}.store", {"path": str(tmp_path)})
+    status, (mistake,) = validated(tmp_path, values)
+    assert (status, mistake["setting"]) == (2, f"{W}.store.path")
+    assert f"{planted} is a link, of uid {os.getuid()}" in mistake["message"]
 
 
 def test_two_that_cannot_listen_or_be_driven_at_once_are_named(right: dict[str, Any]) -> None:

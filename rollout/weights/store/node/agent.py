@@ -76,6 +76,9 @@ class StoreAgent:
 
     Args:
         on_end: called when it has closed because its lease expired.
+
+    Raises:
+        WeightsUnavailable: its folder would not be in tmpfs, or is not this user's alone.
     """
 
     def __init__(
@@ -97,7 +100,8 @@ class StoreAgent:
                 f"{settings.node}; mount a tmpfs there, or use /dev/shm"
             )
         with lease.locked(base):
-            self._files.make_folder(settings.folder)
+            for folder in (settings.folder.parent, settings.folder):
+                self._files.make_folder(folder)
             self.renew()
             lease.sweep(base)
         self._slots = Slots(

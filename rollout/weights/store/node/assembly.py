@@ -149,7 +149,8 @@ class Assembler:
         folder = self._slots.folder / _FOLDER / f"{record.write.number}-{kind}"
         with ExitStack() as stack:
             stack.callback(files.remove_folder, folder)
-            files.make_folder(folder)
+            for path in (folder.parent, folder):
+                files.make_folder(path)
             local: Sequence[Segment] = ()
             if record.write in self._slots.state.sealed:
                 stack.enter_context(self._slots.pinned(record.write))

@@ -17,6 +17,7 @@ from engines.tensors import bulk_copy
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
 from engines.tensors.fingerprint import Buffer
+from rollout.weights.store.node.private_folder import make_private_folder
 
 
 class PendingCopy(NamedTuple):
@@ -38,7 +39,8 @@ class Files:
     """The real file system."""
 
     def make_folder(self, path: Path) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Make a folder in one that exists, or accept the one that only this user can enter."""
+        make_private_folder(path)
 
     def names(self, path: Path) -> list[str]:
         """Names in a folder; empty if it does not exist."""
@@ -218,7 +220,7 @@ def remove_link(path: Path, folder: Path) -> None:
 
 
 def remove_links(run: Path, folder: Path) -> None:
-    """Remove all links in ``run`` that point to ``folder`` or below."""
-    for path in run.iterdir() if run.is_dir() else ():
+    """Remove all links in ``run`` that point to ``folder`` or below; ``run`` itself is no link."""
+    for path in run.iterdir() if run.is_dir() and not run.is_symlink() else ():
         if path.is_symlink():
             remove_link(path, folder)

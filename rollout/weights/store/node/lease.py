@@ -19,6 +19,7 @@ from pathlib import Path
 from engines.process.process_identity import boot_id
 from rollout.core.machine import since_boot_s
 from rollout.weights.store.node.files import Files, remove_links
+from rollout.weights.store.node.private_folder import make_private_folder, own_folders
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,12 @@ def read_lease(folder: Path) -> Lease | None:
 
 @contextmanager
 def locked(base: Path) -> Iterator[None]:
-    """Meanwhile no other process starts or sweeps a run below ``base``. A kill releases it."""
+    """Meanwhile no other process starts or sweeps a run below ``base``. A kill releases it.
+
+    Raises:
+        WeightsUnavailable: ``base`` is not a folder that only this user can enter.
+        OSError: there can be no lock in it.
+    """
     descriptor = _take(base)
     try:
         yield
@@ -66,14 +72,13 @@ def locked(base: Path) -> Iterator[None]:
 
 def _take(base: Path) -> int:
     path = base / _LOCK
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_private_folder(base)
+            descriptor = os.open(path, flags, 0o600)
         except FileNotFoundError:  # another process has just removed the folder
-            continue
-        except FileExistsError:  # or removed it between mkdir's failure and its check
-            if base.is_file() or base.is_symlink():
+            if not base.parent.is_dir():
                 raise
             continue
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -86,12 +91,13 @@ def _take(base: Path) -> int:
 
 
 def sweep(base: Path, *, boot: Callable[[], str] = boot_id) -> list[str]:
-    """Remove runs below ``base`` whose lease expired; returns their names. Needs the lock."""
+    """Remove runs below ``base`` whose lease expired; returns their names. Needs the lock.
+
+    What is a link, or belongs to another user, is left alone.
+    """
     gone = []
-    for run in sorted(path for path in base.iterdir() if path.is_dir()):
-        for folder in sorted(run.iterdir()):
-            if folder.is_symlink() or not folder.is_dir():
-                continue
+    for run in own_folders(base):
+        for folder in own_folders(run):
             lease = read_lease(folder)
             if lease is None or not lease.holds(boot(), since_boot_s()):
                 remove_links(run, folder)
