@@ -8,39 +8,16 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from engines.tensors.safetensors_header import make_header, word_of
-from engines.tensors.weight_payload import BucketEntry, load_payload, tensors_in
-
-
-class _Handle(NamedTuple):
-    """The arguments of torch's ``rebuild_cuda_tensor``, in its order."""
-
-    kind: Any
-    shape: Sequence[int]
-    strides: Sequence[int]
-    first: int
-    storage_kind: Any
-    dtype: str
-    device: int | str
-    memory: bytes
-    num_bytes: int
-    offset: int
-    requires_grad: bool
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    waits: bool
-
-
-_OF_HANDLES = {
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _Handle,
-    ("torch", "Tensor"): "Tensor",
-    ("torch.storage", "TypedStorage"): "TypedStorage",
-    ("torch.storage", "UntypedStorage"): "UntypedStorage",
-    ("torch", "UntypedStorage"): "UntypedStorage",
-}
+from engines.tensors.weight_payload import (
+    HANDLES,
+    BucketEntry,
+    MemoryHandle,
+    load_payload,
+    tensors_in,
+)
 
 
 def update_info(payloads: Sequence[str]) -> dict[str, Any]:
@@ -75,11 +52,11 @@ def update_info(payloads: Sequence[str]) -> dict[str, Any]:
 
 
 def _loaded(payload: str) -> Any:
-    return load_payload(base64.b64decode(payload), _OF_HANDLES)
+    return load_payload(base64.b64decode(payload), HANDLES)
 
 
 def _has_handle(loaded: Any) -> bool:
-    return isinstance(loaded, dict) and isinstance(loaded.get("flattened_tensor"), _Handle)
+    return isinstance(loaded, dict) and isinstance(loaded.get("flattened_tensor"), MemoryHandle)
 
 
 def _content(loaded: Any) -> str:
@@ -101,13 +78,14 @@ def _layout(entries: Iterable[BucketEntry]) -> dict[str, Any]:
     return layout
 
 
-def _json_of(handle: _Handle) -> dict[str, Any]:
+def _json_of(handle: MemoryHandle) -> dict[str, Any]:
     if not isinstance(handle.device, str):
         raise ValueError(
             f"a handle names GPU {handle.device}, a number that each process counts on its own, "
             "and no UUID"
         )
-    found = (tuple(handle.shape), tuple(handle.strides), handle.first, handle.dtype)
+    handle = handle.checked()
+    found = (handle.shape, handle.strides, handle.first, handle.dtype)
     if found != ((handle.num_bytes,), (1,), 0, "uint8"):
         raise ValueError("a handle is not of the bytes of a whole bucket")
     return {

@@ -1,13 +1,12 @@
 """Reading SGLang's weight payloads without running what is in them.
 
-A payload is a base64 pickle of ``[(name, tensor)]`` or of a flattened bucket.  It may name
-only the functions that rebuild a tensor or an array from bytes.
+A payload is a base64 pickle of ``[(name, tensor)]`` or of a flattened bucket.  Always true: the
+pickle is read as values (``engines.tensors.weight_payload``), and tensors are made here, of sizes
+that were compared with the bytes that are there; bytes that two tensors share are copied once.
 """
 
 from __future__ import annotations
 
-import binascii
-import io
 from typing import Any
 
 import pybase64
@@ -15,49 +14,106 @@ import torch
 from torch.multiprocessing import reductions
 
 from engines.embedded.core.errors import Invalid
-from engines.tensors.dtypes import DTYPES
-from engines.tensors.weight_payload import PayloadReader
+from engines.tensors.weight_payload import (
+    HANDLES,
+    ArrayTensor,
+    MemoryHandle,
+    StridedTensor,
+    load_payload,
+)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
-_IMPORTED = {
-    ("torch._utils", "_rebuild_tensor"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch", "Size"),
-    ("torch", "Tensor"),
-    ("torch.nn.parameter", "Parameter"),
-    ("collections", "OrderedDict"),
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("numpy.core.numeric", "_frombuffer"),
-    ("_codecs", "encode"),
-}
-# Handles to memory of another process on the same GPU; meaningless on CPU.
-_IMPORTED_ON_CUDA = {
-    ("torch.storage", "TypedStorage"),
-    ("torch.storage", "UntypedStorage"),
-    ("torch", "UntypedStorage"),
-}
+
+def read_payload(payload: str, load_format: str | None) -> NamedTensors:
+    """The named tensors of one base64 payload.
+
+    Raises:
+        Invalid: it holds anything else.
+    """
+    if load_format not in (None, "direct", "auto", "flattened_bucket"):
+        raise Invalid(f"load_format {load_format!r} is not supported")
+    try:
+        content = pybase64.b64decode_as_bytearray(payload, validate=True)
+        # Handles to memory of another process on the same GPU are meaningless on a CPU.
+        loaded = load_payload(content, HANDLES if torch.cuda.is_available() else None)
+    except Exception as error:
+        raise Invalid(f"payload is not base64 of a pickle of tensors: {error}") from error
+    if load_format == "flattened_bucket":
+        return _split_bucket(loaded)
+    pairs = loaded.items() if isinstance(loaded, dict) else loaded
+    if not isinstance(loaded, dict | list | tuple):
+        raise Invalid("payload is not a list of (name, tensor)")
+    maker = _Maker()
+    return [_named(pair, maker) for pair in pairs]
 
 
-def _load_storage(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
+def _named(pair: Any, maker: _Maker) -> tuple[str, torch.Tensor]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise Invalid("payload is not a list of (name, tensor)")
+    name, value = pair
+    try:
+        return name, maker.make(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Invalid(f"{name} is neither a tensor nor an array: {error}") from None
 
 
-# Of the arguments of ``rebuild_cuda_tensor``.
-_DEVICE = 6
+def _split_bucket(loaded: Any) -> NamedTensors:
+    try:
+        flat = _Maker().make(loaded["flattened_tensor"]).view(-1).view(torch.uint8)
+        named = []
+        for entry in loaded["metadata"]:
+            begin, end = entry.place(flat.nbytes)
+            part = flat[begin:end].view(getattr(torch, entry.dtype))
+            named.append((entry.name, part.view(entry.shape)))
+        return named
+    except (TypeError, KeyError, AttributeError, ValueError, RuntimeError) as error:
+        raise Invalid(f"payload is not a flattened bucket: {error}") from error
 
 
-def _rebuild_cuda_tensor(*arguments: Any) -> Any:
-    """As torch does; the device may be a UUID, because each process counts its GPUs on its own."""
-    own: list[Any] = list(arguments)
-    if isinstance(own[_DEVICE], str):
-        own[_DEVICE] = _device_of(own[_DEVICE])
-    return reductions.rebuild_cuda_tensor(*own)
+class _Maker:
+    """Makes tensors of the values of one payload."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, int], torch.Tensor] = {}
+
+    def make(self, value: Any) -> torch.Tensor:
+        """A tensor; ValueError or RuntimeError if the value is none."""
+        if isinstance(value, ArrayTensor):
+            value = value.tensor
+        if isinstance(value, MemoryHandle):
+            return _opened(value.checked())
+        if not isinstance(value, StridedTensor):
+            raise ValueError(f"it is a {type(value).__name__}")
+        whole = self._copy(value.memory).view(getattr(torch, value.dtype))
+        return whole.as_strided(value.shape, value.strides, value.first)
+
+    def _copy(self, memory: memoryview) -> torch.Tensor:
+        """The bytes at an address that fits each dtype; in the payload they begin anywhere."""
+        if not memory.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        found = torch.frombuffer(memory, dtype=torch.uint8)
+        key = found.data_ptr(), memory.nbytes
+        if key not in self._copies:
+            self._copies[key] = found.clone()
+        return self._copies[key]
+
+
+def _opened(handle: MemoryHandle) -> torch.Tensor:
+    """The memory of another process; its GPU may be a UUID: each process counts on its own."""
+    dtype = getattr(torch, handle.dtype)
+    if not handle.num_bytes:
+        return torch.empty(handle.shape, dtype=dtype)
+    device = handle.device
+    own = handle._replace(
+        kind=torch.Tensor,
+        storage_kind=torch.storage.TypedStorage,
+        dtype=dtype,
+        device=_device_of(device) if isinstance(device, str) else device,
+        requires_grad=False,
+    )
+    opened: torch.Tensor = reductions.rebuild_cuda_tensor(*own)
+    return opened.detach()
 
 
 def _device_of(uuid: str) -> int:
@@ -68,64 +124,3 @@ def _device_of(uuid: str) -> int:
     if uuid not in own:
         raise Invalid(f"the payload is on GPU {uuid}, and this engine has {', '.join(own)}")
     return own.index(uuid)
-
-
-_REPLACED = {
-    ("torch.storage", "_load_from_bytes"): _load_storage,  # torch's own unpickles what is inside
-    **{("torch", name): getattr(torch, name) for name in DTYPES},
-}
-
-
-_REPLACED_ON_CUDA = _REPLACED | {
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _rebuild_cuda_tensor
-}
-
-
-def read_payload(payload: str, load_format: str | None) -> NamedTensors:
-    """The named tensors of one base64 payload; ``Invalid`` if it holds anything else."""
-    imported, replaced = _IMPORTED, _REPLACED
-    if torch.cuda.is_available():
-        imported, replaced = _IMPORTED | _IMPORTED_ON_CUDA, _REPLACED_ON_CUDA
-    try:
-        stream = io.BytesIO(pybase64.b64decode(payload, validate=True))
-        loaded = PayloadReader(stream, replaced, imported).load()
-    except Invalid:
-        raise
-    except (binascii.Error, ValueError) as error:
-        raise Invalid(f"payload is not base64 of a pickle: {error}") from error
-    except Exception as error:  # a broken pickle raises anything at all
-        raise Invalid(f"payload cannot be unpickled: {error!r}") from error
-    if load_format == "flattened_bucket":
-        return _split_bucket(loaded)
-    if load_format not in (None, "direct", "auto"):
-        raise Invalid(f"load_format {load_format!r} is not supported")
-    pairs = loaded.items() if isinstance(loaded, dict) else loaded
-    try:
-        pairs = list(pairs)
-    except TypeError:
-        raise Invalid("payload is not a list of (name, tensor)") from None
-    return [_named(pair) for pair in pairs]
-
-
-def _named(pair: Any) -> tuple[str, torch.Tensor]:
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-        raise Invalid("payload is not a list of (name, tensor)")
-    name, value = pair
-    if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise Invalid(f"{name} is neither a tensor nor an array") from None
-    return name, value.detach()
-
-
-def _split_bucket(loaded: Any) -> NamedTensors:
-    try:
-        flat = loaded["flattened_tensor"].detach().view(-1).view(torch.uint8)
-        named = []
-        for entry in loaded["metadata"]:
-            part = flat[entry.start_idx : entry.end_idx]
-            named.append((entry.name, part.view(entry.dtype).reshape(entry.shape)))
-        return named
-    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise Invalid(f"payload is not a flattened bucket: {error}") from error

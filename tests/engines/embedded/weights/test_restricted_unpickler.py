@@ -41,18 +41,47 @@ def test_an_array_comes_through() -> None:
 
 def test_a_flattened_bucket_is_split() -> None:
     import torch
-    from engines.embedded.weights.restricted_unpickler import _split_bucket
-    from engines.tensors.weight_payload import BucketEntry
+    from rollout.weights.tensors.payload import flattened_bucket
 
     first, second = torch.randn(2, 2), torch.randn(3).to(torch.bfloat16)
-    flat = torch.cat([first.view(-1).view(torch.uint8), second.view(torch.uint8)])
-    entries = [
-        BucketEntry("a", (2, 2), torch.float32, 0, 16, 16),
-        BucketEntry("b", (3,), torch.bfloat16, 16, 22, 6),
-    ]
-    got = dict(_split_bucket({"flattened_tensor": flat, "metadata": entries}))
+    bucket = flattened_bucket([("a", first), ("b", second)])
+    got = read(base64.b64encode(bucket).decode(), "flattened_bucket")
     assert torch.equal(got["a"], first)
     assert torch.equal(got["b"], second)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_every_form_of_a_tensor_comes_through(protocol: int) -> None:
+    import numpy
+    import torch
+
+    whole = torch.arange(24.0).view(4, 6)
+    array = numpy.arange(6, dtype=numpy.int16).reshape(2, 3)
+    sent = {
+        "transposed": whole.t(),
+        "every second": whole[1:, ::2],
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "bytes": torch.tensor([True, False]),
+        "tied": whole,
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "columns": numpy.asfortranarray(array),
+        "rows": array,
+        "one": numpy.array(1, dtype=numpy.uint8),
+    }
+    got = read(base64.b64encode(pickle.dumps({**sent, "again": whole}, protocol)).decode())
+    for name, value in sent.items():
+        assert torch.equal(got[name], torch.as_tensor(value)), name
+        assert got[name].dtype == torch.as_tensor(value).dtype
+    assert got["again"].data_ptr() == got["tied"].data_ptr()
+
+
+def test_what_is_read_does_not_lie_in_the_payload_where_it_may_begin_anywhere() -> None:
+    import torch
+
+    for length in range(8):
+        got = read([("a" * length, torch.ones(5)), ("b", torch.ones(3, dtype=torch.float64))])
+        assert all(one.data_ptr() % one.element_size() == 0 for one in got.values())
 
 
 class Gadget:
