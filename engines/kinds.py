@@ -87,6 +87,8 @@ _SGLANG = Kind(
     known_options=_options_in("engines.sglang"),
     is_retract_safe=sglang_features.is_retract_safe,
     logprob_rule=sglang_features.logprob_rule,
+    # It reads its records by places of the KV cache, once, at the end of a request.
+    experts_option="enable_return_routed_experts",
     # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
     # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj
     # and up_proj itself.

@@ -20,6 +20,8 @@ class Features:
     Attributes:
         has_weight_session: weights are updated between begin and end, and only there.
         is_retract_safe: it may be flushed and released while requests are retracted.
+        recomputes_experts: it reports the routed experts of a retracted request as the new weights
+            choose them, for its old tokens too.
         has_memory_saver: release really frees; without one SGLang returns 200 and frees nothing.
         has_weights_cpu_backup: weights are bit-equal after a release and resume.
         num_payloads: copies of a tensor payload it wants, one per tensor-parallel rank.
@@ -45,6 +47,7 @@ class Features:
     streams_are_cumulative: bool
     moves_experts: bool
     undrivable: str
+    recomputes_experts: bool = False
     why_no_pushes: str = ""
     why_no_groups: str = ""
     why_no_handles: str = ""
@@ -66,6 +69,7 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
         has_weight_session="/begin_weight_update" in paths,
         is_retract_safe=kind is None or kind.is_retract_safe(info.version),
         # Under Ray SGLang starts its schedulers without the memory saver's library.
+        recomputes_experts=bool(kind and raw.get(kind.experts_option)),
         has_memory_saver=info.enable_memory_saver and not raw.get("use_ray"),
         has_weights_cpu_backup=info.enable_weights_cpu_backup,
         num_payloads=int(raw.get("tp_size") or 1),

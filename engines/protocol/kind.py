@@ -70,6 +70,8 @@ class Kind:
         has_model_info: it has ``/model_info``.
         why_undrivable: why a version with these endpoints cannot be driven; empty if it can.
         is_retract_safe: a version may be flushed and released while requests are retracted.
+        experts_option: its option, in ``spelled`` form, with which it reports routed experts, if it
+            computes those of a retracted request again; else empty.
         dialect: of its routes that generate, in the router's table.
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
         has_part_of_prompt_logprobs: asked for the log-probs of a prompt's end, it may take the
@@ -114,6 +116,7 @@ class Kind:
     has_model_info: bool = True
     why_undrivable: Callable[[str, Set[str]], str] = lambda version, endpoints: ""
     is_retract_safe: Callable[[str], bool] = lambda version: True
+    experts_option: str = ""
     dialect: str = "sglang"
     refusal_in_pause: int = 0
     has_part_of_prompt_logprobs: bool = True

@@ -44,6 +44,11 @@ def of_server(
                 f"groups.{name}.engine.kind",
                 f"weights.update = lora: {kind.why_no_adapters}; use full, or kind sglang",
             )
+        named = {spelled(name): value for name, value in group.engine.options.items()}
+        if named.get(kind.experts_option) and (
+            why := why_no_experts(weights.update, lifecycle.drain)
+        ):
+            yield f"groups.{name}.engine.options", f"{why}, or leave the option out"
         if is_broadcast and (stages := kind.num_stages(group.engine.options)) > 1:
             yield (
                 f"groups.{name}.engine.options",
@@ -57,6 +62,18 @@ def of_server(
             "shared_memory or cuda_ipc, or weights.backend gloo (engines with GPUs of their "
             "own: needs_offload false)",
         )
+
+
+def why_no_experts(update: WeightUpdate, drain: Drain) -> str:
+    """Why an engine that computes routed experts of retracted requests again must not report them,
+    and what would work; empty if it may."""
+    if drain is not Drain.RETRACT or update is WeightUpdate.FROZEN:
+        return ""
+    return (
+        "enable-return-routed-experts with lifecycle.drain = retract: a retracted request is "
+        "computed again, so its old tokens would get the experts that the new weights choose; set "
+        "lifecycle.drain to abort or finish"
+    )
 
 
 def why_no_nccl(groups: Mapping[str, GroupConfig]) -> str:
@@ -155,10 +172,13 @@ def of_pushes(
     features: Features,
     update: WeightUpdate,
     transport: Transport,
+    drain: Drain,
 ) -> Conflicts:
-    """At the same moment: pushes that would not reach the engine."""
+    """At the same moment: pushes that would not reach the engine, or would falsify its replies."""
     if update is WeightUpdate.FROZEN:
         return
+    if features.recomputes_experts and (why := why_no_experts(update, drain)):
+        yield "engine", f"engine {engine_id}: {why}"
     if why := features.why_no_pushes:
         yield (
             "engine",

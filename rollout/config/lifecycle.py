@@ -27,7 +27,8 @@ class LifecycleConfig(ConfigSection):
     drain: Drain = Drain.ABORT
     """What happens to requests in flight at a pause. ``abort`` ends them and returns the tokens so
     far. ``retract`` keeps them and continues them later with the new weights (not with
-    ``weights.update: lora``). ``finish`` waits until they are complete."""
+    ``weights.update: lora``, and on SGLang not with ``enable-return-routed-experts``). ``finish``
+    waits until they are complete."""
     drain_timeout_s: Seconds = 60.0
     """How long ``finish`` waits for requests, and how long the requests of an engine that is being
     removed may run; after that they are aborted."""

@@ -16,6 +16,7 @@ def config(
     *,
     env: Mapping[str, str] | None = None,
     weights: Mapping[str, Any] | None = None,
+    lifecycle: Mapping[str, Any] | None = None,
     **group: Any,
 ) -> rollout.RolloutConfig:
     engine = {"kind": "attached", "urls": [url], "start_timeout_s": 20, "env": env or {}}
@@ -28,6 +29,7 @@ def config(
                     "groups": {"theirs": {"engine": engine, **group}},
                     # In a session, which somebody else may have opened; files need none.
                     "weights": {"transport": "tensor", **(weights or {})},
+                    "lifecycle": lifecycle or {},
                 }
             },
         }

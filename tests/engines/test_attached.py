@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 
 import rollout
 from engines.fake import FakeEngine
+from engines.fake.engine.fake_weights import write_checkpoint
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec, LocalLauncher, attach
 from engines.process.tcp_ports import reserve_port
+from engines.protocol import Endpoint, ServerInfo
 from engines.protocol.errors import EngineNotReady
+from engines.sglang.features import NEEDED
 from tests.engines.attached_config import config
 from tests.support.contract import CPU_OPTIONS, Bench, Models, client
 
@@ -105,6 +109,44 @@ async def test_an_engine_without_a_memory_saver_is_not_offloaded(
         assert await theirs.is_alive()
     finally:
         await theirs.stop(10.0)
+
+
+@pytest.mark.parametrize(
+    ("reported", "settings", "refusal"),
+    [
+        (
+            {"enable_return_routed_experts": True},
+            {"lifecycle": {"drain": "retract"}},
+            "enable-return-routed-experts with lifecycle.drain = retract: .* abort or finish",
+        ),
+    ],
+)
+async def test_a_server_of_sglang_is_refused_by_what_it_reports(
+    reported: dict[str, Any],
+    settings: dict[str, Any],
+    refusal: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Theirs(FakeEngine):
+        async def server_info(self) -> ServerInfo:
+            return replace(await super().server_info(), engine="sglang", raw=reported)
+
+        async def endpoints(self) -> frozenset[str]:
+            return await super().endpoints() | NEEDED
+
+    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+        return Theirs(spec.engine_id, endpoint=endpoint, model_path=spec.model_path)
+
+    model = str(write_checkpoint(tmp_path / "model"))
+    theirs = await HttpFakeLauncher(make).launch(EngineSpec("theirs-0", "fake", model, "/nowhere"))
+    whole = config(theirs.endpoint.url, tmp_path / "model", tmp_path, **settings)
+    try:
+        with pytest.raises(rollout.RolloutError, match=f"groups.theirs.engine: .*{refusal}"):
+            await asyncio.to_thread(lambda: rollout.launch(whole, backend="local"))
+        assert await theirs.is_alive()
+    finally:
+        await theirs.kill()
 
 
 async def test_an_engine_that_is_not_there_is_an_error_in_time() -> None:

@@ -219,7 +219,8 @@ class Starter:
                 weights_cpu_backup=self._weights_cpu_backup,
             )
         )
-        self._refuse(of_pushes(engine_id, features, settings.update, settings.transport))
+        drain = settings.lifecycle.drain
+        self._refuse(of_pushes(engine_id, features, settings.update, settings.transport, drain))
 
     def _logprob_rule(self, engine_id: str, info: ServerInfo, kind: Kind) -> LogprobRule:
         settings = self._settings

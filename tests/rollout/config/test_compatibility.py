@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 
+from engines.kinds import KINDS
 from engines.protocol import ModelInfo, ServerInfo, WorkerType
-from engines.protocol.features import Features
+from engines.protocol.features import Features, read_features
 from rollout.config import (
     Drain,
     EngineConfig,
     EngineKind,
     GroupConfig,
+    RolloutConfig,
     ServerConfig,
     Transport,
     WeightsConfig,
     WeightUpdate,
 )
 from rollout.config.compatibility import of_checkpoint, of_embeddings, of_engine, of_pushes
+from rollout.core.errors import ConfigError
 
 GOOD = Features(
     engine="sglang",
@@ -51,7 +54,7 @@ def why(
         of_engine(
             "policy-0", features, GroupConfig(), drain, memory_saver=True, weights_cpu_backup=True
         ),
-        of_pushes("policy-0", features, update, transport),
+        of_pushes("policy-0", features, update, transport, drain),
     )
     return "; ".join(f"{setting}: {reason}" for setting, reason in conflicts)
 
@@ -100,6 +103,70 @@ def test_requests_are_retracted_only_where_the_engine_survives_that(drain: Drain
     else:
         assert reason == ""
     assert why(drain=drain) == ""
+
+
+@pytest.mark.parametrize("drain", list(Drain))
+@pytest.mark.parametrize("update", [WeightUpdate.FULL, WeightUpdate.FROZEN])
+def test_an_engine_that_computes_routed_experts_again_keeps_no_request_over_a_push(
+    drain: Drain, update: WeightUpdate
+) -> None:
+    said = why(update, drain, recomputes_experts=True)
+    is_refused = drain is Drain.RETRACT and update is WeightUpdate.FULL
+    assert bool(said) is is_refused
+    if is_refused:
+        for part in ("engine policy-0", "return-routed-experts", "lifecycle.drain = retract"):
+            assert part in said
+        assert "set lifecycle.drain to abort or finish" in said
+    assert why(update, drain) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "drain", "options", "is_refused"),
+    [
+        ("sglang", "retract", {"enable-return-routed-experts": True}, True),
+        ("sglang", "retract", {"--enable_return_routed_experts": True}, True),
+        ("sglang", "retract", {"enable-return-routed-experts": False}, False),
+        ("sglang", "retract", {}, False),
+        ("sglang", "abort", {"enable-return-routed-experts": True}, False),
+        ("sglang", "finish", {"enable-return-routed-experts": True}, False),
+        ("vllm", "retract", {"enable-return-routed-experts": True}, False),
+    ],
+)
+def test_routed_experts_and_a_drain_by_retracting_are_refused_when_a_configuration_is_read(
+    kind: str, drain: str, options: dict[str, Any], is_refused: bool
+) -> None:
+    engine = {"kind": kind, "options": options}
+    groups = {"main": {"engine": engine, "needs_offload": False}}
+    server = {"model_path": "/m", "groups": groups, "lifecycle": {"drain": drain}}
+    values = {"servers": {"policy": server}}
+    if not is_refused:
+        RolloutConfig.from_dict(values)
+        return
+    refusal = (
+        r"enable-return-routed-experts with lifecycle\.drain = retract: .*; "
+        r"set lifecycle\.drain to abort or finish, or leave the option out"
+    )
+    with pytest.raises(ConfigError, match=refusal) as caught:
+        RolloutConfig.from_dict(values)
+    (mistake,) = caught.value.mistakes
+    assert mistake.setting == "servers.policy.groups.main.engine.options"
+
+
+@pytest.mark.parametrize(
+    ("engine", "raw", "recomputes"),
+    [
+        ("sglang", {"enable_return_routed_experts": True}, True),
+        ("sglang", {"enable_return_routed_experts": False}, False),
+        ("sglang", {}, False),
+        ("vllm", {"enable_return_routed_experts": True}, False),
+        ("embedded", {"enable_return_routed_experts": True}, False),
+    ],
+)
+def test_a_server_says_whether_it_computes_routed_experts_again(
+    engine: str, raw: dict[str, Any], recomputes: bool
+) -> None:
+    info = ServerInfo("0.5.23", engine, True, False, raw=raw)
+    assert read_features(info, frozenset(), KINDS[engine]).recomputes_experts is recomputes
 
 
 @pytest.mark.parametrize(
