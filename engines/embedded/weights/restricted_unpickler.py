@@ -44,23 +44,23 @@ def read_payload(payload: str, load_format: str | None) -> NamedTensors:
     pairs = loaded.items() if isinstance(loaded, dict) else loaded
     if not isinstance(loaded, dict | list | tuple):
         raise Invalid("payload is not a list of (name, tensor)")
-    maker = _Maker()
-    return [_named(pair, maker) for pair in pairs]
+    builder = _TensorBuilder()
+    return [_named(pair, builder) for pair in pairs]
 
 
-def _named(pair: Any, maker: _Maker) -> tuple[str, torch.Tensor]:
+def _named(pair: Any, builder: _TensorBuilder) -> tuple[str, torch.Tensor]:
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
         raise Invalid("payload is not a list of (name, tensor)")
     name, value = pair
     try:
-        return name, maker.make(value)
+        return name, builder.make(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise Invalid(f"{name} is neither a tensor nor an array: {error}") from None
 
 
 def _split_bucket(loaded: Any) -> NamedTensors:
     try:
-        flat = _Maker().make(loaded["flattened_tensor"]).view(-1).view(torch.uint8)
+        flat = _TensorBuilder().make(loaded["flattened_tensor"]).view(-1).view(torch.uint8)
         named = []
         for entry in loaded["metadata"]:
             begin, end = entry.place(flat.nbytes)
@@ -71,7 +71,7 @@ def _split_bucket(loaded: Any) -> NamedTensors:
         raise Invalid(f"payload is not a flattened bucket: {error}") from error
 
 
-class _Maker:
+class _TensorBuilder:
     """Makes tensors of the values of one payload."""
 
     def __init__(self) -> None:
