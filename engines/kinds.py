@@ -17,9 +17,11 @@ from engines.protocol.census.vllm import CENSUS as VLLM_CENSUS
 from engines.protocol.kind import Kind, ReadConfig
 from engines.protocol.logprob_kind import LogprobRule
 from engines.protocol.spec import spelled
+from engines.sglang import draft as sglang_draft
 from engines.sglang import features as sglang_features
 from engines.sglang.environment import nccl_cumem
 from engines.sglang.parallel import num_stages
+from engines.vllm import draft as vllm_draft
 from engines.vllm import features as vllm_features
 from engines.vllm import routes, vllm_json
 
@@ -89,6 +91,8 @@ _SGLANG = Kind(
     logprob_rule=sglang_features.logprob_rule,
     # It reads its records by places of the KV cache, once, at the end of a request.
     experts_option="enable_return_routed_experts",
+    draft=sglang_draft.draft_of,
+    draft_backup_option=sglang_draft.BACKUP_OPTION,
     # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
     # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj
     # and up_proj itself.
@@ -129,6 +133,7 @@ _VLLM = Kind(
     has_part_of_prompt_logprobs=False,
     outlives_its_core=True,
     num_stages=num_stages,
+    draft=vllm_draft.draft_of,
     asleep_bytes=1150 << 20,  # 0.32.0 on the CPU, a tiny model
 )
 _EMBEDDED = Kind(

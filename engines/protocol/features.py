@@ -30,6 +30,8 @@ class Features:
         moves_experts: it places its experts by their load (EPLB), other than other engines do.
         undrivable: why this library cannot drive it; empty if it can.
         why_no_pushes: why pushed weights cannot reach it; empty if they can.
+        why_draft_lost: why a release without a copy of all weights loses those of its draft, and
+            what would keep them; empty if it does not.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         why_no_deltas: why it applies no deltas; empty if it does.
@@ -49,6 +51,7 @@ class Features:
     undrivable: str
     recomputes_experts: bool = False
     why_no_pushes: str = ""
+    why_draft_lost: str = ""
     why_no_groups: str = ""
     why_no_handles: str = ""
     why_no_deltas: str = ""
@@ -80,11 +83,23 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
         if kind
         else f"engine {info.engine!r} is of no known kind",
         why_no_pushes=info.why_no_pushes,
+        why_draft_lost=_why_draft_lost(info, kind) if kind else "",
         why_no_groups=info.why_no_groups or _why_no_groups(int(raw.get("pp_size") or 1)),
         why_no_handles=info.why_no_handles,
         why_no_deltas=""
         if raw.get("applies_deltas")
         else f"this engine of kind {info.engine} applies no deltas",
+    )
+
+
+def _why_draft_lost(info: ServerInfo, kind: Kind) -> str:
+    draft, option = kind.draft(info.raw), kind.draft_backup_option
+    if not draft or (option and (info.raw.get(option) or info.enable_weights_cpu_backup)):
+        return ""
+    flag = f"start it with --{option.replace('_', '-')}"
+    return (
+        f"no push contains its draft {draft}, and a release would leave no copy of the draft's "
+        f"weights; {flag if option else 'set engine.weights_cpu_backup to true'}"
     )
 
 

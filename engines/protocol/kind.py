@@ -72,6 +72,10 @@ class Kind:
         is_retract_safe: a version may be flushed and released while requests are retracted.
         experts_option: its option, in ``spelled`` form, with which it reports routed experts, if it
             computes those of a retracted request again; else empty.
+        draft: by options or its own report, what drafts its tokens and has weights; empty if
+            nothing does.
+        draft_backup_option: its option, in ``spelled`` form, that keeps a copy of the draft's
+            weights alone through a release; empty where only one of all weights does.
         dialect: of its routes that generate, in the router's table.
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
         has_part_of_prompt_logprobs: asked for the log-probs of a prompt's end, it may take the
@@ -117,6 +121,8 @@ class Kind:
     why_undrivable: Callable[[str, Set[str]], str] = lambda version, endpoints: ""
     is_retract_safe: Callable[[str], bool] = lambda version: True
     experts_option: str = ""
+    draft: Callable[[Mapping[str, Any]], str] = lambda options: ""
+    draft_backup_option: str = ""
     dialect: str = "sglang"
     refusal_in_pause: int = 0
     has_part_of_prompt_logprobs: bool = True

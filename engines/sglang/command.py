@@ -7,11 +7,11 @@ is refused by name, and so is one that the lifecycle cannot work with.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
+from engines.sglang.draft import BACKUP_OPTION, draft_of
 from engines.sglang.parallel import divide
 
 _NO_SUCH_SERVER = "that server lacks the control endpoints"
@@ -87,20 +87,14 @@ def default_options(spec: EngineSpec) -> dict[str, Any]:
     if spec.is_on_cpu:
         found = _CPU_DEFAULTS | {"device": "cpu"}
     elif spec.memory_saver:
-        found = _beside_a_trainer(options)
+        # In 0.5.23 the default prefill graphs refuse to start in pausable memory.
+        found = {"cuda_graph_backend_prefill": "disabled"}
+    if spec.memory_saver and draft_of(options):
+        # No push contains a draft model, so a release would lose its weights.
+        found[BACKUP_OPTION] = True
     if options.get("enable_lora") and not {"lora_target_modules", "lora_paths"} & options.keys():
         # SGLang must know the modules before the first adapter comes.
         found["lora_target_modules"] = ["all"]
-    return found
-
-
-def _beside_a_trainer(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an engine on GPUs that releases its memory."""
-    # In 0.5.23 the default prefill graphs refuse to start in pausable memory.
-    found: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
-    if any(name.startswith("speculative_") for name in options):
-        # No push contains a draft model, so a release would lose its weights.
-        found["enable_draft_weights_cpu_backup"] = True
     return found
 
 

@@ -61,6 +61,7 @@ def read_server_info(version: str, answer: Any) -> ServerInfo:
             "enable_eplb": bool(parallel.get("enable_eplb")),
             "kv_transfer_config": _connector(config),
             "ec_transfer_config": bool(config.get("ec_transfer_config")),
+            "speculative_config": _drafting(config),
         },
     )
 
@@ -69,6 +70,12 @@ def _connector(config: Mapping[str, Any]) -> str:
     """What has KV outside of it; empty for nothing, and for what kv-offloading-size adds."""
     name = str((config.get("kv_transfer_config") or {}).get("kv_connector") or "")
     return "" if name in _OWN_OFFLOADS else name
+
+
+def _drafting(config: Mapping[str, Any]) -> dict[str, str]:
+    """How it drafts tokens; empty if it does not."""
+    found = config.get("speculative_config") or {}
+    return {name: str(found[name]) for name in ("method", "model") if found.get(name)}
 
 
 def has_plugin(info: ServerInfo) -> bool:

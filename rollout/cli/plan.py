@@ -17,7 +17,14 @@ from engines.protocol.plain_text import size_text
 from rollout.cli.lib.config_file import ConfigPath, load_config
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.cli.lib.start_values import caches_of, show_start, start_values
-from rollout.config import GroupConfig, RolloutConfig, ServerConfig, Transport, WeightUpdate
+from rollout.config import (
+    EngineConfig,
+    GroupConfig,
+    RolloutConfig,
+    ServerConfig,
+    Transport,
+    WeightUpdate,
+)
 from rollout.config.compatibility import of_window, why_unproved
 from rollout.config.file import with_lines
 from rollout.control.engine.memory import size_of_weights
@@ -202,6 +209,7 @@ def _group(
     engine = of_group.engine
     backup = size_of_weights(server.model_path) if has_backup else 0
     if of_group.needs_offload and not engine.is_attached:
+        backup += _draft_copy_bytes(engine, has_backup=has_backup)
         backup += engine.of_kind.graph_copy_bytes * engine.gpus
     asleep = (backup + engine.of_kind.asleep_bytes * max(1, engine.gpus)) * of_group.standby
     is_placeholder = of_group.worker_type is WorkerType.PLACEHOLDER
@@ -220,6 +228,13 @@ def _group(
         "start": start_values(server, of_group, has_backup=has_backup),
         "caches": caches_of(server, of_group),
     }
+
+
+def _draft_copy_bytes(engine: EngineConfig, *, has_backup: bool) -> int:
+    """Host memory for a draft that is no part of the model's checkpoint, while it is released."""
+    is_kept = has_backup or bool(engine.of_kind.draft_backup_option)
+    draft = engine.of_kind.draft(engine.options)
+    return size_of_weights(draft) if draft and is_kept else 0
 
 
 def _span_text(span: range) -> str:

@@ -139,6 +139,11 @@ def of_engine(
             f"engine {engine_id} runs without a memory saver, so a release would free "
             "no memory; start it with --enable-memory-saver, or set needs_offload to false",
         )
+    if memory_saver and not weights_cpu_backup and features.why_draft_lost:
+        yield (
+            "needs_offload",
+            f"engine {engine_id}: {features.why_draft_lost}, or set needs_offload to false",
+        )
     if weights_cpu_backup and not features.has_weights_cpu_backup:
         yield (
             "engine.weights_cpu_backup",

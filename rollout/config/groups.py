@@ -44,8 +44,8 @@ class EngineConfig(ConfigSection):
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPU cores reserved for one engine on each of its nodes; also its number of torch threads."""
     weights_cpu_backup: bool | None = None
-    """Keep a copy of the weights in host memory while they are released. Default: chosen from
-    ``weights.update``."""
+    """Keep a copy of the weights in host memory while they are released. Default: if not all of
+    them are pushed, by ``weights.update`` or because vLLM has a draft model."""
     start_timeout_s: Seconds | None = None
     """Deadline for the engine to report ready; an engine that misses it is killed and its log is
     shown. An engine whose process ends fails at once. Default: 300 s on CPUs, 900 s on GPUs, and

@@ -54,9 +54,11 @@ def release_policy(
     backup = group.engine.weights_cpu_backup
     if not group.needs_offload:
         return ReleasePolicy((), False, "never released")
-    lost = _NOT_PUSHED.get(update)
+    lost, by = _NOT_PUSHED.get(update), ""
     if not_pushed and lost is None:
         lost = f"the tensors of weights.not_pushed ({', '.join(not_pushed)})"
+    if lost is None and (draft := _draft_without_backup(group)):
+        lost, by = f"the draft {draft}", f" (no push contains the draft {draft})"
     if lost is None:
         source = "CPU backup, then the push" if backup else "the push (all tensors)"
         return ReleasePolicy(_ALL_TAGS, bool(backup), source)
@@ -69,8 +71,14 @@ def release_policy(
             setting=setting,
             value=False,
         )
-    source = "CPU backup" if update is WeightUpdate.FROZEN else "CPU backup, then the push"
+    source = "CPU backup" if update is WeightUpdate.FROZEN else f"CPU backup{by}, then the push"
     return ReleasePolicy(_ALL_TAGS, True, source)
+
+
+def _draft_without_backup(group: GroupConfig) -> str:
+    """The draft whose weights only a copy of all weights keeps; empty if there is none."""
+    kind = group.engine.of_kind
+    return "" if kind.draft_backup_option else kind.draft(group.engine.options)
 
 
 _ELASTIC_BACKUP = "enable-elastic-expert-backup"

@@ -117,7 +117,12 @@ async def test_an_engine_without_a_memory_saver_is_not_offloaded(
         (
             {"enable_return_routed_experts": True},
             {"lifecycle": {"drain": "retract"}},
-            "enable-return-routed-experts with lifecycle.drain = retract: .* abort or finish",
+            "engine: .*enable-return-routed-experts with lifecycle.drain = retract: .* finish",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/draft"},
+            {},
+            "needs_offload: .* its draft /draft, .* --enable-draft-weights-cpu-backup",
         ),
     ],
 )
@@ -142,7 +147,7 @@ async def test_a_server_of_sglang_is_refused_by_what_it_reports(
     theirs = await HttpFakeLauncher(make).launch(EngineSpec("theirs-0", "fake", model, "/nowhere"))
     whole = config(theirs.endpoint.url, tmp_path / "model", tmp_path, **settings)
     try:
-        with pytest.raises(rollout.RolloutError, match=f"groups.theirs.engine: .*{refusal}"):
+        with pytest.raises(rollout.RolloutError, match=f"groups.theirs.{refusal}"):
             await asyncio.to_thread(lambda: rollout.launch(whole, backend="local"))
         assert await theirs.is_alive()
     finally:

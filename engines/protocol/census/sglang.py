@@ -118,7 +118,8 @@ CENSUS = Census(
         Cache(
             name="draft model",
             treatment=Treatment.RECOMPUTED,
-            by="the model computes each token that is drafted, with its own weights",
+            by="the model computes each token that is drafted, with its own weights; no push has "
+            "those of the draft, so a release keeps those of the draft in host memory",
             source="speculative/eagle_worker_v2.py",
             options=("speculative_*", "*draft*"),
         ),

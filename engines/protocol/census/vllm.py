@@ -72,7 +72,8 @@ CENSUS = Census(
         Cache(
             name="draft model",
             treatment=Treatment.RECOMPUTED,
-            by="the model computes each token that is drafted, with its own weights",
+            by="the model computes each token that is drafted, with its own weights; no push has "
+            "those of the draft, so a release keeps all weights in host memory",
             source="v1/spec_decode",
             options=("*spec*_config", "spec_*"),
         ),

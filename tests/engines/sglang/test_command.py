@@ -52,6 +52,8 @@ def test_prefill_graphs_are_off_only_where_gpu_memory_is_released() -> None:
 def test_a_draft_model_that_no_push_contains_is_backed_up() -> None:
     name, draft = "--enable-draft-weights-cpu-backup", {"speculative-algorithm": "EAGLE3"}
     assert flags(draft, gpu_ids=(0,))[name] == []
+    assert flags(draft, gpu_ids=())[name] == []
+    assert name not in flags(draft, gpu_ids=(), memory_saver=False)
     assert name not in flags({}, gpu_ids=(0,))
     assert name not in flags(draft | {"enable-draft-weights-cpu-backup": False}, gpu_ids=(0,))
 

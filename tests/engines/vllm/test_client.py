@@ -14,10 +14,12 @@ import pytest
 from engines.fake import FakeTensor, faults, pack_tensors
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, write_checkpoint
 from engines.fake.vllm import FakeVllm, connect_in_memory
+from engines.kinds import KINDS
 from engines.protocol import Endpoint, MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected
 from engines.vllm import vllm_json
 from engines.vllm.client import VllmClient
+from engines.vllm.server_report import read_server_info
 from engines.vllm.update_info import update_info
 from tests.support.contract import features_of
 from tests.support.vllm_face import admitted, generating
@@ -37,6 +39,25 @@ async def push(client: VllmClient, version: str) -> None:
     await client.begin_weight_update()
     await client.update_weights_from_tensor(payload(float(version)), weight_version=version)
     await client.end_weight_update()
+
+
+@pytest.mark.parametrize(
+    ("reported", "found"),
+    [
+        ({"method": "eagle3", "model": "/draft", "num_speculative_tokens": 2}, "/draft"),
+        ({"method": "mtp", "model": None}, "mtp"),
+        ({"method": "ngram", "model": "ngram"}, ""),
+        (None, ""),
+    ],
+)
+def test_a_server_reports_its_draft(reported: dict[str, Any] | None, found: str) -> None:
+    config = {
+        "model_config": {"model": "/m", "enable_sleep_mode": True},
+        "parallel_config": {},
+        "speculative_config": reported,
+    }
+    info = read_server_info("0.32.0", {"vllm_config": config})
+    assert KINDS["vllm"].draft(info.raw) == found
 
 
 async def test_it_is_still_paused_after_the_last_memory_is_awake() -> None:

@@ -19,6 +19,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.kinds import KINDS
 from engines.process.tcp_ports import reserve_port
 from rollout.cli.main import app
@@ -332,6 +333,46 @@ def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path
     (group,) = json_of("plan", str(file))["groups"]
     assert group["weights_from"] == "CPU backup, then the push"
     assert group["host_bytes"] == 2 * (model / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "copies", "weights_from"),
+    [
+        (
+            "vllm",
+            {"speculative-config": {"model": "DRAFT", "num_speculative_tokens": 2}},
+            ["model", "draft"],
+            "CPU backup (no push contains the draft DRAFT), then the push",
+        ),
+        ("vllm", {"speculative-config": {"method": "ngram"}}, [], "the push (all tensors)"),
+        ("vllm", {}, [], "the push (all tensors)"),
+        (
+            "sglang",
+            {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": "DRAFT"},
+            ["draft"],
+            "the push (all tensors)",
+        ),
+    ],
+)
+def test_a_plan_counts_the_copy_of_a_draft_and_says_why_there_is_one(
+    kind: str, options: dict[str, Any], copies: list[str], weights_from: str, tmp_path: Path
+) -> None:
+    sizes = {}
+    for name, tensors in (("model", DEFAULT_TENSORS), ("draft", DEFAULT_TENSORS[:1])):
+        write_checkpoint(tmp_path / name, tensors)
+        sizes[name] = (tmp_path / name / "model.safetensors").stat().st_size
+    draft = str(tmp_path / "draft")
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    named = json.loads(json.dumps(options).replace("DRAFT", draft))
+    values["servers"]["policy"] |= {
+        "model_path": str(tmp_path / "model"),
+        "groups": {"main": {"num_engines": 2, "engine": {"kind": kind, "options": named}}},
+    }
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    (planned,) = json_of("plan", str(file))["groups"]
+    assert planned["host_bytes"] == 2 * sum(sizes[name] for name in copies)
+    assert planned["weights_from"] == weights_from.replace("DRAFT", draft)
 
 
 def test_a_plan_counts_the_graphs_that_sglang_copies_to_the_host(tmp_path: Path) -> None:

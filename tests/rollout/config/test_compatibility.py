@@ -82,6 +82,48 @@ def test_what_an_engine_lacks_is_reported_with_what_fixes_it(
     assert "engine policy-0" in said
 
 
+def test_a_draft_that_a_release_would_lose_is_refused_with_what_keeps_it() -> None:
+    lost = "its draft /d has no copy; start it with --enable-draft-weights-cpu-backup"
+    features = replace(GOOD, why_draft_lost=lost)
+
+    def refusals(*, memory_saver: bool, weights_cpu_backup: bool) -> list[tuple[str, str]]:
+        settings = {"memory_saver": memory_saver, "weights_cpu_backup": weights_cpu_backup}
+        return list(of_engine("a", features, GroupConfig(), Drain.ABORT, **settings))
+
+    ((setting, reason),) = refusals(memory_saver=True, weights_cpu_backup=False)
+    assert setting == "needs_offload"
+    assert reason == f"engine a: {lost}, or set needs_offload to false"
+    assert refusals(memory_saver=True, weights_cpu_backup=True) == []
+    assert refusals(memory_saver=False, weights_cpu_backup=False) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "raw", "way_out"),
+    [
+        ("sglang", {"speculative_algorithm": "EAGLE3"}, "--enable-draft-weights-cpu-backup"),
+        ("sglang", {"speculative_algorithm": "NGRAM"}, ""),
+        ("sglang", {"speculative_algorithm": None}, ""),
+        ("sglang", {}, ""),
+        (
+            "sglang",
+            {"speculative_algorithm": "NEXTN", "enable_draft_weights_cpu_backup": True},
+            "",
+        ),
+        ("sglang", {"speculative_algorithm": "EAGLE", "enable_weights_cpu_backup": True}, ""),
+        ("vllm", {"speculative_config": {"method": "mtp"}}, "engine.weights_cpu_backup to true"),
+        ("vllm", {"speculative_config": {"method": "ngram"}}, ""),
+        ("embedded", {"speculative_algorithm": "EAGLE"}, ""),
+    ],
+)
+def test_a_server_says_whether_a_release_would_lose_its_draft(
+    engine: str, raw: dict[str, Any], way_out: str
+) -> None:
+    info = ServerInfo("0.5.23", engine, True, bool(raw.get("enable_weights_cpu_backup")), raw=raw)
+    found = read_features(info, frozenset(), KINDS[engine]).why_draft_lost
+    assert way_out in found
+    assert bool(found) is bool(way_out)
+
+
 def test_a_frozen_model_may_have_replicas() -> None:
     assert why(WeightUpdate.FROZEN, takes_tensors=False) == ""
 

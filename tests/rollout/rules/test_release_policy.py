@@ -1,5 +1,7 @@
 """Every released byte has a source, or the configuration is refused."""
 
+from typing import Any
+
 import pytest
 
 from engines.protocol import MemoryTag
@@ -59,6 +61,55 @@ def test_tensors_that_a_full_push_leaves_out_survive_a_release_by_a_backup() -> 
     assert group_traits("path", group(), WeightUpdate.FULL, ["mtp.*"]).weights_survive
     with pytest.raises(ConfigError, match=r"the tensors of weights\.not_pushed \(mtp\.\*\) would"):
         release_policy("path", group(False), WeightUpdate.FULL, ["mtp.*"])
+
+
+def with_draft(
+    options: dict[str, Any], kind: str = "vllm", *, backup: bool | None = None
+) -> GroupConfig:
+    engine = {"kind": kind, "gpus": 1, "options": options, "weights_cpu_backup": backup}
+    return GroupConfig.model_validate({"engine": engine})
+
+
+@pytest.mark.parametrize(
+    ("options", "draft"),
+    [
+        ({"speculative-config": {"model": "/draft", "num_speculative_tokens": 3}}, "/draft"),
+        ({"speculative_config": '{"method": "draft_model", "model": "/draft"}'}, "/draft"),
+        ({"--speculative-config": {"method": "eagle3", "model": "/draft"}}, "/draft"),
+        ({"speculative-config": {"method": "mtp", "num_speculative_tokens": 1}}, "mtp"),
+        ({"speculative-config": {"num-speculative-tokens": 1}}, "speculative-config"),
+        ({"speculative-config.method": "eagle", "speculative-config.model": "/draft"}, "/draft"),
+        ({"spec-method": "mtp", "spec-tokens": 1}, "mtp"),
+        ({"spec-model": "/draft"}, "/draft"),
+        ({"speculative-config": "{damaged"}, "speculative-config"),
+        ({"speculative-config": {"method": "ngram", "prompt_lookup_max": 4}}, ""),
+        ({"speculative-config": {"model": "ngram", "num_speculative_tokens": 3}}, ""),
+        ({"speculative-config": '{"method": "suffix"}'}, ""),
+        ({"speculative-config": {"method": "ngram_gpu"}}, ""),
+        ({"spec-method": "ngram", "spec-tokens": 3}, ""),
+        ({"speculative-config": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_draft_of_vllm_survives_a_release_by_a_backup(
+    options: dict[str, Any], draft: str
+) -> None:
+    policy = release_policy("path", with_draft(options), WeightUpdate.FULL)
+    assert policy.weights_cpu_backup is bool(draft)
+    expected = f"CPU backup (no push contains the draft {draft}), then the push"
+    assert policy.weights_from == (expected if draft else "the push (all tensors)")
+    refused = with_draft(options, backup=False)
+    if draft:
+        with pytest.raises(ConfigError, match=r"the draft .* would be corrupt after an offload"):
+            release_policy("path", refused, WeightUpdate.FULL)
+    else:
+        assert not release_policy("path", refused, WeightUpdate.FULL).weights_cpu_backup
+
+
+def test_a_draft_of_sglang_has_a_backup_of_its_own() -> None:
+    group = with_draft({"speculative-algorithm": "EAGLE3"}, "sglang")
+    policy = release_policy("path", group, WeightUpdate.FULL)
+    assert (policy.weights_cpu_backup, policy.weights_from) == (False, "the push (all tensors)")
 
 
 @pytest.mark.parametrize("update", WeightUpdate)
