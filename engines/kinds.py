@@ -21,7 +21,6 @@ from engines.sglang import draft as sglang_draft
 from engines.sglang import features as sglang_features
 from engines.sglang.environment import nccl_cumem
 from engines.sglang.parallel import num_stages
-from engines.vllm import draft as vllm_draft
 from engines.vllm import features as vllm_features
 from engines.vllm import routes, vllm_json
 
@@ -133,7 +132,7 @@ _VLLM = Kind(
     has_part_of_prompt_logprobs=False,
     outlives_its_core=True,
     num_stages=num_stages,
-    draft=vllm_draft.draft_of,
+    draft=vllm_features.draft_of,
     asleep_bytes=1150 << 20,  # 0.32.0 on the CPU, a tiny model
 )
 _EMBEDDED = Kind(

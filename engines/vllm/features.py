@@ -1,10 +1,11 @@
-"""Why a vLLM server cannot be driven, in words.
+"""Why a vLLM server cannot be driven, in words, and its draft model.
 
-Plain functions over its replies.
+Plain functions over its replies and its options.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from engines.protocol.kind import ReadConfig
 from engines.protocol.logprob_kind import LogprobRule, sampling_defaults
+from engines.protocol.spec import spelled
 from engines.vllm.routes import GENERATE, OF_DEV_MODE, PLUGIN_BACKEND
 
 OLDEST, BELOW = (0, 27), (0, 34)
@@ -124,3 +126,46 @@ def transfer_backend(config: Mapping[str, Any]) -> str:
 
 def _text(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+# -- drafts ---------------------------------------------------------------------------------------
+
+_DRAFTING = "speculative_config"
+_SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+# They draft from the tokens alone.
+_WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
+
+
+def draft_of(options: Mapping[str, Any]) -> str:
+    """The path of its draft model, or the method that has one; empty if it has none.
+
+    One that cannot be read counts as a draft: a copy of weights too many harms less.
+    """
+    config = _drafting(options)
+    model, method = str(config.get("model") or ""), str(config.get("method") or "")
+    if not any(config.values()) or (method or model) in _WITHOUT_WEIGHTS:
+        return ""
+    return model or method or _DRAFTING.replace("_", "-")
+
+
+def _drafting(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Its speculative configuration, however it is given."""
+    found: dict[str, Any] = {}
+    for option, value in options.items():
+        name, _, key = spelled(option).partition(".")
+        if name in _SHORT:
+            found[_SHORT[name]] = value
+        elif name == _DRAFTING and key:
+            found[key] = value
+        elif name == _DRAFTING:
+            found.update(_drafting_of(value))
+    return found
+
+
+def _drafting_of(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {"unreadable": value}
+    return value if isinstance(value, Mapping) else {"unreadable": value}

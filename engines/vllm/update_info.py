@@ -10,14 +10,14 @@ import base64
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engines.tensors.safetensors_header import make_header, word_of
-from engines.tensors.weight_payload import (
+from engines.tensors.payload.weight_payload import (
     HANDLES,
     BucketEntry,
     MemoryHandle,
     load_payload,
     tensors_in,
 )
+from engines.tensors.safetensors_header import make_header, word_of
 
 
 def update_info(payloads: Sequence[str]) -> dict[str, Any]:
