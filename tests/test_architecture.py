@@ -26,6 +26,7 @@ FOLDERS = (
     "engines.process",
     "engines.tensors",
     "engines.tensors.collective",
+    "engines.tensors.payload",
     "engines.embedded.core",
     "engines.embedded.memory",
     "engines.embedded.weights",

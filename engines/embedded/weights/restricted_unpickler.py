@@ -1,8 +1,8 @@
 """Reading SGLang's weight payloads without running what is in them.
 
 A payload is a base64 pickle of ``[(name, tensor)]`` or of a flattened bucket.  Always true: the
-pickle is read as values (``engines.tensors.weight_payload``), and tensors are made here, of sizes
-that were compared with the bytes that are there; bytes that two tensors share are copied once.
+pickle is read as values (``engines.tensors.payload``), and tensors are made here, of sizes that
+were compared with the bytes that are there; bytes that two tensors share are copied once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from engines.embedded.core.errors import Invalid
-from engines.tensors.weight_payload import (
+from engines.tensors.payload.weight_payload import (
     HANDLES,
     ArrayTensor,
     MemoryHandle,

@@ -17,8 +17,8 @@ from xxhash import xxh3_64_intdigest
 
 from engines.protocol import TensorInfo
 from engines.tensors.fingerprint import host_fingerprint
+from engines.tensors.payload.weight_payload import load_payload, tensors_in
 from engines.tensors.safetensors_header import SafetensorsError, make_header, read_header
-from engines.tensors.weight_payload import load_payload, tensors_in
 
 DEFAULT_TENSORS = (
     TensorInfo("model.embed_tokens.weight", "float32", (16, 8)),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from engines.protocol.plain_text import value_text
 from engines.tensors.dtypes import DTYPES, element_bytes
-from engines.tensors.pickled_values import Find, read_pickle
+from engines.tensors.payload.pickled_values import Find, read_pickle
 
 Known = Mapping[tuple[str, str], Any]
 """Module and name -> what the reader takes for it."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.tensors.fingerprint import BYTES
-from engines.tensors.weight_payload import load_payload, tensors_in
+from engines.tensors.payload.weight_payload import load_payload, tensors_in
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.pushed_files import why_damaged
 from rollout.weights.routes.buffers import ShmBufferPool

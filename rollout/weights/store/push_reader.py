@@ -12,8 +12,8 @@ from typing import Any
 
 from engines.protocol import STAYS
 from engines.tensors.file_mapping import FileMapping
+from engines.tensors.payload.weight_payload import load_payload, tensors_in
 from engines.tensors.safetensors_header import read_header
-from engines.tensors.weight_payload import load_payload, tensors_in
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.pushed_files import FileBytes
 from rollout.weights.store.node.writer import MemoryBytes, TensorContent

@@ -264,7 +264,7 @@ def test_a_tensor_under_many_names_is_copied_once() -> None:
 
 
 def test_a_payload_of_too_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engines.tensors import pickled_values
+    from engines.tensors.payload import pickled_values
 
     monkeypatch.setattr(pickled_values, "MAX_STEPS", 1000)
     cases = [("few", raw(b"]" * 998)), ("many", raw(b"]" * 1000))]

@@ -1,0 +1,1 @@
+"""Payloads of pushes by value or by handle: pickles, read as values."""
