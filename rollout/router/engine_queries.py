@@ -158,7 +158,7 @@ def read_order(body: bytes) -> AbortOrder | None:
     is_list = isinstance(rids, list) and all(isinstance(rid, str) for rid in rids)
     if not is_list or not isinstance(prefix, str):
         return None
-    return AbortOrder(frozenset(rids), prefix, is_for_all)
+    return AbortOrder(frozenset(filter(None, rids)), prefix, is_for_all)
 
 
 async def first_reply(gate: Gate, client: EngineQueryClient, path: str) -> Response:

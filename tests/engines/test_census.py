@@ -107,7 +107,7 @@ FAILS_WITHOUT = {
     ],
     "extra_key": [
         "tests/rollout/router/http/test_request.py::"
-        "test_a_second_attempt_keeps_the_rid_and_takes_the_new_weight_version",
+        "test_each_send_has_an_id_of_its_own_and_the_new_weight_version",
         "tests/rollout/control/engine/test_sentinel.py::"
         "test_two_runs_with_one_storage_tier_never_share_a_page",
     ],

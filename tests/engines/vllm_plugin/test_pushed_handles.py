@@ -176,10 +176,11 @@ def test_a_payload_that_cannot_be_a_bucket_of_handles_is_not_sent(cuda: CudaDoub
     with pytest.raises(ValueError, match="of different buckets"):
         update_info([whole, other])
     by_number = reductions.reduce_tensor(torch.ones(3, dtype=torch.uint8))
-    part = (*by_number[1][:3], 4, *by_number[1][4:6], UUIDS[0], *by_number[1][7:])
+    kind, _, strides, _, *rest = (*by_number[1][:6], UUIDS[0], *by_number[1][7:])
     for (function, arguments), why in [
         (by_number, "GPU 0, a number"),
-        ((by_number[0], part), "not of the bytes of a whole bucket"),
+        ((by_number[0], (kind, (2,), strides, 1, *rest)), "not of the bytes of a whole bucket"),
+        ((by_number[0], (kind, (3,), strides, 4, *rest)), "smaller than its tensor"),
         ((by_number[0], by_number[1][:-1]), "missing 1 required"),
         ((exec, ("raise SystemExit",)), "names builtins.exec"),
     ]:

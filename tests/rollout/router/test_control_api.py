@@ -169,6 +169,17 @@ async def test_an_abort_of_an_unknown_rid_reaches_no_engine(make_bench):
     assert (await pending[0]).status == 200
 
 
+async def test_an_empty_id_names_no_request(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    pending = bench.begin("/v1/embeddings", json={"input": "a"})  # it has no id
+    await hold.entered.wait()
+    for order in ({"rid": ""}, {"rid": [""]}, {"rid_prefix": ""}, {}):
+        assert await abort(bench, **order) == outcome()
+    hold.opened.set()
+    assert (await pending).status == 200
+
+
 async def test_an_abort_of_all_goes_to_all_engines_that_may_hold_requests(make_bench):
     bench = await make_bench(reply(b""), reply(b""), reply(b""))
     await bench.host.set_members(

@@ -135,7 +135,7 @@ def sends(body, *, path="/generate", kind="sglang", num=3):
         b'{"rid": "%s"}' % (b"0" * 32),
     ],
 )
-def test_each_send_has_an_id_of_its_own_and_none_begins_another(body, path, kind):
+def test_each_send_has_an_id_of_its_own_and_the_new_weight_version(body, path, kind):
     _, ids = sends(body, path=path, kind=kind)
     assert len({*ids}) == 3
     assert {len(sent) for sent in ids} == {32}
