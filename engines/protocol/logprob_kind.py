@@ -1,4 +1,4 @@
-"""Of which distribution the log-probs of a reply are: plain decisions.
+"""The distribution that the log-probs of a reply belong to: plain decisions.
 
 A trainer computes log-softmax of logits / temperature.  An engine takes its log-probs at some step
 of sampling: before or after it divides by the temperature, changes logits by penalties, and cuts
@@ -31,7 +31,7 @@ _GREEDY_BELOW = 1e-5
 
 
 class LogprobKind(StrEnum):
-    """Of which distribution log-probs are.
+    """The distribution that log-probs belong to.
 
     ``full``: log-softmax of logits / temperature, which a trainer computes; greedy counts as
     temperature 1.  ``cut``: scaled to what top-k, top-p or min-p kept, or changed by penalties or

@@ -8,7 +8,7 @@ from typing import Any
 from engines.protocol.spec import spelled
 
 BACKUP_OPTION = "enable_draft_weights_cpu_backup"
-"""With it the draft's weights have a copy in host memory while they are released."""
+"""The option that keeps a copy of the draft's weights in host memory while they are released."""
 _PATHS = ("speculative_draft_model_path", "speculative_draft_model")
 # It drafts from the tokens alone.
 _WITHOUT_WEIGHTS = ("NGRAM", "NONE")

@@ -93,7 +93,7 @@ def _is_read_at_once(one: Checked) -> bool:
 
 
 def _suspects(floats: Sequence[Checked]) -> list[Checked]:
-    """Those that may have such a value, by bits: at the speed of memory, also if they are small."""
+    """Tensors that may have such a value, by bits: at the speed of memory, also small ones."""
     if not floats:
         return []
     num_bytes = sum(tensor.nbytes for _, tensor, _ in floats)
