@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +203,11 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
 ) -> None:
     name = push()
     weights = load_file(model_path / "model.safetensors")
-    last = list(weights)[-1]
+    last, calls = list(weights)[-1], count(1)
 
     def breaks_off(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if name == last and tensor.device.type != "meta":
+        # The first time its values are checked, before an engine is called.
+        if name == last and tensor.device.type != "meta" and next(calls) == 2:
             raise RuntimeError("out of memory")
         yield name, tensor
 
@@ -224,12 +226,12 @@ def test_an_engine_that_is_killed_in_a_push_ends_it_at_once(
     name = push()
     assert name
     weights = load_file(model_path / "model.safetensors")
-    last, dead = list(weights)[-1], engines(policy)[1]
+    last, dead, calls = list(weights)[-1], engines(policy)[1], count(1)
     assert dead.pid is not None
     pid = dead.pid
 
     def killing(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if name == last and tensor.device.type != "meta":
+        if name == last and tensor.device.type != "meta" and next(calls) == 2:
             os.kill(pid, signal.SIGKILL)
         yield name, tensor
 

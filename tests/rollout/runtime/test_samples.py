@@ -389,7 +389,10 @@ print(len(failed), "failed;", len(loops), "loop;", *failed[:1])
 """
 
 
-@pytest.mark.parametrize("num_processes", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_processes",
+    [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(400)])],
+)
 def test_the_first_calls_of_16_threads_of_a_process_share_one_loop(
     run: DeploymentHandle, num_processes: int
 ) -> None:
