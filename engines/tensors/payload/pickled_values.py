@@ -142,7 +142,8 @@ class _Machine:
     def call(self) -> None:
         arguments, known = self.stack.pop(), self.stack.pop()
         if type(arguments) is not tuple or not callable(known):
-            raise ValueError(f"a pickle calls a {type(known).__name__}")
+            what = value_text(known) if isinstance(known, str) else f"a {type(known).__name__}"
+            raise ValueError(f"a pickle of weights calls {what}, which makes no tensor")
         self.push(known(*arguments))
 
     def create(self) -> None:
