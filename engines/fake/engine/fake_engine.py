@@ -107,9 +107,10 @@ class FakeEngine(FakeEngineState):
 
     async def abort_request(self, rid: str | None = None) -> None:
         async with self._call("abort_request", rid=rid):
-            # As SGLang's tokenizer manager and scheduler: only a live id, and all that begin so.
-            if rid is None or rid in self.in_flight:
-                self._abort(rid or "")
+            if rid is None:
+                self._abort("")
+            else:
+                self._abort_if_live(rid)
 
     async def update_weight_version(
         self, version: str, *, abort_all_requests: bool = False
@@ -213,6 +214,7 @@ class FakeEngine(FakeEngineState):
             later(_ABORTED_BEHIND_STREAM_S, self._abort_if_live, request.rid)
 
     def _abort_if_live(self, rid: str) -> None:
+        """As SGLang's tokenizer manager and scheduler: only a live id, and all that begin so."""
         if rid in self.in_flight:
             self._abort(rid)
 

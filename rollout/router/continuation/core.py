@@ -2,7 +2,7 @@
 
 Always true:
 - Token ids, columns and weight versions of kept tokens have equal length, and there are never more
-  tokens than the request's budget.  The finish reason is that of an engine.
+  tokens than the request's budget.  The finish reason is that of an engine, or of an abort.
 - A request continues from token ids, or not at all: without the ids, or a column that its client
   wants, of each kept token it starts over, unless its client has a part of the reply.
 - A continuation starts at a *safe* token: the text so far ends neither within a character nor with

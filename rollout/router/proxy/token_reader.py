@@ -229,10 +229,8 @@ class TokenReader:
             reply.read_all()
             if not reply.num:
                 return None
-            reply.finish = {"type": "abort", "message": "Aborted"}
-            if reply.is_streamed:
-                return self._end_of_stream(reply.new_payloads())
-            return Finish(self.form.whole(reply))
+            reply.finish = reply.finish or {"type": "abort", "message": "Aborted"}
+            return self._finish()
         except UNUSABLE:
             return None
 
@@ -316,9 +314,14 @@ class TokenReader:
             why_not = reply.why_refused() if reply.has_shown else ""
             if not why_not:
                 return Again("aborted it")
+        return self._finish(why_not)
+
+    def _finish(self, why_not_continued: str = "") -> Finish:
+        """The end of a reply that has a finish reason."""
+        reply = self.reply
         if reply.is_streamed:
-            return self._end_of_stream(reply.new_payloads(), why_not)
-        return Finish(self.form.whole(reply), why_not_continued=why_not)
+            return self._end_of_stream(reply.new_payloads(), why_not_continued)
+        return Finish(self.form.whole(reply), why_not_continued=why_not_continued)
 
     def _refusal(self, context: Context) -> Action:
         """A refusal or an unexpected kind of reply, which is final."""

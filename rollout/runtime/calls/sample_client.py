@@ -65,7 +65,7 @@ class SampleClient:
         self._keys = (router.client_key, router.control_key)
         self._opened: asyncio.Task[HttpGenerationClient] | None = None
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
-        self._calls: dict[str, list[_Call]] = {}
+        self._calls: dict[str, set[_Call]] = {}
 
     def generate(
         self, requests: Sequence[GenerationRequest], request_id: str
@@ -112,8 +112,8 @@ class SampleClient:
     @contextmanager
     def _under_way(self, request_id: str) -> Iterator[_Call]:
         """Note a call for as long as its requests have not ended."""
-        call, calls = _Call(), self._calls.setdefault(request_id, [])
-        calls.append(call)
+        call, calls = _Call(), self._calls.setdefault(request_id, set())
+        calls.add(call)
         try:
             yield call
         finally:

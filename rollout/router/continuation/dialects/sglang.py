@@ -232,7 +232,7 @@ def _payload(reply: Reply, part: Part) -> Payload:
     first, last, finish = reply.first, reply.last, reply.finish
     meta = {**last, **{name: first[name] for name in FROM_FIRST if name in first}}
     if not last:  # an abort came before the current engine's first event
-        meta |= {"id": reply.sent_as, "weight_version": str(reply.version)}
+        meta |= {"id": reply.rid, "weight_version": str(reply.version)}
     if "id" in meta:
         meta["id"] = reply.own_id(meta["id"])
     meta["completion_tokens"] = len(part.ids)
