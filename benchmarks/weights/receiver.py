@@ -26,7 +26,7 @@ from engines.embedded.memory.mapped_files import MappedFiles
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.model_weights import ModelWeights
-from engines.embedded.weights.restricted_unpickler import read_payload
+from engines.embedded.weights.payload_tensors import read_payload
 from engines.tensors.collective.bucket import content_of
 
 

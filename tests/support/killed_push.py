@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 import rollout
 from engines.embedded.weights.model_weights import ModelWeights
-from engines.embedded.weights.restricted_unpickler import read_payload
+from engines.embedded.weights.payload_tensors import read_payload
 from engines.fake import FakeEngine
 from rollout.config import ServerConfig
 from rollout.core.pending import LoopThread, Pending

@@ -13,7 +13,7 @@ from engines.embedded.server.embedded_engine import EmbeddedEngine
 from engines.embedded.server.request_runner import json_response, read_json
 from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.lora_adapters import read_adapter
-from engines.embedded.weights.restricted_unpickler import NamedTensors, read_payload
+from engines.embedded.weights.payload_tensors import NamedTensors, read_payload
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.plain_text import differing_text
 from engines.tensors.collective.bucket import content_of

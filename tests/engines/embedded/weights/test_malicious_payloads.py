@@ -218,7 +218,7 @@ def outcomes(cases: list[tuple[str, bytes]], load_format: str | None) -> dict[st
 
 def outcome(payload: bytes, load_format: str | None) -> str:
     from engines.embedded.core.errors import Invalid
-    from engines.embedded.weights.restricted_unpickler import read_payload
+    from engines.embedded.weights.payload_tensors import read_payload
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:

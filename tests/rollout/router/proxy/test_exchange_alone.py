@@ -139,6 +139,17 @@ def test_an_aborted_request_without_a_token_is_a_499(failover: bool) -> None:
     assert rig.is_empty()
 
 
+def test_an_abort_behind_the_last_token_leaves_the_engines_finish_reason() -> None:
+    rig = rig_of("a")
+    _, client = rig.begin(rid="mine")
+    rig.engines.sent[0].reply(STREAM, event(1, 2, finish="length"), is_end=False)
+    rig.gate.abort(ABORT)
+    rig.timers[-1].pass_()
+    reply = payload_of(client)
+    assert (reply["output_ids"], reply["meta_info"]["finish_reason"]["type"]) == ([1, 2], "length")
+    assert rig.is_empty()
+
+
 def test_a_second_abort_gives_an_engine_no_more_time() -> None:
     rig = rig_of("a")
     rig.begin(rid="mine")

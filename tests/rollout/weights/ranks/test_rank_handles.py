@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from engines.embedded.weights.restricted_unpickler import read_payload
+from engines.embedded.weights.payload_tensors import read_payload
 from engines.fake import FakeEngine
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.http_fake import HttpFakeLauncher

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engines.embedded.core.errors import Invalid
-from engines.embedded.weights.restricted_unpickler import read_payload
+from engines.embedded.weights.payload_tensors import read_payload
 from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 from rollout.core.errors import WeightMismatch
 from rollout.weights.tensors.payload import around_handle, ipc_handle

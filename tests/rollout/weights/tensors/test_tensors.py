@@ -15,7 +15,7 @@ from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import PushTarget, push_weights
 
 torch = pytest.importorskip("torch")
-from engines.embedded.weights.restricted_unpickler import read_payload  # noqa: E402
+from engines.embedded.weights.payload_tensors import read_payload  # noqa: E402
 from engines.tensors.torch_fingerprint import bytes_fingerprint  # noqa: E402
 from rollout.weights.tensors import PlannedSource  # noqa: E402
 from rollout.weights.tensors.payload import FlattenedTensorMetadata  # noqa: E402

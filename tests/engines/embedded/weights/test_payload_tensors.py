@@ -17,7 +17,7 @@ def encoded(value: Any) -> str:
 
 
 def read(value: Any, load_format: str | None = None) -> dict[str, Any]:
-    from engines.embedded.weights.restricted_unpickler import read_payload
+    from engines.embedded.weights.payload_tensors import read_payload
 
     payload = value if isinstance(value, str) else encoded(value)
     return dict(read_payload(payload, load_format))
