@@ -22,6 +22,7 @@ CLEANUP = (
     "/dev/shm/sgl_shm_*_{pid}_*",
     "/dev/shm/sglang_loads_*.shm",
     "/dev/shm/sem.mp-*",
+    "/dev/shm/sem.loky-{pid}-*",  # joblib's, where scikit-learn is installed
 )
 
 # An engine on a GPU that gives its memory to a trainer and takes it back.

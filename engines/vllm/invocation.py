@@ -13,7 +13,12 @@ from engines.vllm.command import build_command, default_options
 from engines.vllm.environment import build_environment
 
 # What one leaves that was killed.
-CLEANUP = ("/dev/shm/psm_*", "/dev/shm/sem.mp-*", "/dev/shm/*-cpushm_*")
+CLEANUP = (
+    "/dev/shm/psm_*",
+    "/dev/shm/sem.mp-*",
+    "/dev/shm/sem.loky-{pid}-*",  # joblib's, where scikit-learn is installed
+    "/dev/shm/*-cpushm_*",
+)
 # The folder of the sockets between its processes; each has a UUID for its name.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 

@@ -18,6 +18,8 @@ from engines.process.engine_records import clear_crashed
 from engines.process.process_identity import identify
 from engines.protocol import ProcessIdentity
 from engines.protocol.errors import EngineNotReady
+from engines.sglang import environment as sglang
+from engines.vllm import invocation as vllm
 
 # A process that left its session and whose parent is gone, so only the guard can find it.
 ORPHAN = "(setsid sh -c 'echo $$ > orphan.tmp; mv orphan.tmp orphan; exec sleep 600' &)"
@@ -319,6 +321,21 @@ def test_shared_memory_left_behind_is_removed_and_only_that(owner: Owner):
     assert not any(path.exists() for path in mine)
     for path in others:
         path.unlink()  # raises where it was removed
+
+
+@pytest.mark.parametrize("cleanup", [sglang.CLEANUP, vllm.CLEANUP], ids=["sglang", "vllm"])
+def test_semaphores_of_joblib_in_a_killed_engine_are_removed(
+    owner: Owner, cleanup: tuple[str, ...]
+) -> None:
+    """The name is ``SemLock._make_name`` of joblib 1.5 (``externals/loky/backend``)."""
+    script = ": > /dev/shm/sem.loky-$$-test; : > /dev/shm/sem.loky-0$$-test; : > there; sleep 600"
+    engine = owner.spawn(script, cleanup=cleanup)
+    eventually((owner.directory / "engine-0" / "there").exists)
+    guard = psutil.Process(engine).ppid()
+    owner.process.kill()
+    eventually(all_gone(guard))
+    assert not Path(f"/dev/shm/sem.loky-{engine}-test").exists()
+    Path(f"/dev/shm/sem.loky-0{engine}-test").unlink()  # raises where it was removed
 
 
 def test_shared_memory_of_an_engine_that_died_by_itself_is_removed(owner: Owner):
