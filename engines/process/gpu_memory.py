@@ -99,16 +99,23 @@ def _pid_of(holder: str) -> int:
 
 
 def memory_of_all_gpus() -> tuple[Sequence[GpuMemory], str]:
-    """Memory of all GPUs of this machine, and why it is not measured; empty if it is."""
+    """Memory of the GPUs of this machine, and why that of the others, or of all, is not measured;
+    empty if it is."""
     nvml, why_not = _nvml()
     if nvml is None:
         _warn(why_not)
         return (), why_not
     try:
-        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-        return tuple(_read(nvml, handle) for handle in handles), ""
+        num_gpus = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
         return (), str(error)
+    measured, lost = [], []
+    for index in range(num_gpus):
+        try:
+            measured.append(_read(nvml, _find(nvml, index)))
+        except nvml.NVMLError as error:  # it may have fallen off its bus
+            lost.append(f"GPU {index}: {error}")
+    return tuple(measured), "; ".join(lost)
 
 
 def number_of_gpus() -> int:
@@ -131,8 +138,9 @@ def _read(nvml: Any, handle: Any, pids: Collection[int] = ()) -> GpuMemory:
     uuid = nvml.nvmlDeviceGetUUID(handle)
     holders = _holders(nvml, handle)
     own = [held for name, held in holders.items() if _pid_of(name) in pids]
+    own_bytes = None if None in own or not own else sum(held or 0 for held in own)
     busy = _busy_percent(nvml, handle)
-    return GpuMemory(uuid, memory.used, memory.total, holders, busy, sum(own) if own else None)
+    return GpuMemory(uuid, memory.used, memory.total, holders, busy, own_bytes)
 
 
 def _busy_percent(nvml: Any, handle: Any) -> int | None:
@@ -143,16 +151,25 @@ def _busy_percent(nvml: Any, handle: Any) -> int | None:
         return None
 
 
-def _holders(nvml: Any, handle: Any) -> dict[str, int]:
+def _holders(nvml: Any, handle: Any) -> dict[str, int | None]:
     """The programs on a GPU; empty if the driver does not name them, as in many containers."""
     try:
-        return {
-            f"pid {process.pid} ({Path(nvml.nvmlSystemGetProcessName(process.pid)).name})": held
-            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            if (held := process.usedGpuMemory)
-        }
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         return {}
+    return {
+        f"pid {process.pid} ({_name_of(nvml, process.pid)})": process.usedGpuMemory
+        for process in processes
+        if process.usedGpuMemory != 0
+    }
+
+
+def _name_of(nvml: Any, pid: int) -> str:
+    """Of a program; one that has just ended has none, and its memory is still counted."""
+    try:
+        return Path(nvml.nvmlSystemGetProcessName(pid)).name
+    except (nvml.NVMLError, UnicodeDecodeError):
+        return "unknown"
 
 
 @cache

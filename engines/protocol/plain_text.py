@@ -36,6 +36,11 @@ def size_text(num_bytes: float | None) -> str:
     return f"{num_bytes:.2f} GiB"
 
 
+def holder_text(name: str, num_bytes: int | None) -> str:
+    """What a program holds on a GPU; the driver may not say how much."""
+    return f"{name} holds {'memory' if num_bytes is None else size_text(num_bytes)}"
+
+
 def differing_text(names: Sequence[str], most: int = 8) -> str:
     """What an engine says of weights that are not those of its snapshot."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -73,17 +73,18 @@ class GpuMemory:
     Attributes:
         uuid: of the GPU or of its MIG slice, as NVML gives it.
         used_bytes: by all programs together.
-        holders: programs that use it, as far as the driver names them, with their bytes.
+        holders: programs that use it, as far as the driver names them, with their bytes; None if
+            the driver does not say how many.
         busy_percent: of the driver's last sample period, how long a kernel of any program ran;
             None if the driver does not measure it, as for MIG slices.
         own_bytes: held by the engine on it; None if the driver does not name its
-            processes, as in many containers.
+            processes, as in many containers, or does not say what one of them holds.
     """
 
     uuid: str
     used_bytes: int
     total_bytes: int
-    holders: Mapping[str, int] = field(default_factory=dict)
+    holders: Mapping[str, int | None] = field(default_factory=dict)
     busy_percent: int | None = None
     own_bytes: int | None = None
 

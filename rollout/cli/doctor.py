@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import starmap
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engines.process.gpu_memory import memory_of_all_gpus
-from engines.protocol.plain_text import size_text
+from engines.protocol.plain_text import holder_text, size_text
 from rollout.cli.lib import find_run, process_info
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.core.errors import RolloutError
@@ -141,8 +142,7 @@ def _show(report: dict[str, Any]) -> None:
 def gpu_lines(report: dict[str, Any]) -> Iterator[str]:
     """The GPUs of this machine, and those of each engine, which may run elsewhere."""
     for gpu in report["gpus"]:
-        holders = (f"{name} holds {size_text(held)}" for name, held in gpu["holders"].items())
-        yield ", ".join([_gpu_text(gpu), *holders])
+        yield ", ".join([_gpu_text(gpu), *starmap(holder_text, gpu["holders"].items())])
     if report["why_gpus_not_measured"] and report["gpus_of_engines"]:
         yield f"not measured on this machine: {report['why_gpus_not_measured']}"
     for engine_id, gpus in report["gpus_of_engines"].items():

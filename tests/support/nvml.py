@@ -36,10 +36,25 @@ class NvmlDouble:
         (gpu,) = gpu_memory.gpu_memory([index]) or ()
         return gpu.used_bytes
 
-    def hold(self, index: int, num_bytes: int, pid: int | None = None) -> None:
-        """Let a process, this one by default, hold so much on a GPU."""
+    def hold(self, index: int, num_bytes: int | None, pid: int | None = None) -> None:
+        """Let a process, this one by default, hold so much on a GPU; None: the driver does not
+        say how much."""
+        content = "N/A" if num_bytes is None else str(num_bytes)
+        (self._gpu(index) / str(pid or os.getpid())).write_text(content)
+
+    def keep(self, index: int, num_bytes: int, pid: int) -> Path:
+        """Let the driver still name a process that has ended; until the file is removed."""
+        file = self._gpu(index) / f"{pid}.ended"
+        file.write_text(str(num_bytes))
+        return file
+
+    def lose(self, index: int) -> None:
+        """Let a GPU be lost, as one that has fallen off its bus."""
+        (self._gpu(index) / "lost").touch()
+
+    def _gpu(self, index: int) -> Path:
         (gpu,) = self.folder.glob(f"{index}_*")
-        (gpu / str(pid or os.getpid())).write_text(str(num_bytes))
+        return gpu
 
 
 @contextmanager

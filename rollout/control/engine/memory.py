@@ -17,11 +17,12 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from enum import StrEnum
+from itertools import starmap
 from pathlib import Path
 
 from engines.protocol import GpuMemory, MemoryTag
 from engines.protocol.errors import EngineError, EngineRejected, EngineUnreachable
-from engines.protocol.plain_text import size_text
+from engines.protocol.plain_text import holder_text, size_text
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import LifecycleError
 from rollout.observability.timeline.recorder import current_span, record_event
@@ -173,8 +174,8 @@ async def why_no_room_beside(member: EngineState) -> str:
 
 
 def _resident_in(gpu: GpuMemory) -> str:
-    most = sorted(gpu.holders.items(), key=lambda holder: -holder[1])[:_MOST_HOLDERS]
-    holders = [f"{name} holds {size_text(num)}" for name, num in most]
+    most = sorted(gpu.holders.items(), key=lambda holder: -(holder[1] or 0))[:_MOST_HOLDERS]
+    holders = starmap(holder_text, most)
     advice = "free it (in PyTorch: torch.cuda.empty_cache()) and repeat the command"
     return f"; {', '.join([*holders, advice])}"
 

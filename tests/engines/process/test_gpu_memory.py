@@ -61,6 +61,23 @@ def test_all_gpus_of_a_machine_are_found_or_the_reason_is_given(
     assert memory_of_all_gpus() == ((), "NVML Shared Library Not Found")
 
 
+def test_a_gpu_that_is_lost_hides_no_other(nvml: NvmlDouble) -> None:
+    nvml.hold(2, 3 * GIB)
+    nvml.lose(1)
+    gpus, why_not = memory_of_all_gpus()
+    assert [(gpu.uuid, gpu.used_bytes) for gpu in gpus] == [("GPU-aaa", 0), ("MIG-ccc", 3 * GIB)]
+    assert why_not == "GPU 1: GPU is lost"
+
+
+def test_an_engine_on_a_gpu_that_is_lost_is_not_measured(
+    nvml: NvmlDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml.lose(1)
+    assert gpu_memory([0, 1]) is None
+    assert "memory of GPUs [0, 1] is not measured: GPU is lost" in caplog.text
+    assert gpu_memory([0]) is not None
+
+
 def test_holders_are_named(nvml: NvmlDouble) -> None:
     nvml.hold(0, 7 * GIB)
     assert gpu_memory([0]) == (
@@ -72,6 +89,48 @@ def test_an_engines_own_memory_is_that_of_its_processes(nvml: NvmlDouble) -> Non
     nvml.hold(0, 7 * GIB)
     assert [gpu.own_bytes for gpu in gpu_memory([0, 1], {os.getpid(), 1}) or ()] == [7 * GIB, None]
     assert [gpu.own_bytes for gpu in gpu_memory([0], {1}) or ()] == [None]
+
+
+@pytest.fixture
+def ended_pid() -> int:
+    """The pid of a process that has ended, so its name cannot be read."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_a_process_that_has_just_ended_hides_no_other(nvml: NvmlDouble, ended_pid: int) -> None:
+    nvml.hold(0, 7 * GIB)
+    nvml.keep(0, 2 * GIB, ended_pid)
+    (gpu,) = gpu_memory([0], {os.getpid()}) or ()
+    assert gpu.holders == {
+        f"pid {os.getpid()} ({executable()})": 7 * GIB,
+        f"pid {ended_pid} (unknown)": 2 * GIB,
+    }
+    assert (gpu.used_bytes, gpu.own_bytes) == (9 * GIB, 7 * GIB)
+    (gpu,) = gpu_memory([0], {os.getpid(), ended_pid}) or ()
+    assert gpu.own_bytes == 9 * GIB
+
+
+def test_a_name_that_is_no_text_hides_nothing(
+    nvml: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pynvml decodes names, and a file's name need not be UTF-8."""
+    nvml.hold(0, 7 * GIB)
+    monkeypatch.setattr("pynvml.nvmlSystemGetProcessName", lambda pid: b"\xff".decode())
+    (gpu,) = gpu_memory([0], {os.getpid()}) or ()
+    assert gpu.holders == {f"pid {os.getpid()} (unknown)": 7 * GIB}
+    assert gpu.own_bytes == 7 * GIB
+
+
+def test_a_holder_of_an_unknown_number_of_bytes_is_one(nvml: NvmlDouble) -> None:
+    nvml.hold(0, None)
+    nvml.hold(0, 3 * GIB, 1)
+    (gpu,) = gpu_memory([0], {os.getpid(), 1}) or ()
+    assert gpu.holders[f"pid {os.getpid()} ({executable()})"] is None
+    assert gpu.own_bytes is None, "a part of it is not measured"
+    (gpu,) = gpu_memory([0], {1}) or ()
+    assert gpu.own_bytes == 3 * GIB
 
 
 def test_what_a_process_held_is_free_once_it_has_ended(nvml: NvmlDouble) -> None:
@@ -128,6 +187,22 @@ async def test_a_kill_is_done_when_the_driver_names_the_process_no_more(
     process.kill()
     process.wait()
     await waiting
+
+
+async def test_a_kill_waits_for_memory_of_a_process_that_has_ended_and_has_no_name(
+    nvml: NvmlDouble, ended_pid: int
+) -> None:
+    kept = nvml.keep(0, 7 * GIB, ended_pid)
+    with pytest.raises(EngineHung, match=rf"pid {ended_pid} \(unknown\) ended and still holds"):
+        await wait_until_free([0], {ended_pid}, 0.3)
+    kept.unlink()
+    await wait_until_free([0], {ended_pid}, 30)
+
+
+async def test_a_kill_waits_for_a_holder_of_an_unknown_number_of_bytes(nvml: NvmlDouble) -> None:
+    nvml.hold(0, None)
+    with pytest.raises(EngineHung, match=rf"pid {os.getpid()} .* ended and still holds"):
+        await wait_until_free([0], {os.getpid()}, 0.3)
 
 
 async def test_memory_that_the_driver_never_gives_back_is_an_error(nvml: NvmlDouble) -> None:

@@ -62,6 +62,18 @@ def test_doctor_shows_the_gpus_of_this_machine_and_of_each_engine(
     assert "engine shared-0: GPU-4: 0 B used, 6 KiB free; GPU-5: 0 B used" in text
 
 
+def test_doctor_names_a_gpu_that_is_lost_and_holders_of_unknown_size(
+    nvml: NvmlDouble, deployment: DeploymentHandle
+) -> None:
+    nvml.hold(0, None)
+    nvml.add(1, "GPU-gone", 80 * GIB)
+    nvml.lose(1)
+    text = shown("doctor", str(RunFolder.of(deployment.config).path))
+    assert "GPU-here: 0 B used, 80.00 GiB free, pid" in text
+    assert ") holds memory\n" in text
+    assert "not measured on this machine: GPU 1: GPU is lost" in text
+
+
 def test_doctor_says_what_is_missing_where_nothing_is_measured(
     nvml: NvmlDouble, deployment: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 The folder is named by ``NVML_DOUBLE``.  Each GPU is a folder in it, named ``<index>_<uuid>``, with
 a file ``total``, one file of bytes for each process that holds memory, named by its pid, and one
-``busy`` with a percentage if its use is measured.
-A process that has ended holds nothing, as on a real GPU.  Names and errors are those of pynvml.
+``busy`` with a percentage if its use is measured.  One with a file ``lost`` is lost.
+The bytes of a process are ``N/A`` where the driver does not say them.
+A process that has ended holds nothing, as on a real GPU, unless its file is named ``<pid>.ended``:
+the driver frees its memory a little later.  Names and errors are those of pynvml.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ NVML_ERROR_INVALID_ARGUMENT = 2
 NVML_ERROR_NOT_SUPPORTED = 3
 NVML_ERROR_NOT_FOUND = 6
 NVML_ERROR_LIBRARY_NOT_FOUND = 12
+NVML_ERROR_GPU_IS_LOST = 15
 
 
 class NVMLError(Exception):
@@ -29,6 +32,7 @@ class NVMLError(Exception):
             NVML_ERROR_NOT_SUPPORTED: "Not Supported",
             NVML_ERROR_NOT_FOUND: "Not Found",
             NVML_ERROR_LIBRARY_NOT_FOUND: "NVML Shared Library Not Found",
+            NVML_ERROR_GPU_IS_LOST: "GPU is lost",
         }[self.value]
 
 
@@ -63,14 +67,14 @@ def nvmlDeviceGetCount() -> int:
 def nvmlDeviceGetHandleByIndex(index: int) -> Path:
     for gpu in _gpus():
         if gpu.name.startswith(f"{index}_"):
-            return gpu
+            return _present(gpu)
     raise NVMLError(NVML_ERROR_INVALID_ARGUMENT)
 
 
 def nvmlDeviceGetHandleByUUID(uuid: str) -> Path:
     for gpu in _gpus():
         if gpu.name.endswith(f"_{uuid}"):
-            return gpu
+            return _present(gpu)
     raise NVMLError(NVML_ERROR_NOT_FOUND)
 
 
@@ -106,12 +110,23 @@ def _gpus() -> list[Path]:
     return sorted(Path(os.environ["NVML_DOUBLE"]).iterdir())
 
 
+def _present(gpu: Path) -> Path:
+    if (gpu / "lost").exists():
+        raise NVMLError(NVML_ERROR_GPU_IS_LOST)
+    return gpu
+
+
 def _processes(gpu: Path) -> list[Process]:
     return [
-        Process(int(file.name), int(file.read_text() or 0))
+        Process(int(file.stem), _bytes_of(file))
         for file in gpu.iterdir()
-        if file.name.isdigit() and _runs(file.name)
+        if file.stem.isdigit() and (file.suffix == ".ended" or _runs(file.stem))
     ]
+
+
+def _bytes_of(file: Path) -> int | None:
+    content = file.read_text() or "0"
+    return None if content == "N/A" else int(content)
 
 
 def _runs(pid: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from engines.fake import FakeEngine, FakeLauncher
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, MemoryTag, ServerInfo
+from engines.protocol import Endpoint, GpuMemory, MemoryTag, ServerInfo
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.rules.lifecycle import Command
@@ -121,6 +121,28 @@ async def test_weights_without_room_are_refused_before_any_engine_is_called(
     held.others(0)
     await held.run(Command.RESUME_WEIGHTS)
     assert MemoryTag.WEIGHTS not in engine.released
+
+
+async def test_a_holder_of_an_unknown_number_of_bytes_is_named_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = await GpuGroup.start(tmp_path)
+    await held.run(*TO_RELEASED)
+    gpus = held.launcher.processes["main-0"].gpus
+    held.others(gpus.total_bytes - 100 * MIB)
+    measured = gpus.memory
+
+    def memory(engine_bytes: int) -> Sequence[GpuMemory]:
+        return [
+            replace(gpu, holders={"pid 78 (unknown)": None, **gpu.holders})
+            for gpu in measured(engine_bytes) or ()
+        ]
+
+    monkeypatch.setattr(gpus, "memory", memory)
+    with pytest.raises(LifecycleError) as caught:
+        await held.run(Command.RESUME_WEIGHTS)
+    said = "pid 77 (trainer) holds 1.66 GiB, pid 78 (unknown) holds memory, free it"
+    assert said in str(caught.value)
 
 
 async def test_the_kv_cache_without_room_is_refused_after_the_push(tmp_path: Path) -> None:
