@@ -24,7 +24,7 @@ from engines.protocol.errors import (
     EngineUnreachable,
     NotEncodable,
 )
-from engines.protocol.plain_text import describe
+from engines.protocol.plain_text import describe, shortened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,8 @@ class Deadlines:
 T = TypeVar("T")
 
 _BODY_CHARACTERS = 500
+# Of an error that may quote what the engine sent.
+_CAUSE_CHARACTERS = 300
 
 
 class EngineCall:
@@ -121,9 +123,7 @@ class EngineCall:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error.__cause__, ContentEncodingError):
                 raise self.rejected(f"sent an unreadable body: {error.__cause__}") from error
-            raise self.unreachable(
-                f"connection broke: {describe(error, with_type=True)}"
-            ) from error
+            raise self.unreachable(f"connection broke: {_cause(error)}") from error
 
     def accept(self, answer: HttpReply) -> None:
         """Raises ``EngineRejected`` unless the status is 2xx."""
@@ -135,12 +135,11 @@ class EngineCall:
         try:
             return read(answer.json())
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            what = f"gave an answer that was not understood ({describe(error, with_type=True)})"
+            what = f"gave an answer that was not understood ({_cause(error)})"
             raise self.rejected(what, status=answer.status, body=answer.text) from error
 
     def rejected(self, what: str, *, status: int = 0, body: str = "") -> EngineRejected:
-        if len(body) > _BODY_CHARACTERS:
-            body = body[:_BODY_CHARACTERS] + "..."
+        body = shortened(body, _BODY_CHARACTERS)
         ending = f": {body.strip()}" if body.strip() else ""
         return EngineRejected(
             f"{self._prefix} {what} after {self.elapsed_s:.1f} s{ending}",
@@ -161,3 +160,7 @@ class EngineCall:
     @property
     def _prefix(self) -> str:
         return f"engine {self.engine}: {self.operation}"
+
+
+def _cause(error: Exception) -> str:
+    return shortened(describe(error, with_type=True), _CAUSE_CHARACTERS)

@@ -26,10 +26,12 @@ from engines.protocol import (
     WeightsReport,
 )
 from engines.protocol.logprob_kind import read_kind
+from engines.protocol.plain_text import shortened
 from engines.protocol.sampling_params import DEFAULT_SAMPLING
 
 DONE = b"[DONE]"
 _GIB = 1 << 30
+_MESSAGE_CHARACTERS = 500
 _MEMORY_USAGE = {MemoryTag.WEIGHTS: "weight", MemoryTag.KV_CACHE: "kvcache"}
 
 
@@ -127,9 +129,8 @@ def _read_finish_reason(reason: Mapping[str, Any]) -> FinishReason:
     matched = reason.get("matched")
     if isinstance(matched, list):
         matched = matched[-1] if matched else None
-    return FinishReason(
-        kind=reason["type"], matched=matched, message=str(reason.get("message") or "")
-    )
+    message = shortened(str(reason.get("message") or ""), _MESSAGE_CHARACTERS)
+    return FinishReason(kind=reason["type"], matched=matched, message=message)
 
 
 def read_model_info(answer: Any) -> ModelInfo:

@@ -19,12 +19,15 @@ from engines.process.guarded_process import KILL, TERMINATE, GuardedProcess, Run
 from engines.process.process_identity import resident_bytes_of
 from engines.protocol import ProcessIdentity
 from engines.protocol.errors import EngineError, EngineHung, EngineNotReady
+from engines.protocol.plain_text import shortened
 
 logger = logging.getLogger(__name__)
 
 Probe = Callable[[], Awaitable[bool]]
 
-_TAIL_BYTES = 64 * 1024
+_TAIL_BYTES = 256 * 1024
+# SGLang writes all its settings in one line, of 15 KB.
+_LINE_CHARACTERS = 300
 _GUARD_START_S = 30.0
 _KILL_S = 10.0
 _NOTE_S = 5.0
@@ -253,12 +256,13 @@ class EngineProcess:
         return resident_bytes_of(self._guarded.processes())
 
     def log_tail(self, num_lines: int = 40) -> str:
-        """The last lines this process wrote, at most 64 KiB."""
+        """The last lines this process wrote, each cut to 300 characters."""
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._guarded.log_start, size - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-num_lines:])
+        lines = text.splitlines()[-num_lines:]
+        return "\n".join(shortened(line, _LINE_CHARACTERS) for line in lines)
 
     def _is_gone(self) -> bool:
         if self._guarded.is_lost:

@@ -18,10 +18,14 @@ def first_line(text: object) -> str:
     return str(text).strip().partition("\n")[0]
 
 
+def shortened(text: str, most: int) -> str:
+    """A text, cut to so many characters; its beginning stays."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def value_text(value: object, most: int = 80) -> str:
     """A value as it is written in Python, cut to so many characters."""
-    text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return shortened(repr(value), most)
 
 
 def size_text(num_bytes: float | None) -> str:

@@ -173,7 +173,7 @@ class FinishReason:
     Attributes:
         kind: ``stop``, ``length`` or ``abort``.
         matched: the stop string or stop token id that ended it, for ``stop``.
-        message: the engine's message, for ``abort``.
+        message: the engine's message, for ``abort``, cut to a length fit for a log line.
     """
 
     kind: str

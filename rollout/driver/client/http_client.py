@@ -23,6 +23,7 @@ from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.kinds import kind_of
 from engines.protocol import GenerateReply, Loads
 from engines.protocol.logprob_kind import LogprobRule, read_kind
+from engines.protocol.plain_text import value_text
 from rollout.driver.client.generation_client import (
     Disconnected,
     EngineLoad,
@@ -348,7 +349,7 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
             raise KeyError("output_ids")
         reply = read_generate(answer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise GenerationError(f"unusable reply: {error!r}") from None
+        raise GenerationError(f"unusable reply: {value_text(error, 300)}") from None
     engine_id = response.headers.get("x-engine-id", "")
     if any(map(math.isnan, reply.output_logprobs or ())):
         message = f"engine {engine_id} computed log-probs that are not numbers"

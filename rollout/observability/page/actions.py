@@ -42,7 +42,7 @@ def action_routes(cache: StateCache, access: Access, actions: ServerActions) -> 
 
     @routes.get("/api/engines/{engine_id}/log")
     async def log(engine_id: str, lines: int = 20) -> JSONResponse:
-        """The last lines of an engine's log, at most 64 KiB of it."""
+        """The last lines of an engine's log, each cut to 300 characters."""
         try:
             async with asyncio.timeout(_LOG_S):
                 tail = await actions.log_tail(engine_id, max(1, min(lines, _MAX_LOG_LINES)))

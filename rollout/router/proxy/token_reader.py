@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from engines.protocol.plain_text import describe
+from engines.protocol.plain_text import describe, shortened
 from rollout.router.continuation.core import UNUSABLE, NotFinite, Payload
 from rollout.router.continuation.fast_path import Event
 from rollout.router.continuation.named_weights import NamedWeights
@@ -28,6 +28,7 @@ from rollout.router.proxy.prefill_decode import PromptLogprobs
 
 _DONE = b"data: [DONE]\n\n"
 _LONGEST_DONE = 16
+_WHY_CHARACTERS = 300
 
 
 class Context(NamedTuple):
@@ -137,7 +138,8 @@ Action = Write | Finish | Again | Unusable | Broken | Refused
 
 def why_unusable(error: Exception) -> str:
     """Why a reply cannot be used whose reading has raised this."""
-    return f"its reply cannot be used: {describe(error, with_type=True)}"
+    why = describe(error, with_type=True)  # it may quote the reply
+    return f"its reply cannot be used: {shortened(why, _WHY_CHARACTERS)}"
 
 
 @dataclass(eq=False, slots=True)

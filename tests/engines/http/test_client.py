@@ -401,6 +401,21 @@ async def test_a_long_body_is_cut_for_the_log():
     assert len(str(caught.value)) < 700
 
 
+async def test_what_a_long_value_cannot_be_read_as_is_cut_too():
+    meta = COMPLETION["meta_info"] | {"output_token_logprobs": [["x" * 9000, 1, None]]}
+    async with asking(COMPLETION | {"meta_info": meta}) as (client, _):
+        with pytest.raises(EngineRejected, match="could not convert string to float") as caught:
+            await client.generate(input_ids=[1], sampling_params=SamplingParams())
+    assert len(str(caught.value)) < 1000
+
+
+async def test_what_an_engine_says_of_an_abort_is_cut():
+    meta = COMPLETION["meta_info"] | {"finish_reason": {"type": "abort", "message": "x" * 9000}}
+    async with asking(COMPLETION | {"meta_info": meta}) as (client, _):
+        reply = await client.generate(input_ids=[1], sampling_params=SamplingParams())
+    assert reply.finish_reason == FinishReason("abort", message="x" * 497 + "...")
+
+
 async def test_a_body_of_many_pieces_arrives_whole_and_with_its_length():
     payload = "x" * 5_000_001
     async with asking(DONE) as (client, requests):

@@ -181,6 +181,36 @@ async def test_the_tail_is_of_this_run_and_bounded(spawn: Spawn, tmp_path: Path)
     assert (tmp_path / "engine-0.log").read_text().startswith("the run before\n")
 
 
+async def test_a_long_line_does_not_drown_the_cause_behind_it(spawn: Spawn, tmp_path: Path):
+    """SGLang's second line has all its settings."""
+    settings = "server_args=" + "x" * 15_000
+    (tmp_path / "settings").write_text(settings)
+    process = await spawn(
+        f"cat {tmp_path}/settings; echo; echo 'Traceback (most recent call last):';"
+        "echo 'RuntimeError: no kernel for this GPU'; exit 1"
+    )
+    with pytest.raises(EngineNotReady) as caught:
+        await process.wait_until_ready(no, 60)
+    assert caught.value.log_tail.splitlines() == [
+        settings[:297] + "...",
+        "Traceback (most recent call last):",
+        "RuntimeError: no kernel for this GPU",
+    ]
+    assert str(caught.value).endswith("\nRuntimeError: no kernel for this GPU")
+    assert len(str(caught.value)) < 1000
+    assert settings in process.log_path.read_text(), "the log itself is whole"
+
+
+async def test_the_beginning_of_a_long_last_line_stays(spawn: Spawn, tmp_path: Path):
+    (tmp_path / "cause").write_text("ValueError: no shard of " + "y" * 100_000)
+    process = await spawn(f"echo loading; cat {tmp_path}/cause")
+    await eventually(lambda: not process.is_alive())
+    begin, cause = process.log_tail().splitlines()
+    assert begin == "loading"
+    assert cause.startswith("ValueError: no shard of yyy")
+    assert len(cause) == 300
+
+
 async def test_a_willing_engine_is_stopped_without_a_kill(spawn: Spawn):
     process = await spawn("trap 'exit 0' TERM; echo trapped; while :; do sleep 0.01; done")
     await eventually(lambda: process.log_tail() == "trapped")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.protocol.plain_text import describe, first_line, size_text
+from engines.protocol.plain_text import describe, first_line, shortened, size_text, value_text
 
 
 def test_an_error_is_described_with_its_type_where_that_is_wanted() -> None:
@@ -15,6 +15,12 @@ def test_an_error_is_described_with_its_type_where_that_is_wanted() -> None:
 def test_of_a_long_text_the_first_line_is_taken() -> None:
     assert first_line(ValueError("\nfirst \nsecond")) == "first "
     assert first_line("") == ""
+
+
+def test_a_long_text_is_cut_and_says_so() -> None:
+    assert shortened("12345678", 8) == "12345678"
+    assert shortened("123456789", 8) == "12345..."
+    assert value_text("123456789", 8) == "'1234..."
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -94,8 +95,20 @@ async def test_a_status_maps_to_a_kind_of_failure(status, headers, kind, after_s
     assert (caught.value.kind, caught.value.retry_after_s) == (kind, after_s)
 
 
+LONG = {"id": "r-1", "output_token_logprobs": [["x" * 9000, 1, None]]}
+
+
 @pytest.mark.parametrize(
-    "body", ["", "nonsense", "[]", "{}", '{"text": "", "output_ids": [], "meta_info": {}}']
+    "body",
+    [
+        "",
+        "nonsense",
+        "[]",
+        "{}",
+        '{"text": "", "output_ids": [], "meta_info": {}}',
+        json.dumps({"output_ids": [1], "meta_info": LONG}),
+    ],
+    ids=range(6),
 )
 async def test_an_unusable_reply_is_final(body: str) -> None:
     async def handler(request: web.Request) -> web.Response:
@@ -105,6 +118,7 @@ async def test_an_unusable_reply_is_final(body: str) -> None:
         with pytest.raises(GenerationError, match="unusable reply") as caught:
             await client.generate(REQUEST)
     assert caught.value.kind is FailureKind.REFUSED
+    assert len(str(caught.value)) < 500, "it quotes a part of the reply"
 
 
 async def test_a_broken_or_refused_connection_is_a_lost_engine() -> None:

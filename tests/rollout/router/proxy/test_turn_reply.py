@@ -143,6 +143,19 @@ async def test_a_reply_without_what_a_turn_needs_is_unusable(num_tokens: int) ->
     assert rig.is_empty()
 
 
+async def test_the_reason_of_an_unusable_reply_is_cut() -> None:
+    rig = rig_of("a")
+    _, first = await begin(rig)
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [["x" * 9000, 1, None]]}
+    whole = {"output_ids": [1], "text": "x", "meta_info": {"id": "r-1", **meta}}
+    rig.engines.sent[0].reply(STREAM, b"data: " + json.dumps(whole).encode() + b"\n\n")
+    with pytest.raises(ChatFailure) as refused:
+        await first
+    assert b"cannot be used: ValueError: could not convert" in refused.value.body
+    assert len(refused.value.body) < 1000
+    assert rig.is_empty()
+
+
 async def test_a_turn_that_takes_too_long_gets_the_deadline() -> None:
     rig = rig_of("a")
     _, first = await begin(rig)
