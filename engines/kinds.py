@@ -81,6 +81,7 @@ _SGLANG = Kind(
     census=SGLANG_CENSUS,
     num_stages=num_stages,
     nccl_cumem=nccl_cumem,
+    preloads_saver=True,
     graph_copy_bytes=800 << 20,  # SGLang's pull request 32718, with GLM-4.7-Flash
     asleep_bytes=1600 << 20,  # 0.5.23 on the CPU, a tiny model
     packs_at_each_load=True,
@@ -159,7 +160,13 @@ _FAKE = Kind(
 )
 # SGLang that another program launched.
 _ATTACHED = replace(
-    _SGLANG, name="attached", invocation=None, can_attach=True, modules=(), cpu_python=""
+    _SGLANG,
+    name="attached",
+    invocation=None,
+    can_attach=True,
+    modules=(),
+    cpu_python="",
+    preloads_saver=False,
 )
 
 KINDS = {kind.name: kind for kind in (_EMBEDDED, _SGLANG, _ATTACHED, _VLLM, _FAKE)}

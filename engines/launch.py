@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from engines.kinds import kind_of
+from engines.process.cuda_runtime import LIBRARY_PATH
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
@@ -407,6 +408,8 @@ class StartSettings:
 
 
 _INHERITED = "the environment"
+# A part of each is inherited.
+_EXTENDED = ("PATH", LIBRARY_PATH)
 
 
 def start_settings(spec: EngineSpec, inherited: Mapping[str, str]) -> StartSettings:
@@ -418,11 +421,12 @@ def start_settings(spec: EngineSpec, inherited: Mapping[str, str]) -> StartSetti
     endpoint = Endpoint(spec.host, 1)
     start = invocation(spec, endpoint, inherited)
     ours = dict(invocation(replace(spec, env={}), endpoint, {}).env)
-    ours.pop("PATH", None)  # a part of it is inherited
+    for name in _EXTENDED:
+        ours.pop(name, None)
     given = normalized(spec.options)
     env = {name: start.env[name] for name in ours}
     options = {name: given.get(name, value) for name, value in start.defaults.items()}
-    known = ours.keys() | spec.env.keys() | {"PATH"}
+    known = ours.keys() | spec.env.keys() | {*_EXTENDED}
     return StartSettings(
         dropped=sorted(
             name for name in inherited.keys() - known if start.env.get(name) != inherited[name]

@@ -52,6 +52,8 @@ class Kind:
         num_stages: its pipeline stages, by its options.
         nccl_cumem: its ``NCCL_CUMEM_ENABLE``, by options, environment and nodes of an engine; the
             result is None if only its hosts know.  None for a kind that leaves it to NCCL.
+        preloads_saver: the library of its memory saver is preloaded on GPUs, see
+            ``engines.process.cuda_runtime``.
         graph_copy_bytes: host memory of one GPU's CUDA graphs while they are released, about.
         asleep_bytes: host memory of an engine whose memory is released, for each of its GPUs or on
             the CPU, about.
@@ -106,6 +108,7 @@ class Kind:
     census: Census = EMPTY
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
     nccl_cumem: Callable[[Mapping[str, Any], Mapping[str, str], int], str | None] | None = None
+    preloads_saver: bool = False
     graph_copy_bytes: int = 0
     asleep_bytes: int = 0
     packs_at_each_load: bool = False

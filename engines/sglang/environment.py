@@ -3,7 +3,7 @@
 The memory saver's library is preloaded by SGLang itself, into its scheduler processes only
 (``torch_memory_saver.configure_subprocess`` around each start).  Preloading it here too would
 load it into compilers and helpers that have no CUDA, and SGLang refuses to find it twice; our
-part is an environment in which it works.
+part is an environment in which it works: also one in which the loader finds the CUDA runtime.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.process.allocator import RETAINED_BACKUP, refuse_expandable_segments
+from engines.process.cuda_runtime import with_runtime
 from engines.protocol.spec import NCCL_CUMEM, EngineSpec, inherited_environment, spelled
 from engines.sglang.features import installed_version, keeps_graphs
 from engines.sglang.parallel import Parallel
@@ -105,7 +106,7 @@ def build_environment(
         env.setdefault("HF_HUB_OFFLINE", "1")
     env.update(spec.env)
     _refuse(spec, env)
-    return env
+    return with_runtime(env, python) if spec.memory_saver and not spec.is_on_cpu else env
 
 
 def bind_cores(spec: EngineSpec, parallel: Parallel, cpu_ids: tuple[int, ...]) -> str:

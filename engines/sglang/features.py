@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from engines.process.cuda_runtime import site_packages
 from engines.protocol.kind import ReadConfig
 from engines.protocol.logprob_kind import LogprobRule, sampling_defaults
 
@@ -63,8 +63,8 @@ def keeps_graphs(version: str) -> bool:
 def installed_version(python: str) -> str:
     """Of SGLang in this interpreter, empty for our own, by its metadata; empty if unknown."""
     if python:
-        found = Path(python).parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info")
-        return next((one.name.split("-")[1].removesuffix(".dist") for one in found), "")
+        found = (info for at in site_packages(python) for info in at.glob("sglang-*.dist-info"))
+        return next((info.name.split("-")[1].removesuffix(".dist") for info in found), "")
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:

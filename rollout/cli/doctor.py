@@ -14,8 +14,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from engines.kinds import kind_of
+from engines.process.cuda_runtime import runtime_text
 from engines.process.gpu_memory import memory_of_all_gpus
 from engines.protocol.plain_text import holder_text, size_text
+from engines.protocol.spec import CPU_PYTHONS
 from rollout.cli.lib import find_run, process_info
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.core.errors import RolloutError
@@ -83,6 +86,7 @@ def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any
         "engines": examined,
         "gpus": [asdict(gpu) | {"free_bytes": gpu.free_bytes} for gpu in gpus],
         "why_gpus_not_measured": why_not,
+        "cuda_runtimes": cuda_runtimes(now),
         "nccl": nccl_of_torch(),
         "gpus_of_engines": {
             engine_id: engine["gpus"] for engine_id, engine in engines.items() if engine["num_gpus"]
@@ -136,7 +140,23 @@ def _show(report: dict[str, Any]) -> None:
         console().print(Text(_indented(process["stack"])))
     for line in gpu_lines(report):
         console().print(f"[bold]GPU memory[/bold]  {escape(line)}")
+    for group, runtime in report["cuda_runtimes"].items():
+        console().print(f"[bold]CUDA runtime[/bold]  group {escape(group)}: {escape(runtime)}")
     console().print(f"[bold]NCCL[/bold]  {escape(report['nccl'])}")
+
+
+def cuda_runtimes(now: dict[str, Any]) -> dict[str, str]:
+    """Group -> the CUDA runtime that its interpreter has on this machine for the memory saver, or
+    why it has none; of the groups that need one."""
+    on_gpus = {engine["group"] for engine in now.get("engines", ()) if engine["num_gpus"]}
+    return {
+        group["name"]: runtime_text(group["python"])
+        for group in now.get("groups", ())
+        if kind_of(group["kind"]).preloads_saver
+        and group["needs_offload"]
+        and group["name"] in on_gpus
+        and group["python"] not in CPU_PYTHONS
+    }
 
 
 def gpu_lines(report: dict[str, Any]) -> Iterator[str]:

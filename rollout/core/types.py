@@ -276,6 +276,7 @@ class GroupStatus:
         vacant_slots: ids of engines that were removed and can be added again.
         kind: of its engines, as in ``engines.kinds``.
         asleep: the standbys that are ready, by the ids of the engines beside which they sleep.
+        python: the interpreter they run in, as ``EngineSpec.python``.
     """
 
     name: str
@@ -286,6 +287,7 @@ class GroupStatus:
     vacant_slots: tuple[str, ...] = ()
     kind: str = "sglang"
     asleep: tuple[EngineStatus, ...] = ()
+    python: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,6 +359,7 @@ class ServerGroup:
             vacant_slots=tuple(self._engines.vacant),
             kind=self._settings.group.engine.kind.value,
             asleep=tuple(asleep),
+            python=self._settings.group.engine.python,
         )
 
     async def _status_of(self, member: EngineState, phase: str) -> EngineStatus:

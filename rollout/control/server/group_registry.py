@@ -54,6 +54,7 @@ def lost_groups(record: JournalRecord, groups: Mapping[str, GroupConfig]) -> dic
             tuple(one.status(phase) for one in entries if not one.is_asleep),
             kind=group.engine.kind.value,
             asleep=tuple(one.status("asleep") for one in entries if one.is_asleep),
+            python=group.engine.python,
         )
         command = record.unfinished.get(name)
         lost[name] = LostState(known, Command(command) if command else None, record.base_version)

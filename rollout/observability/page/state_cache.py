@@ -238,6 +238,7 @@ def _group_dict(group: GroupStatus) -> dict[str, Any]:
         "phase": group.phase,
         "needs_offload": group.needs_offload,
         "kind": group.kind,
+        "python": group.python,
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 from engines.protocol.spec import EngineSpec
 from engines.sglang.environment import build_environment
 from engines.sglang.parallel import Parallel
+from tests.support.cuda_wheels import CudaWheels
 
 OURS = {"PATH": "/usr/bin", "HOME": "/home/u", "PYTHONPATH": "/ours"}
 
@@ -184,6 +185,22 @@ def test_an_engine_that_releases_gpu_memory_has_its_graphs_and_backups_in_pausab
     assert not environment().keys() & names.keys()
     chosen = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}
     assert environment(gpu_ids=(0,), env=chosen).items() >= chosen.items()
+
+
+def test_the_loader_finds_the_runtime_that_the_preloaded_memory_saver_needs(
+    tmp_path: Path,
+) -> None:
+    wheels = CudaWheels(tmp_path, "13.0")
+    folder = wheels.add("cu13", 13).parent
+    name, python = "LD_LIBRARY_PATH", wheels.python
+    inherited = OURS | {name: "/theirs"}
+    assert environment(inherited, python=python, gpu_ids=(0,))[name] == f"/theirs:{folder}"
+    own = environment(inherited, python=python, gpu_ids=(0,), env={name: "/own"})
+    assert own[name] == f"/own:{folder}"
+    assert environment(OURS, python=python, gpu_ids=(0,))[name] == str(folder)
+    assert name not in environment(OURS, python=python, gpu_ids=(0,), memory_saver=False)
+    assert name not in environment(OURS, python=python)
+    assert environment(inherited, python=python)[name] == "/theirs"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from engines.launch import EngineSpec, LocalLauncher
+from engines.launch import EngineSpec, LocalLauncher, invocation, start_settings
 from engines.process.cached_environment import InstallError
 from engines.process.tcp_ports import reserve_port
+from engines.protocol import Endpoint
 from engines.protocol.errors import EngineNotReady, PortTaken
+from tests.support.cuda_wheels import CudaWheels
 
 # Serves what a server of SGLang would, on the port that the command line says.
 SERVER = """#!{python}
@@ -98,6 +100,18 @@ async def test_a_launched_engine_gets_its_flags_and_its_environment(tmp_path: Pa
     finally:
         await engine.stop(5.0)
     assert not await engine.is_alive()
+
+
+def test_a_path_that_is_extended_is_neither_dropped_nor_overridden(tmp_path: Path) -> None:
+    wheels = CudaWheels(tmp_path, "13.0")
+    folder = wheels.add("cu13", 13).parent
+    own = {"PATH": "/bin", "LD_LIBRARY_PATH": "/own", "RANK": "0"}
+    of_engine = spec(tmp_path, wheels.python, gpu_ids=(0,))
+    assert invocation(of_engine, Endpoint("127.0.0.1", 1), own).env["LD_LIBRARY_PATH"] == (
+        f"/own:{folder}"
+    )
+    settings = start_settings(of_engine, own)
+    assert (settings.dropped, settings.overrides) == (["RANK"], [])
 
 
 async def test_the_address_where_nodes_meet_is_held_until_the_first_starts(tmp_path: Path) -> None:
