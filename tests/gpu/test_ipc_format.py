@@ -9,6 +9,7 @@ import torch
 
 from engines.tensors.torch_fingerprint import device_fingerprint
 from rollout.weights.tensors.payload import (
+    ExportSettings,
     Pairs,
     around_handle,
     flattened_bucket,
@@ -33,7 +34,7 @@ def packed(gpu: Gpu, pairs: Pairs) -> tuple[bytes, object]:
     """The payload, and what must be kept until it has been read."""
     if not gpu.is_real:
         return flattened_bucket(pairs), None
-    made = ipc_handle(pairs, pairs[0][1].device)
+    made = ipc_handle(pairs, pairs[0][1].device, ExportSettings.now())
     head, tail = around_handle(pairs)
     return head + made.handle + tail, made.flat
 
@@ -85,7 +86,10 @@ def test_each_rank_hands_over_memory_of_its_own_gpu(gpu: Gpu) -> None:
         pytest.skip("no CUDA device")
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     shares = [some_pairs(gpu, seed) for seed in range(len(devices))]
-    made = [ipc_handle(share, device) for share, device in zip(shares, devices, strict=True)]
+    settings = ExportSettings.now()
+    made = [
+        ipc_handle(share, device, settings) for share, device in zip(shares, devices, strict=True)
+    ]
     head, tail = around_handle(shares[0])
     payloads = [head + one.handle + tail for one in made]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -20,7 +20,7 @@ from torch.multiprocessing import reductions
 DEVICE, HANDLE = 6, 7
 DESCRIPTOR = b"a file descriptor of another process"
 HAS_ACCELERATOR_SETTINGS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
-"""Older versions of torch have other functions for them."""
+"""Torch 2.11 has them only in a copy of all that its allocator knows."""
 Set = Callable[[Any, str, Any], None]
 """``setattr``, or that of a ``MonkeyPatch``."""
 
@@ -76,6 +76,7 @@ class CudaDouble:
         num_collects: calls of ``torch.cuda.ipc_collect``.
         made_on: the GPU of each tensor, by address.
         settings: of torch's allocator; ``all_settings``: each that it was changed to.
+        num_snapshots: copies of all that the allocator knows of its memory.
         set_error: what a change of them raises.
         expandable: addresses in expandable segments, which no other process can open.
         registered: bytes of pinned memory, by address.
@@ -88,6 +89,7 @@ class CudaDouble:
         self.made_on: dict[int, int] = {}
         self.settings = ""
         self.all_settings: list[str] = []
+        self.num_snapshots = 0
         self.set_error: Exception | None = None
         self.expandable: set[int] = set()
         self.registered: dict[int, int] = {}
@@ -113,10 +115,10 @@ class CudaDouble:
         patch(torch, "empty", on_host)
         if HAS_ACCELERATOR_SETTINGS:
             patch(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings)
+        if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
             patch(torch._C, "_accelerator_setAllocatorSettings", self._set)
-        else:
-            patch(torch.cuda.memory, "_snapshot", self._snapshot)
-            patch(torch.cuda.memory, "_set_allocator_settings", self._set)
+        patch(torch.cuda.memory, "_snapshot", self._snapshot)
+        patch(torch.cuda.memory, "_set_allocator_settings", self._set)
         patch(torch.cuda, "is_available", lambda: True)
         patch(torch.cuda, "is_initialized", lambda: True)
         patch(torch.cuda, "device_count", lambda: len(self.uuids))
@@ -156,6 +158,7 @@ class CudaDouble:
         return 0
 
     def _snapshot(self) -> dict[str, Any]:
+        self.num_snapshots += 1
         return {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": self.settings}}
 
     def _collect(self) -> None:

@@ -23,12 +23,15 @@ class DeviceCopies:
     """One rank's copies in one push, of each bucket that is its own.
 
     The copies run on a stream of their own, into buffers that the pool has pinned.
+
+    Args:
+        gpu: UUID of the GPU with the tensors.
     """
 
-    def __init__(self, end: RankEnd) -> None:
+    def __init__(self, end: RankEnd, gpu: str) -> None:
         self._pool = end.buffers
         self._first, self._num_writers = end.writers.index(end.rank), len(end.writers)
-        self._device = device_of(end.gpu)
+        self._device = device_of(gpu)
         self._stream = torch.cuda.Stream(self._device)
         self._under_way: list[tuple[Any, Pairs]] = []
 

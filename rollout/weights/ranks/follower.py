@@ -25,7 +25,7 @@ from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.buffers import PushBuffers
 from rollout.weights.routes.choice import ENCODINGS, ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
-from rollout.weights.routes.rank_end import RankEnd, ShareBuilder
+from rollout.weights.routes.rank_end import OwnGpu, RankEnd, ShareBuilder
 from rollout.weights.routes.route import Chosen
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
@@ -114,8 +114,8 @@ class Follower:
         return self._request.adapter_of(self.rank.config.weights.adapters)
 
     @cached_property
-    def gpu(self) -> str:
-        """UUID of the GPU with its tensors; empty if they are in host memory."""
+    def gpu(self) -> OwnGpu | None:
+        """The GPU with its tensors; None if they are in host memory."""
         return gpu_with(self._request.named_tensors)
 
     def ready(self, *, has_before_kv: bool = False) -> Ready:
@@ -124,7 +124,8 @@ class Follower:
         knows = digest_of(rank.tensors) if rank.num_ranks > 1 else ""
         node, group = self._server.own_node, rank.idle_group.name
         version, room_bytes = self._request.version, rank.room_bytes()
-        return Ready(knows, version, has_before_kv, node, self.gpu, group, room_bytes)
+        gpu = "" if self.gpu is None else self.gpu.uuid
+        return Ready(knows, version, has_before_kv, node, gpu, group, room_bytes)
 
     def prepare(self, plan: PushPlan) -> None:
         """Check this rank's tensors against the plan; nothing is gathered.
@@ -230,7 +231,7 @@ class RankShares:
 
     Args:
         resources: what it opens is closed with them.
-        gpu: UUID of the GPU with the tensors; empty if they are in host memory.
+        gpu: the one with the tensors; None if they are in host memory.
         model: its tensors, by name; empty if they are not known.
         timeout_s: for one bucket, and for all engines to join a group; None for the configured.
 
@@ -246,7 +247,7 @@ class RankShares:
         plan: PushPlan,
         resources: ExitStack,
         *,
-        gpu: str,
+        gpu: OwnGpu | None,
         model: Mapping[str, TensorSpec],
         timeout_s: float | None,
     ) -> None:
@@ -309,7 +310,11 @@ class RankShares:
         whole = [self._builders.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
         if any(isinstance(one, BufferWriter) for one in whole):
             return None
-        copies = DeviceCopies(end) if end.gpu else BufferWriter.of(end, plan.terms.fingerprints)
+        copies: BufferWriter | DeviceCopies
+        if end.gpu is not None:
+            copies = DeviceCopies(end, end.gpu.uuid)
+        else:
+            copies = BufferWriter.of(end, plan.terms.fingerprints)
         resources.callback(copies.close)
         return copies
 

@@ -19,7 +19,7 @@ import pybase64
 from rollout.config import Transport
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.named import named_pairs
-from rollout.weights.routes.rank_end import Places, RankEnd, RouteRow, Shares
+from rollout.weights.routes.rank_end import OwnGpu, Places, RankEnd, RouteRow, Shares
 from rollout.weights.routes.route import (
     BUCKETS_AHEAD,
     Chosen,
@@ -108,14 +108,16 @@ class ByHandles(Route):
 
 def open_share(end: RankEnd, chosen: Chosen) -> HandleBuilder | None:
     """A rank whose GPU an engine uses."""
-    return HandleBuilder(end.gpu) if end.gpu and end.gpu in chosen.gpus else None
+    gpu = end.gpu
+    return HandleBuilder(gpu) if gpu is not None and gpu.uuid in chosen.gpus else None
 
 
 class HandleBuilder:
-    """Flattens each bucket on the GPU with this UUID, for the engine rank on the same GPU."""
+    """Flattens each bucket on this rank's GPU, for the engine rank on the same GPU."""
 
-    def __init__(self, gpu: str) -> None:
-        self._device = device_of(gpu)
+    def __init__(self, gpu: OwnGpu) -> None:
+        self._device = device_of(gpu.uuid)
+        self._settings = gpu.settings
         self._flat: dict[int, torch.Tensor] = {}
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any]:
@@ -123,7 +125,7 @@ class HandleBuilder:
 
         # The engines have asked for this bucket, so they have applied those before the last.
         self._free([made for made in self._flat if made < index - BUCKETS_AHEAD])
-        made = ipc_handle(pairs, self._device)
+        made = ipc_handle(pairs, self._device, self._settings)
         self._flat[index] = made.flat
         return {"handle": pybase64.b64encode_as_string(made.handle)}
 
@@ -148,29 +150,35 @@ def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequenc
     return [{"head": head, "tail": tail, "handles": handles}]
 
 
-def gpu_with(named_tensors: Any) -> str:
-    """UUID of the GPU with this rank's tensors; empty if they are in host memory, or if memory of
-    this process cannot be opened by another.
+def gpu_with(named_tensors: Any) -> OwnGpu | None:
+    """The GPU with this rank's tensors; None if they are in host memory, or if memory of this
+    process cannot be opened by another.
 
     An iterator's tensors are not known yet: they are copied to the current GPU if they are not
     there.
     """
     import torch
 
-    from rollout.weights.tensors.payload import why_not_exportable
+    from rollout.weights.tensors.payload import ExportSettings
 
     if not torch.cuda.is_initialized():
-        return ""
+        return None
     number = torch.cuda.current_device()
     if not isinstance(named_tensors, Iterator):
         device = _device_of(named_tensors)
         if device.type != "cuda":
-            return ""
+            return None
         number = number if device.index is None else device.index
-    if why_not := why_not_exportable():
-        logger.warning("no push by CUDA IPC from this rank: %s", why_not)
-        return ""
-    return _uuid_of(number)
+    try:
+        settings = ExportSettings.now()
+    except Exception as error:  # of torch's interfaces for this, none is public
+        logger.warning(
+            "no push by CUDA IPC from this rank: torch's allocator uses expandable_segments, and "
+            "they cannot be switched off for what is pushed (%s)",
+            error,
+        )
+        return None
+    return OwnGpu(_uuid_of(number), settings)
 
 
 def _device_of(named_tensors: Any) -> Any:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollout.weights.format.manifest import TensorSpec
     from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
     from rollout.weights.routes.trainer_groups import IdleGroup
+    from rollout.weights.tensors.payload import ExportSettings
     from rollout.weights.tensors.sources import Pairs
 
 Places = Sequence[RankPlace]
@@ -34,12 +35,24 @@ Shares = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class OwnGpu:
+    """The GPU with the tensors of a rank, in one push.
+
+    Attributes:
+        settings: with which it allocates memory there that engines can open.
+    """
+
+    uuid: str
+    settings: ExportSettings
+
+
+@dataclass(frozen=True, slots=True)
 class RankEnd:
     """What one rank's ends of the routes of a push are opened with.
 
     Attributes:
         writers: the ranks on this rank's host, the lowest first.
-        gpu: UUID of this rank's GPU, if its tensors are there.
+        gpu: None if its tensors are in host memory.
         buffers: of shared memory.
         idle_group: what this rank has of a broadcast between two pushes.
         timeout_s: for one bucket, and for all engines to join a group.
@@ -48,7 +61,7 @@ class RankEnd:
 
     rank: int
     writers: Sequence[int]
-    gpu: str
+    gpu: OwnGpu | None
     terms: PushTerms
     buffers: ShmBufferPool | PushBuffers
     idle_group: IdleGroup

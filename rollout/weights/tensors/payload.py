@@ -144,8 +144,11 @@ class IpcHandle:
     flat: torch.Tensor
 
 
-def ipc_handle(pairs: Pairs, device: torch.device) -> IpcHandle:
+def ipc_handle(pairs: Pairs, device: torch.device, settings: ExportSettings) -> IpcHandle:
     """Flatten a bucket on a GPU.  Not tested on a GPU.
+
+    Args:
+        settings: of this push.
 
     Raises:
         WeightMismatch: the device is no GPU.
@@ -158,7 +161,7 @@ def ipc_handle(pairs: Pairs, device: torch.device) -> IpcHandle:
         )
     metadata, ordered = _laid_out(pairs)
     num_bytes = sum(tensor.nbytes for tensor in ordered)
-    with exportable_memory():
+    with settings.in_effect():
         flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for place, tensor in zip(metadata, ordered, strict=True):
         flat[place.start_idx : place.end_idx].copy_(as_bytes(tensor))
@@ -222,38 +225,52 @@ _EXPANDABLE = "expandable_segments"
 _allocator_lock = threading.Lock()
 
 
-def why_not_exportable() -> str:
-    """Why memory that this process allocates cannot be opened in another; empty if it can."""
-    try:
-        with exportable_memory():
-            return ""
-    except Exception as error:  # of torch's interfaces for this, none is public
-        return (
-            "torch's allocator uses expandable_segments, and they cannot be switched off for what "
-            f"is pushed ({error})"
-        )
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """Settings of torch's allocator for what one push allocates.
 
+    A value and no question at each bucket: torch 2.11 answers with a copy of all that the allocator
+    knows of its memory.  A trainer may change its settings between two pushes.
 
-@contextmanager
-def exportable_memory() -> Iterator[None]:
-    """What is allocated inside is in no expandable segment; the settings are as before afterwards.
-
-    Raises:
-        Exception: torch's own; the settings cannot be read or changed.
+    Attributes:
+        own: the trainer's, when the push began; they are in effect again after each bucket.
+        for_export: the same without expandable segments; empty if the trainer's are without.
     """
-    with _allocator_lock:
-        before = _allocator_settings()
-        fields = [field.strip() for field in before.split(",")]
-        if not any(map(_is_expandable, fields)):
+
+    own: str
+    for_export: str
+
+    @classmethod
+    def now(cls) -> ExportSettings:
+        """For a push that begins.
+
+        Raises:
+            Exception: torch's own; the settings cannot be read or changed.
+        """
+        with _allocator_lock:
+            own = _allocator_settings()
+        fields = [field.strip() for field in own.split(",")]
+        for_export = ""
+        if any(map(_is_expandable, fields)):
+            # All fields: torch resets those that the text does not have.
+            kept = [field for field in fields if field and not field.startswith(_EXPANDABLE)]
+            for_export = ",".join([*kept, f"{_EXPANDABLE}:False"])
+        found = cls(own, for_export)
+        with found.in_effect():  # an error is raised here, before anything is sent
+            return found
+
+    @contextmanager
+    def in_effect(self) -> Iterator[None]:
+        """What is allocated inside is in no expandable segment."""
+        if not self.for_export:
             yield
             return
-        # All fields: torch resets those that the text does not have.
-        kept = [field for field in fields if field and not field.startswith(_EXPANDABLE)]
-        _set_allocator(",".join([*kept, f"{_EXPANDABLE}:False"]))
-        try:
-            yield
-        finally:
-            _set_allocator(before)
+        with _allocator_lock:
+            _set_allocator(self.for_export)
+            try:
+                yield
+            finally:
+                _set_allocator(self.own)
 
 
 def _is_expandable(field: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from engines.cpu.vllm.recipe import RECIPE
 from engines.process.cached_environment import CachedEnvironment
 from engines.vllm.update_info import update_info
-from rollout.weights.tensors.payload import around_handle, ipc_handle
+from rollout.weights.tensors.payload import ExportSettings, around_handle, ipc_handle
 from tests.support.cuda_double import CudaDouble
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -29,7 +29,8 @@ Q, K, V = (f"attention.{part}_proj.weight" for part in "qkv")
 def bucket(*pairs: tuple[str, torch.Tensor]) -> dict[str, Any]:
     """As the trainer's rank on the second GPU sends it."""
     head, tail = around_handle(pairs)
-    made = head + ipc_handle(pairs, torch.device("cuda", 1)).handle + tail
+    settings = ExportSettings("", "")
+    made = head + ipc_handle(pairs, torch.device("cuda", 1), settings).handle + tail
     return update_info([base64.b64encode(made).decode()])
 
 

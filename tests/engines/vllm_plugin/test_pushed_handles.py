@@ -18,7 +18,7 @@ from engines.vllm.update_info import update_info
 from engines.vllm_plugin.kept_tensors import let_go
 from engines.vllm_plugin.pushed_handles import tensors_behind
 from rollout.weights.routes.cuda_ipc import ByHandles
-from rollout.weights.tensors.payload import Pairs, around_handle, ipc_handle
+from rollout.weights.tensors.payload import ExportSettings, Pairs, around_handle, ipc_handle
 from tests.support import cuda_double
 from tests.support.cuda_double import CudaDouble, some_pairs
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.torch
 REBUILD = reductions.rebuild_cuda_tensor  # torch's own
 UUIDS = ["11111111-aaaa", "22222222-bbbb"]
 GPUS = [torch.device("cuda", index) for index in range(2)]
+SETTINGS = ExportSettings("", "")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def pushed(cuda: CudaDouble) -> dict[str, Any]:
     handles = {}
     for index, uuid in enumerate(UUIDS):
         cuda.use(index)
-        handle = ipc_handle(widest_last(index), GPUS[index]).handle
+        handle = ipc_handle(widest_last(index), GPUS[index], SETTINGS).handle
         handles[uuid] = base64.b64encode(handle).decode()
     head, tail = (base64.b64encode(part).decode() for part in around_handle(widest_last(0)))
     packed = ByHandles(tuple(UUIDS)).pack({"head": head, "tail": tail, "handles": handles})
@@ -92,7 +93,7 @@ def test_what_torch_gets_to_open_is_what_the_trainers_torch_gave(
         return flat
 
     head, tail = around_handle([("a", flat)])
-    made = head + ipc_handle([("a", flat)], GPUS[1]).handle + tail
+    made = head + ipc_handle([("a", flat)], GPUS[1], SETTINGS).handle + tail
     info = update_info([base64.b64encode(made).decode()])
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
     tensors_behind(info["layout"], info["handles"], GPUS[1])
@@ -169,7 +170,7 @@ def test_a_damaged_handle_is_refused_before_anything_is_opened(
 def test_a_payload_that_cannot_be_a_bucket_of_handles_is_not_sent(cuda: CudaDouble) -> None:
     cuda.use(0)
     head, tail = around_handle(widest_last(0))
-    handle = ipc_handle(widest_last(0), GPUS[0]).handle
+    handle = ipc_handle(widest_last(0), GPUS[0], SETTINGS).handle
     whole = base64.b64encode(head + handle + tail).decode()
     other_head, other_tail = around_handle([("other", torch.ones(3))])
     other = base64.b64encode(other_head + handle + other_tail).decode()

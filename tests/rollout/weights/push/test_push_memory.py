@@ -170,8 +170,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, folder: Path, route: str, **option
     named: Any = tensors
     if route == Transport.CUDA_IPC:
         from rollout.weights.ranks import follower as follower_module
+        from rollout.weights.routes.rank_end import OwnGpu
+        from rollout.weights.tensors.payload import ExportSettings
 
-        monkeypatch.setattr(follower_module, "gpu_with", lambda named: "GPU-0")
+        gpu = OwnGpu("GPU-0", ExportSettings("", ""))
+        monkeypatch.setattr(follower_module, "gpu_with", lambda named: gpu)
     request = PushRequest(named, 1, found.gathered)
     follower = Follower(rank, server, request)
     is_streamed = options.pop("is_streamed")

@@ -189,8 +189,8 @@ def test_handles_that_are_killed_in_any_function_leave_no_memory(
     all_handles: list[str] = []
     make = payload.ipc_handle
 
-    def noted(pairs: Any, device: Any) -> Any:
-        made = make(pairs, device)
+    def noted(pairs: Any, *where: Any) -> Any:
+        made = make(pairs, *where)
         flat.append(weakref.ref(made.flat))
         all_handles.append(pairs[0][0])
         return made

@@ -237,6 +237,34 @@ def test_what_is_pushed_is_in_no_expandable_segment(
     assert cuda.settings == EXPANDABLE
 
 
+@pytest.mark.parametrize("has_getter", [True, False])
+def test_the_allocator_is_asked_once_in_a_push_not_for_each_bucket(
+    trainer_on: Callable[..., Trainer],
+    cuda: CudaDouble,
+    engines: list[TwoRanks],
+    monkeypatch: pytest.MonkeyPatch,
+    has_getter: bool,
+) -> None:
+    """Without the getter, as in torch 2.11, an answer is a copy of all that the allocator knows."""
+    if not has_getter:
+        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    elif not cuda_double.HAS_ACCELERATOR_SETTINGS:
+        pytest.skip("this torch has no getter")
+    trainer = trainer_on(0, 1)
+    # The trainer changes them between the pushes.
+    for version, settings in enumerate([EXPANDABLE, "", EXPANDABLE], 1):
+        cuda.settings = settings
+        cuda.num_snapshots, cuda.all_settings = 0, []
+        said = trainer.push(tensors_of)
+        assert [getattr(one, "weight_version", one) for one in said] == [version, version]
+        assert cuda.num_snapshots == (0 if has_getter else 2), "one on each rank"
+        assert cuda.settings == settings
+        assert bool(cuda.all_settings) is bool(settings)
+    (engine,) = engines
+    assert len(engine.entries) > 3 * 2, "each push has several buckets"
+    assert engine.devices == [[1, 0]] * len(engine.entries)
+
+
 def test_where_such_segments_cannot_be_switched_off_the_push_goes_by_shared_memory(
     trainer_on: Callable[..., Trainer],
     cuda: CudaDouble,

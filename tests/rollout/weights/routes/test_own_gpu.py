@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from rollout.weights.routes.buffers import ShmBufferPool  # noqa: E402
 from rollout.weights.routes.cuda_ipc import HandleBuilder, gpu_with, pinned  # noqa: E402
-from rollout.weights.tensors.payload import exportable_memory  # noqa: E402
+from rollout.weights.routes.rank_end import OwnGpu  # noqa: E402
+from rollout.weights.tensors.payload import ExportSettings  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 from tests.support.cuda_double import HAS_ACCELERATOR_SETTINGS, CudaDouble  # noqa: E402
 
@@ -73,10 +74,11 @@ def test_handles_are_of_the_gpu_with_the_tensors_not_of_the_current_one(
     double = CudaDouble(["GPU-0", "GPU-1"])
     double.install(monkeypatch.setattr)
     double.use(0)
-    assert gpu_with({"a": OnGpu(torch.device("cuda", 1))}) == "GPU-1"
-    assert gpu_with({"a": OnGpu(torch.device("cuda"))}) == "GPU-0"
-    assert gpu_with({"a": torch.zeros(1)}) == ""
-    builder = HandleBuilder("GPU-1")
+    gpu = gpu_with({"a": OnGpu(torch.device("cuda", 1))})
+    assert gpu == OwnGpu("GPU-1", ExportSettings("", ""))
+    assert gpu_with({"a": OnGpu(torch.device("cuda"))}) == OwnGpu("GPU-0", ExportSettings("", ""))
+    assert gpu_with({"a": torch.zeros(1)}) is None
+    builder = HandleBuilder(gpu)
     builder.make(0, Pairs.of([("a", torch.zeros(8))]))
     assert set(double.made_on.values()) == {1}
     builder.close()
@@ -87,7 +89,7 @@ def test_an_allocator_without_expandable_segments_is_left_alone(
     double: CudaDouble, settings: str
 ) -> None:
     double.settings = settings
-    with exportable_memory():
+    with ExportSettings.now().in_effect():
         pass
     assert double.all_settings == []
 
@@ -99,7 +101,9 @@ def test_torchs_own_allocator_gets_its_settings_back() -> None:
     before = settings()
     try:
         change("expandable_segments:True,max_split_size_mb:512")
-        with exportable_memory():
+        found = ExportSettings.now()
+        assert settings() == "expandable_segments:True,max_split_size_mb:512"
+        with found.in_effect():
             assert settings() == "max_split_size_mb:512,expandable_segments:False"
         assert settings() == "expandable_segments:True,max_split_size_mb:512"
     finally:

@@ -16,6 +16,7 @@ from rollout.config import WeightUpdate
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.push.push import PushRequest
+from rollout.weights.routes.rank_end import OwnGpu
 from rollout.weights.routes.route import EnginePlace
 from tests.support.cuda_double import CudaDouble
 from tests.support.still_server import HERE, StillServer, server_config
@@ -24,6 +25,7 @@ torch = pytest.importorskip("torch")
 from rollout.weights.ranks.follower import Follower, RankShares  # noqa: E402
 from rollout.weights.ranks.leader import Leader, push_of_one_rank  # noqa: E402
 from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
+from rollout.weights.tensors.payload import ExportSettings  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -80,7 +82,7 @@ def make_first_bucket(rank: TrainerRank, request: PushRequest, *, streams: bool)
     gpus = (GPU,) if rank.config.weights.transport == "cuda_ipc" else ()
     server = StillServer(engines=[EnginePlace("engine", HERE, gpus)])
     follower = Follower(rank, server, request)
-    follower.__dict__["gpu"] = "".join(gpus)
+    follower.__dict__["gpu"] = OwnGpu(GPU, ExportSettings("", "")) if gpus else None
     contents = request.contents(WeightUpdate.FULL)
     leader = Leader(server, follower, contents, may_stream=streams, streams=streams)
     with follower.resources:

@@ -11,13 +11,14 @@ from engines.embedded.core.errors import Invalid
 from engines.embedded.weights.payload_tensors import read_payload
 from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 from rollout.core.errors import WeightMismatch
-from rollout.weights.tensors.payload import around_handle, ipc_handle
+from rollout.weights.tensors.payload import ExportSettings, around_handle, ipc_handle
 from tests.support import cuda_double
 from tests.support.cuda_double import CudaDouble, some_pairs
 from tests.support.gpu.payloads import opened
 
 UUIDS = ["11111111-aaaa", "22222222-bbbb"]
 GPU = torch.device("cuda", 0)
+SETTINGS = ExportSettings("", "")
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaDouble:
 def payload(cuda: CudaDouble, index: int, seed: int, around: int | None = None) -> bytes:
     """A bucket on GPU ``index``, in the pickle that another rank has made around it."""
     cuda.use(index)
-    handle = ipc_handle(some_pairs(seed), torch.device("cuda", index)).handle
+    handle = ipc_handle(some_pairs(seed), torch.device("cuda", index), SETTINGS).handle
     head, tail = around_handle(some_pairs(seed if around is None else around))
     return head + handle + tail
 
@@ -71,7 +72,7 @@ def test_a_handle_is_small_whatever_the_bucket_holds(cuda: CudaDouble) -> None:
     """What the ranks exchange: names and shapes are in the pickle around it."""
     cuda.use(0)
     pairs = [(f"tensor {index}", torch.zeros(1)) for index in range(1000)]
-    made = ipc_handle(pairs, GPU)
+    made = ipc_handle(pairs, GPU, SETTINGS)
     assert len(made.handle) < made.flat.nbytes + 1000  # the double's handle holds the bytes
 
 
@@ -84,4 +85,4 @@ def test_an_engine_on_the_cpu_opens_no_handle(cuda: CudaDouble, monkeypatch) -> 
 
 def test_tensors_in_host_memory_are_refused_before_anything_is_made() -> None:
     with pytest.raises(WeightMismatch, match=r"'wide' is on cpu: weights.transport = cuda_ipc"):
-        ipc_handle(some_pairs(1), torch.device("cpu"))
+        ipc_handle(some_pairs(1), torch.device("cpu"), SETTINGS)
