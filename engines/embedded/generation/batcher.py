@@ -172,6 +172,8 @@ class Batcher(ContinuousBatchingManager):
             return
         try:
             result = command()
+            # After the reply a trainer may free the memory that was copied from.
+            self._memory.finish_work()
         except BaseException as error:  # any error belongs to the caller
             self.report()
             future.set_exception(error)
@@ -281,6 +283,10 @@ class Batcher(ContinuousBatchingManager):
             (request.state.generation.adapter, request.query_length) for request in batch
         )
         self.experts.begin(batch)
+        # transformers has a stream of its own for the pass, which waits for no other: neither for
+        # the plan and its own copies of the inputs, nor for what a command has queued.  It has
+        # finished when ``_generation_step`` returns.
+        self._memory.finish_work()
         with torch.inference_mode():
             processor._generation_step(self.model)
         self.experts.end(batch)

@@ -1,6 +1,9 @@
 """Where weights and KV cache live, and how their memory is released and resumed, per tag.
 
 Always true: a tensor handed out by ``allocate`` keeps its address for the life of the process.
+What else is queued here on a GPU is done after ``finish_work``, which the generation thread calls
+after each command and before each step; a release waits by itself.
+
 On CPU a tag is a ``ReleasableMemory``.  On a GPU it is a region of ``torch_memory_saver``.  That
 was not run on a GPU; tests run it over logical GPUs, with the saver of ``engines/cpu/sglang/shims``
 and a double of NVML.
@@ -21,6 +24,7 @@ import torch
 
 from engines.embedded.memory.releasable_memory import ReleasableMemory
 from engines.protocol import MemoryTag
+from engines.tensors.collective.buffers import finished
 from engines.tensors.flattened_bucket import aligned
 
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
@@ -165,6 +169,10 @@ class Memory:
                     for tensor in region.tensors:
                         tensor.view(-1).view(torch.uint8).fill_(byte)
             self.released.discard(tag)
+
+    def finish_work(self) -> None:
+        """Returns when a GPU has done what was queued on this thread's stream; at once on CPU."""
+        finished(self.device)
 
     def resident_bytes(self) -> dict[str, int]:
         """Physical memory of each tag, in bytes."""

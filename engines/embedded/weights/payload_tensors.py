@@ -112,6 +112,8 @@ def _opened(handle: MemoryHandle) -> torch.Tensor:
         device=_device_of(device) if isinstance(device, str) else device,
         requires_grad=False,
     )
+    # This thread's stream waits for the trainer's copies.  It is the device's default one, as that
+    # of the generation thread, which reads the memory.
     opened: torch.Tensor = reductions.rebuild_cuda_tensor(*own)
     return opened.detach()
 

@@ -165,6 +165,9 @@ def ipc_handle(pairs: Pairs, device: torch.device, settings: ExportSettings) -> 
         flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for place, tensor in zip(metadata, ordered, strict=True):
         flat[place.start_idx : place.end_idx].copy_(as_bytes(tensor))
+    # No wait for these copies: torch records an event on this stream with the handle
+    # (``CudaIPCSentData``; it waits itself when it has too many), and ``rebuild_cuda_tensor``, with
+    # which every engine opens it, makes the engine's stream wait for the event.
     return IpcHandle(_handle_ops(flat), flat)
 
 
