@@ -50,8 +50,8 @@ class StreamDouble:
         self._num_done = 0
         streams.append(self)
 
-    def wait_stream(self, device: torch.device) -> None:
-        assert device == self.device
+    def wait_stream(self, other: CurrentStream) -> None:
+        assert other.device == self.device
 
     def record_event(self) -> SimpleNamespace:
         end = self._num_done + len(self.waiting)
@@ -62,6 +62,14 @@ class StreamDouble:
                 self._num_done += 1
 
         return SimpleNamespace(synchronize=synchronize)
+
+
+@dataclass(frozen=True)
+class CurrentStream:
+    """A stream on which work is done at once; without a name, the default one of its GPU."""
+
+    device: torch.device
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,19 @@ class CudaDouble:
         """The GPU of this thread."""
         self._current.index = index
 
+    def _stream_of(self, device: torch.device | None = None) -> CurrentStream:
+        own: CurrentStream | None = getattr(self._current, "stream", None)
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return own if own is not None and own.device == device else CurrentStream(device)
+
+    def _set_device(self, device: torch.device | int) -> None:
+        self.use(device if isinstance(device, int) else device.index)
+
+    def _set_stream(self, stream: CurrentStream) -> None:
+        self.use(stream.device.index)
+        self._current.stream = stream
+
     def install(self, patch: Set) -> None:
         opened.clear()
         streams.clear()
@@ -122,11 +143,13 @@ class CudaDouble:
         patch(torch.cuda, "is_available", lambda: True)
         patch(torch.cuda, "is_initialized", lambda: True)
         patch(torch.cuda, "device_count", lambda: len(self.uuids))
-        patch(torch.cuda, "current_device", lambda: self._current.index)
+        patch(torch.cuda, "current_device", lambda: getattr(self._current, "index", 0))
         patch(torch.cuda, "ipc_collect", self._collect)
         patch(torch.cuda, "cudart", lambda: self)
         patch(torch.cuda, "Stream", StreamDouble)
-        patch(torch.cuda, "current_stream", lambda device: device)
+        patch(torch.cuda, "current_stream", self._stream_of)
+        patch(torch.cuda, "set_stream", self._set_stream)
+        patch(torch.cuda, "set_device", self._set_device)
         patch(torch.cuda, "stream", self._on_stream)
         patch(torch.cuda, "get_device_properties", lambda index: _Properties(self.uuids[index]))
         patch(reductions, "reduce_tensor", self._reduce)

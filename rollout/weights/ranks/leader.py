@@ -39,7 +39,7 @@ from rollout.weights.routes.choice import (
     ROUTES,
     is_only_streamed,
 )
-from rollout.weights.routes.cuda_ipc import gpu_of_thread, use_gpu
+from rollout.weights.routes.cuda_ipc import stream_of_thread
 from rollout.weights.routes.disk import CheckpointBuilder
 from rollout.weights.routes.route import (
     Chosen,
@@ -314,7 +314,13 @@ class Leader:
             broadcast = self._broadcast(route)
             more = {"terms": broadcast.terms, "when_ended": broadcast.ended}
         server = PushStreamServer(
-            OutgoingStream(offered, broadcast, self.is_single, route.payload if route else ""),
+            OutgoingStream(
+                offered,
+                broadcast,
+                self.is_single,
+                route.payload if route else "",
+                stream_of_thread(),
+            ),
             host=self._server.own_host,
             timeout_s=self.follower.rank.config.lifecycle.update_timeout_s,
             **more,
@@ -518,7 +524,7 @@ def _succeeded(
 def _streamed(leader: Leader) -> Iterator[OfferedBucket]:
     """The buckets of one process, each made when the stream asks for it; but the first of a
     generator here: where its tensors are is known with it, and an error of it is the caller's."""
-    buckets = _made(leader, gpu_of_thread())
+    buckets = _made(leader)
     return _followed(next(buckets), buckets) if leader.plan.is_streamed else buckets
 
 
@@ -528,9 +534,8 @@ def _followed(first: OfferedBucket, others: Iterator[OfferedBucket]) -> Iterator
     yield from others
 
 
-def _made(leader: Leader, gpu: int | None) -> Iterator[OfferedBucket]:
+def _made(leader: Leader) -> Iterator[OfferedBucket]:
     for index in count():
-        use_gpu(gpu)  # the stream's thread begins with another
         share, pairs = leader.follower.make(index)
         bucket = leader.join([share], pairs)
         del pairs

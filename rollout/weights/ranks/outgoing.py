@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import PushDeltas, WeightPush
 from rollout.weights.ranks.messages import BroadcastDone, Share
+from rollout.weights.routes.cuda_ipc import use_stream
 from rollout.weights.routes.route import BroadcastTask, Payload, StreamedBucket
 from rollout.weights.routes.shared_memory import ByPath
 from rollout.weights.routes.trainer_groups import BroadcastPush
@@ -160,14 +161,17 @@ class OutgoingStream:
             them and send when this asks for it.
         is_single: all engines get the same, so a bucket is that alone.
         payload: the name of what the engines get with a broadcast.
+        device_stream: of the thread that pushes, see ``use_stream``.
     """
 
     offered: BucketQueue[OfferedBucket] | Iterable[OfferedBucket]
     broadcast: BroadcastPush | None = None
     is_single: bool = False
     payload: str = Transport.DISTRIBUTED
+    device_stream: Any | None = None
 
     def __iter__(self) -> Iterator[StreamedBucket]:
+        use_stream(self.device_stream)
         if self.broadcast is not None:
             self.broadcast.join()
             if terms := self.broadcast.terms_of_others:

@@ -206,19 +206,25 @@ def _uuid_of(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
-def gpu_of_thread() -> int | None:
-    """The number of this thread's current GPU; None if the process uses none."""
+def stream_of_thread() -> Any | None:
+    """This thread's current stream on its current GPU; None if the process uses none."""
     import torch
 
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
-def use_gpu(number: int | None) -> None:
-    """Make this GPU the current one of this thread; None changes nothing."""
+def use_stream(stream: Any | None) -> None:
+    """Make this stream and its GPU the current ones of this thread; None changes nothing.
+
+    A new thread begins with the default stream of the first GPU.  That is in no order with a stream
+    of the trainer's own: tensors could be read before they are made, and memory that was freed be
+    used again while it is read.
+    """
     import torch
 
-    if number is not None:
-        torch.cuda.set_device(number)
+    if stream is not None:
+        torch.cuda.set_device(stream.device)
+        torch.cuda.set_stream(stream)
 
 
 def pinned(address: int, num_bytes: int) -> Callable[[], object]:

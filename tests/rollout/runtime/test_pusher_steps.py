@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +27,8 @@ torch = pytest.importorskip("torch")
 from rollout.runtime.handle.pusher import Pusher  # noqa: E402
 from rollout.weights.ranks import leader  # noqa: E402
 from rollout.weights.ranks.link import RankLink  # noqa: E402
+from rollout.weights.ranks.outgoing import OutgoingStream  # noqa: E402
+from tests.support.cuda_double import CudaDouble, CurrentStream  # noqa: E402
 
 pytestmark = pytest.mark.embedded
 
@@ -303,16 +305,35 @@ def test_the_error_of_a_single_rank_goes_up_as_it_is(tmp_path: Path) -> None:
         deployment["policy"].serve_weights(tensors(), 1).result(30)
 
 
-def test_the_thread_of_a_stream_uses_the_callers_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def by_handle(policy: Any) -> None:
+    policy.serve_weights(tensors()).result(30)
+
+
+def by_pusher(policy: Any) -> None:
+    with policy.pusher() as pusher:
+        pusher.push(tensors())
+
+
+@pytest.mark.parametrize("push", [by_handle, by_pusher])
+def test_the_thread_of_a_stream_uses_the_callers_stream_on_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, push: Callable[[Any], None]
 ) -> None:
-    used: list[tuple[int | None, str]] = []
+    """A trainer may make its tensors on a stream of its own, on a GPU that is not the first."""
+    double = CudaDouble(["GPU-0", "GPU-1"])
+    double.install(monkeypatch.setattr)
+    own = CurrentStream(torch.device("cuda", 1), "the trainer's")
+    torch.cuda.set_stream(own)
+    used: list[tuple[Any, str]] = []
 
-    def use_gpu(number: int | None) -> None:
-        used.append((number, threading.current_thread().name))
+    class Noted(OutgoingStream):
+        def __iter__(self) -> Iterator[Any]:
+            for bucket in super().__iter__():
+                found = torch.cuda.current_device(), torch.cuda.current_stream()
+                used.append((found, threading.current_thread().name))
+                yield bucket
 
-    monkeypatch.setattr(leader, "gpu_of_thread", lambda: 1)
-    monkeypatch.setattr(leader, "use_gpu", use_gpu)
+    monkeypatch.setattr(leader, "OutgoingStream", Noted)
     with launched(tmp_path, transport="shared_memory", stream=True) as (deployment, _):
-        deployment["policy"].serve_weights(tensors()).result(30)
-    assert set(used) == {(1, "push-stream-make")}
+        push(deployment["policy"])
+    assert len(used) > 1
+    assert set(used) == {((1, own), "push-stream-make")}
