@@ -21,9 +21,12 @@ def measure(gpu: Gpu, repeats: int) -> dict[str, float]:
     fingerprinted there, each of which is read twice.
     """
     num_bytes = gpu.need_free(2) // 2
-    on_gpu, other = (torch.zeros(num_bytes, dtype=torch.uint8, device=gpu.device) for _ in "ab")
-    pageable = torch.zeros(num_bytes, dtype=torch.uint8)
-    pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=gpu.is_real)
+    # Of random bytes: a GPU copies zeros faster than what a model has.
+    on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=gpu.device).random_()
+    other = torch.empty_like(on_gpu)
+    pageable = torch.empty(num_bytes, dtype=torch.uint8)
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=gpu.is_real)
+    pinned.copy_(on_gpu)
     works: dict[str, Callable[[], object]] = {
         "pcie_in": lambda: on_gpu.copy_(pinned),
         "pcie_out": lambda: pinned.copy_(on_gpu),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -67,6 +70,77 @@ def test_work_that_takes_long_is_repeated_less_often_but_twice() -> None:
     assert len(repeat(list, 10, budget_s=60)) == 10
     assert len(repeat(list, 10, budget_s=-1)) == 2
     assert rates([1.0, 4.0, 2.0], 8 << 30) == (4.0, 2.0)
+
+
+def num_values(tensor: Any) -> int:
+    """How many of the 256 values its bytes have."""
+    import torch
+
+    return len(tensor.reshape(-1).view(torch.uint8).unique())
+
+
+def test_limits_are_measured_with_random_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU copies constant ones faster than those of any model."""
+    import torch
+
+    from benchmarks.gpu import limits
+    from tests.support.gpu.machine import the_gpu
+
+    copy, fingerprint = torch.Tensor.copy_, limits.device_fingerprint
+    read: dict[str, list[int]] = {"copied": [], "fingerprinted": []}
+
+    def noted_copy(target: Any, source: Any) -> Any:
+        read["copied"].append(num_values(source))
+        return copy(target, source)
+
+    def noted_fingerprint(name: str, tensor: Any) -> str:
+        read["fingerprinted"].append(num_values(tensor))
+        return fingerprint(name, tensor)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted_copy)
+    monkeypatch.setattr(limits, "device_fingerprint", noted_fingerprint)
+    with the_gpu("cpu", tmp_path) as gpu:
+        found = limits.measure(gpu, 2)
+    assert min(found.values()) > 0
+    assert len(read["copied"]) >= 4 * 3
+    assert set(read["copied"] + read["fingerprinted"]) == {256}
+
+
+def test_the_memory_saver_is_measured_with_random_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from engines.protocol import MemoryTag
+    from tests.support.gpu import saver
+
+    released: list[int] = []
+
+    class KeptMemory:
+        """Keeps the weights, and loses the cache, as one with a backup does."""
+
+        def __init__(self, *_: Any, **options: Any) -> None:
+            self.made: dict[MemoryTag, Any] = {}
+
+        def allocate(self, tag: MemoryTag, layout: Any) -> list[Any]:
+            self.made[tag] = torch.zeros(layout[0][0], dtype=torch.uint8)
+            return [self.made[tag]]
+
+        def release(self, tags: list[MemoryTag]) -> None:
+            released.extend(num_values(self.made[tag]) for tag in tags)
+
+        def resume(self, tags: list[MemoryTag]) -> None:
+            if MemoryTag.KV_CACHE in tags:
+                self.made[MemoryTag.KV_CACHE].zero_()
+
+    monkeypatch.setattr(saver, "Memory", KeptMemory)
+    monkeypatch.setattr(saver, "gpu_memory", lambda _: [SimpleNamespace(used_bytes=0)])
+    saver.main("cpu", "0", 1 << 16, "backup", 2)
+    rounds = json.loads(capsys.readouterr().out)["rounds"]
+    assert released == [256] * 4, "weights and cache, twice"
+    assert all(one["weights_kept"] and one["cache_is_zero"] for one in rounds)
 
 
 def test_the_documentation_has_a_command_and_a_goal_for_each_family() -> None:

@@ -37,7 +37,7 @@ def test_the_machine_is_described(gpu: Gpu) -> None:
     record(f"facts {gpu.device}", **facts)
 
 
-def fill_with_three(tensors: Any, is_done: Any) -> None:
+def add_one(tensors: Any, is_done: Any) -> None:
     tensor = tensors.get()
     tensor.add_(1)
     if tensor.is_cuda:
@@ -48,10 +48,12 @@ def fill_with_three(tensors: Any, is_done: Any) -> None:
 
 @pytest.mark.slow
 def test_a_tensor_is_shared_by_two_processes_and_not_copied(gpu: Gpu) -> None:
-    tensor = torch.full((gpu.need_free(SHARED_GIB),), 2, dtype=torch.uint8, device=gpu.device)
+    size = gpu.need_free(2 * SHARED_GIB) // 2
+    tensor = torch.empty(size, dtype=torch.uint8, device=gpu.device).random_()
+    expected = tensor + 1
     context: Any = torch.multiprocessing.get_context("spawn")
     tensors, is_done = context.SimpleQueue(), context.Event()
-    process = context.Process(target=fill_with_three, args=(tensors, is_done))
+    process = context.Process(target=add_one, args=(tensors, is_done))
 
     def give() -> None:
         process.start()
@@ -62,7 +64,7 @@ def test_a_tensor_is_shared_by_two_processes_and_not_copied(gpu: Gpu) -> None:
     process.join(60)
     tensors.close()
     assert process.exitcode == 0
-    assert bool((tensor == 3).all())
+    assert torch.equal(tensor, expected)
     record(f"ipc round trip {gpu.device}", seconds=seconds, num_bytes=tensor.nbytes)
 
 
