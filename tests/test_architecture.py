@@ -34,6 +34,7 @@ FOLDERS = (
     "engines.embedded.server",
     "engines.embedded",
     "engines.cpu.sglang.shims",
+    "engines.cpu.sglang.without_kernels",
     "engines.cpu.sglang",
     "engines.vllm_plugin",
     "engines.cpu.vllm.on_path",
@@ -176,12 +177,13 @@ def is_in(module: str, place: str) -> bool:
 
 
 def row_of(module: str) -> int:
-    """The place of a module's folder in the order; the shims are one folder with all in them."""
+    """The place of a module's folder in the order; what stands for others' packages is one folder
+    with all in it."""
     if module in ABOVE_ALL:
         return len(FOLDERS)
     folder = module.rpartition(".")[0]
-    if is_in(folder, "engines.cpu.sglang.shims"):
-        folder = "engines.cpu.sglang.shims"
+    for whole in ("engines.cpu.sglang.shims", "engines.cpu.sglang.without_kernels"):
+        folder = whole if is_in(folder, whole) else folder
     return FOLDERS.index(folder)
 
 
