@@ -21,6 +21,12 @@ ROOT = Path(__file__).parents[2]
 MARK = "ROLLOUT_TEST_PROGRAM"
 
 
+def importing_us(**variables: str) -> dict[str, str]:
+    """An environment for a process that imports this repository, and what this process can."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
 def kill_listener(url: str) -> int:
     """Kill the process that listens at ``url`` with SIGKILL; its id."""
     port = urlsplit(url).port

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.routes.buffers import remove_leftovers
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.processes import importing_us
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / "tests" / "end_to_end" / "rank_trainer.py"
@@ -66,7 +66,7 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=importing_us(),
             )
             for numbers in ((str(rank), str(num_ranks)) for rank in range(num_ranks))
         ]

@@ -26,6 +26,7 @@ from engines.process.gpu_memory import gpu_memory
 from engines.protocol import GpuId
 from rollout.runtime.local import visible_gpus
 from tests.support.nvml import logical_gpus
+from tests.support.processes import importing_us
 
 ROOT = Path(__file__).parents[3]
 PROGRAM_TIMEOUT_S = 120.0
@@ -138,11 +139,10 @@ def need(package: str, gpu: Gpu) -> None:
 
 def program(name: str, *arguments: str, stdin: Any = None, **env: str) -> subprocess.Popen[str]:
     """A program of ``tests/support/gpu`` in a process of its own."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
         [sys.executable, "-m", f"tests.support.gpu.{name}", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **env},
+        env=importing_us(CUDA_DEVICE_ORDER="PCI_BUS_ID", **env),
         stdin=subprocess.PIPE if stdin is None else stdin,
         stdout=subprocess.PIPE,
         text=True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support.processes import importing_us
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
@@ -16,11 +17,10 @@ def gather_by_ranks(
     folder: Path, *arguments: str, num_ranks: int = 2, worker: Path = WORKER
 ) -> list[dict[str, Any]]:
     """What each rank says of the gathers that all took part in."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(worker), str(rank), str(folder), *arguments],
-            env=environment,
+            env=importing_us(),
             stderr=subprocess.PIPE,
             text=True,
         )
