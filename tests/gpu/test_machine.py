@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.gpu.figures import FILE_VARIABLE, record
 from tests.support.gpu.machine import bytes_to_host, collect_handles
+from tests.support.processes import importing_us
 
 ROOT = Path(__file__).parents[2]
 # What such a machine has; the rest comes from the folder of wheels.
@@ -40,6 +41,8 @@ SECTIONS = {
     "test_ranks.py": ("shards_of_all_ranks",),
     "test_fingerprint.py": ("cpu_and_gpu_agree", "it_reads_as_fast", "the_checksum"),
     "test_environment.py": ("an_engine_comes_up", "a_killed_process"),
+    "test_nccl.py": ("a_group_of_its_own",),
+    "test_sglang.py": ("a_push_is", "a_step_frees", "other_weights", "its_logprobs"),
 }
 BLOCKER = """
 from importlib.machinery import PathFinder
@@ -113,7 +116,7 @@ def test_a_run_for_the_gpu_that_used_none_has_failed() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_facts.py"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env=importing_us(CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
     )
@@ -135,7 +138,7 @@ def test_skipped_tests_for_the_gpu_are_a_failed_run(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=importing_us(),
             capture_output=True,
             text=True,
         )

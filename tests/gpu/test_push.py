@@ -15,7 +15,7 @@ from rollout.core.errors import ConfigError
 from rollout.runtime.handle import ServerHandle
 from tests.support.gpu.figures import record
 from tests.support.gpu.machine import Gpu, copied_to_host, need, timed, with_engines
-from tests.support.gpu.policy import TIMEOUT_S, OneEngine, one_engine
+from tests.support.gpu.policy import TIMEOUT_S, OneEngine, embedded_engine, one_engine
 
 pytestmark = [pytest.mark.embedded, with_engines]
 TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk", "cuda_ipc"]
@@ -30,7 +30,7 @@ TIED, ITS_TWIN = "model.embed_tokens.weight", "lm_head.weight"
 def policy(gpu: Gpu, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneEngine]:
     need("torch_memory_saver", gpu)
     logs = tmp_path_factory.mktemp("logs")
-    with one_engine(gpu, model, logs, num_tokens=4096) as started:
+    with one_engine(gpu, model, logs, embedded_engine(gpu, 4096)) as started:
         yield started
 
 

@@ -1,7 +1,8 @@
-"""A policy of one embedded engine on the GPU of a test."""
+"""A policy of one engine on the GPU of a test."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 
+from engines.http.client import EngineClient
 from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
@@ -48,12 +50,18 @@ class OneEngine:
         """What it generates, greedily."""
         sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
         body = {"input_ids": PROMPT, "sampling_params": sampling}
-        reply = httpx.post(f"{self.handle.url}/generate", json=body, timeout=60, trust_env=False)
+        return list(self.generate(body)["output_ids"])
+
+    def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply of the router to a request."""
+        url = f"{self.handle.url}/generate"
+        reply = httpx.post(url, json=body, timeout=TIMEOUT_S, trust_env=False)
         assert reply.status_code == 200, reply.text
-        return list(reply.json()["output_ids"])
+        found: dict[str, Any] = reply.json()
+        return found
 
     def fingerprints(self) -> dict[str, str]:
-        """Of what the engine holds, by its own word."""
+        """Of what an embedded engine holds, by its own word."""
         endpoint = self.engine.endpoint
         assert endpoint is not None
         url = f"{endpoint.url}/weights_checker"
@@ -62,11 +70,18 @@ class OneEngine:
         return found
 
     def memory_by_tag(self) -> dict[str, int]:
+        """Bytes of each tag, as the engine reports them."""
         endpoint = self.engine.endpoint
         assert endpoint is not None
-        reply = httpx.get(f"{endpoint.url}/server_info", timeout=TIMEOUT_S, trust_env=False)
-        found: dict[str, int] = reply.json()["resident_bytes"]
-        return found
+
+        async def ask() -> dict[str, int]:
+            client = EngineClient(endpoint, engine_id="main-0")
+            try:
+                return dict((await client.server_info()).resident_bytes)
+            finally:
+                await client.aclose()
+
+        return asyncio.run(ask())
 
     def kill(self) -> int:
         """SIGKILL to the engine; its pid."""
@@ -76,20 +91,28 @@ class OneEngine:
         return pid
 
 
-@contextmanager
-def one_engine(
-    gpu: Gpu, model: Path, log_dir: Path, *, num_tokens: int = 0, **weights: Any
-) -> Iterator[OneEngine]:
-    """Start it; ``weights`` are the server's settings of that name."""
-    options: Mapping[str, Any] = {
+def embedded_engine(gpu: Gpu, num_tokens: int = 0) -> dict[str, Any]:
+    """Settings of an embedded engine."""
+    options = {
         "dtype": "bfloat16",
         "max-total-tokens": num_tokens or NUM_TOKENS[gpu.device],
         "log-level": "warning",
     }
-    engine = {"kind": "embedded", "gpus": 1, "cpus": 1, "options": options}
+    return {"kind": "embedded", "gpus": 1, "cpus": 1, "options": options}
+
+
+@contextmanager
+def one_engine(
+    gpu: Gpu, model: Path, log_dir: Path, engine: Mapping[str, Any] | None = None, **weights: Any
+) -> Iterator[OneEngine]:
+    """Start it; ``weights`` are the server's settings of that name.
+
+    Args:
+        engine: its settings; by default those of an embedded one.
+    """
     policy = {
         "model_path": str(model),
-        "groups": {"main": {"num_engines": 1, "engine": engine}},
+        "groups": {"main": {"num_engines": 1, "engine": engine or embedded_engine(gpu)}},
         "health": _HEALTH,
         "weights": {"transport": "cuda_ipc" if gpu.is_real else "shared_memory", **weights},
     }
