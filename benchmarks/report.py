@@ -30,18 +30,26 @@ class Arguments:
     Attributes:
         size: ``smoke`` (seconds, only shows that it runs), ``quick`` or ``full``.
         families: those that are measured.
+        seconds: that all of it may take; None where there is no limit.
     """
 
     size: str
     as_json: bool
     families: Sequence[str] = ()
+    seconds: float | None = None
 
     def by_size(self, *, smoke: T, quick: T, full: T) -> T:
         return {"smoke": smoke, "quick": quick, "full": full}[self.size]
 
 
-def parse_arguments(description: str, families: Sequence[str] = ()) -> Arguments:
-    """Parse ``--quick``, ``--smoke``, ``--json``, and ``--families`` if there are any."""
+def parse_arguments(
+    description: str, families: Sequence[str] = (), *, has_limit: bool = False
+) -> Arguments:
+    """Parse ``--quick``, ``--smoke``, ``--json``, and ``--families`` if there are any.
+
+    Args:
+        has_limit: take ``--seconds``, too.
+    """
     parser = argparse.ArgumentParser(description=description)
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
@@ -55,9 +63,12 @@ def parse_arguments(description: str, families: Sequence[str] = ()) -> Arguments
         parser.add_argument(
             "--families", nargs="+", choices=families, help="only these; by default all"
         )
-    parser.set_defaults(size="full", families=None)
+    if has_limit:
+        parser.add_argument("--seconds", type=float, help="end in so many, with fewer repeats")
+    parser.set_defaults(size="full", families=None, seconds=None)
     arguments = parser.parse_args()
-    return Arguments(arguments.size, arguments.json, arguments.families or families)
+    chosen = arguments.families or families
+    return Arguments(arguments.size, arguments.json, chosen, arguments.seconds)
 
 
 def machine(*packages: str) -> dict[str, Any]:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+class TimeLeft:
+    """The time that a run may still take.
+
+    Args:
+        seconds: from now; None for no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._ends_at = math.inf if seconds is None else time.monotonic() + seconds
+
+    def share(self, part: float, most_s: float = math.inf) -> float:
+        """Seconds of this part of the rest, ``most_s`` at most."""
+        return min(most_s, part * max(0.0, self._ends_at - time.monotonic()))
 
 
 def repeat(work: Callable[[], T], times: int, budget_s: float) -> list[T]:
