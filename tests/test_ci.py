@@ -1,8 +1,6 @@
 """What CI runs besides the tests: the sum of the runs, the audit of the pins, the Pythons."""
 
 import asyncio
-import ctypes
-import importlib.util
 import itertools
 import os
 import re
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 import tomllib
-import zipfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -484,101 +481,3 @@ async def test_a_timeout_in_the_clean_up_of_a_cancelled_task_is_a_timeout_error(
 def test_the_words_name_the_oldest_python_of_the_metadata(page: str) -> None:
     named = re.findall(r"Python (3[.\d]*\d) or newer", (ROOT / page).read_text())
     assert named == [supported()[0]]
-
-
-def test_without_its_wheels_the_environment_of_the_gpu_tests_is_not_made(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / ".ci/gpu.py"), "environment", str(tmp_path / "no"), "x"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "no: no such folder; `make gpu-wheels WHEELS=" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def gpu_script() -> Any:
-    """The module ``.ci/gpu.py``."""
-    spec = importlib.util.spec_from_file_location("ci_gpu", ROOT / ".ci/gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_each_test_for_a_gpu_is_in_one_part(gpu_script: Any) -> None:
-    marks = re.compile(r"mark\.gpu\b|tests\.support\.gpu\.machine import")
-    files = [path for path in (ROOT / "tests").rglob("test_*.py") if marks.search(path.read_text())]
-    of_gpus = {str(path.relative_to(ROOT)) for path in files}
-    parts = [file for files in gpu_script.PARTS.values() for file in files]
-    assert sorted(parts) == sorted(of_gpus - {"tests/test_ci.py", "tests/gpu/test_machine.py"})
-    named = re.findall(r"gpu\.py tests (\S+)", (ROOT / "docs/gpu.md").read_text())
-    assert sorted(named) == sorted(gpu_script.PARTS)
-    (of_make,) = re.findall(r"^GPU_PARTS \?= (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert of_make.split() == list(gpu_script.PARTS)
-
-
-def test_a_part_that_takes_too_long_is_ended(
-    gpu_script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    test = tmp_path / "test_slow.py"
-    test.write_text("import time, pytest\n@pytest.mark.gpu\ndef test_it(): time.sleep(600)\n")
-    monkeypatch.setattr(gpu_script, "PARTS", {"1": (str(test), "-p", "no:cacheprovider")})
-    monkeypatch.setattr(gpu_script, "MOST_SECONDS", 3)
-    assert gpu_script.run_tests("1", []) == 124
-
-
-def test_the_copies_are_compiled_where_there_is_a_compiler_and_else_it_is_said(
-    gpu_script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "_bulk.abi3.so"
-    assert gpu_script.compile_bulk(target) == "engines/tensors/_bulk.c is compiled"
-    assert ctypes.CDLL(str(target)).bulk_kind() >= 0
-    monkeypatch.setenv("PATH", str(tmp_path))
-    told = gpu_script.compile_bulk(tmp_path / "other.so")
-    assert "is not compiled, there is no compiler: pushes through host memory take" in told
-    assert not (tmp_path / "other.so").exists()
-
-
-def wheel(folder: Path, name: str, version: str) -> None:
-    """An empty package."""
-    name = name.replace("-", "_")
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        archive.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_machine_with_older_transformers_gets_those_of_the_wheels(tmp_path: Path) -> None:
-    """The machine is an environment with them, and pip; all packages that are brought are empty."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    needed = [*project["dependencies"], *extras["dev"], *extras["embedded"], *extras["sglang"]]
-    for one in map(Requirement, needed):
-        lowest = [bound.version for bound in one.specifier if bound.operator == ">="]
-        wheel(wheels, one.name, *lowest or ["1.0"])
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "machine"], check=True)
-    (packages,) = (tmp_path / "machine/lib").glob("python*/site-packages")
-    wheel(tmp_path, "transformers", "5.17.0")
-    with zipfile.ZipFile(tmp_path / "transformers-5.17.0-py3-none-any.whl") as older:
-        older.extractall(packages)
-    command = [tmp_path / "machine/bin/python", ROOT / ".ci/gpu.py", "environment", wheels]
-    subprocess.run([*command, tmp_path / "made"], check=True)
-    ask = "from importlib.metadata import version; print(version('transformers'), version('pip'))"
-    done = subprocess.run(
-        [tmp_path / "made/bin/python", "-c", ask], capture_output=True, text=True, check=True
-    )
-    transformers, _ = done.stdout.split()  # pip is the machine's
-    assert transformers == "5.19"
