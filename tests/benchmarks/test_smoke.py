@@ -135,6 +135,8 @@ KEYS: dict[str, dict[str, Any]] = {
         "qwen3-0.6b": {
             "goal": str,
             "routes": str,
+            "verified_by": str,
+            "start_s": None,
             "tensors": None,
             "bytes": None,
             "sync": SYNC | {"gib_per_s"},
@@ -246,7 +248,7 @@ KEYS: dict[str, dict[str, Any]] = {
 MACHINE = {"cores", "memory_gib", "versions"}
 # Where Mooncake is installed.
 OPTIONAL = {"restore_half_mooncake"}
-ARGUMENTS = {"gpu": ["--families", "saver", "qwen3-0.6b"]}
+ARGUMENTS = {"gpu": ["--families", "limits", "saver", "qwen3-0.6b"]}
 MARKS = {
     "embedded": [pytest.mark.embedded],
     "gpu": [pytest.mark.embedded],
