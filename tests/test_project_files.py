@@ -35,7 +35,7 @@ def test_the_hooks_before_a_commit_are_steps_of_make_check() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     command = ["make", "-n", "check"]
     check = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert len(hooks) == 3
+    assert len(hooks) == 4
     for hook in hooks:
         words = [word for word in hook["entry"].split() if not word.startswith("-")]
         assert words[-1] in check, hook["entry"]
