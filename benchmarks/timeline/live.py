@@ -50,9 +50,9 @@ class Switched(Timeline):
         with super().span(kind, name, engine_id=engine_id, budget_s=budget_s) as span:
             yield span
 
-    def event(self, name: str, said: str = "", *, engine_id: str = "") -> None:
+    def event(self, name: str, message: str = "", *, engine_id: str = "") -> None:
         if Switched.is_on:
-            super().event(name, said, engine_id=engine_id)
+            super().event(name, message, engine_id=engine_id)
 
 
 class Clients:

@@ -120,13 +120,13 @@ class _Ranks:
         rows["gather"] = self._timed("gather", num_bytes, repeats)
         memory = self.do("memory")
         return rows | {
-            name: max(said[name] for said in memory)
+            name: max(figures[name] for figures in memory)
             for name in ("beyond_model_buckets", "peak_rss_mib")
         }
 
     def _row(self, name: str, num_bytes: int, repeats: int, **more: Any) -> dict[str, Any]:
-        said = self.do(name, **more)  # the first push takes new memory
-        sent = {str(rank): one["sent"] for rank, one in enumerate(said)}
+        replies = self.do(name, **more)  # the first push takes new memory
+        sent = {str(rank): one["sent"] for rank, one in enumerate(replies)}
         return self._timed(name, num_bytes, repeats, **more) | {
             "sent_bytes": sent,
             "largest_share": max(sent.values()) / num_bytes,
@@ -149,14 +149,14 @@ class _Ranks:
         return self.read()
 
     def read(self) -> list[dict[str, Any]]:
-        said = []
+        replies = []
         for rank, process in enumerate(self._processes):
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
                 raise RuntimeError(f"rank {rank} has ended; its error is above")
-            said.append(json.loads(line))
-        return said
+            replies.append(json.loads(line))
+        return replies
 
 
 @contextmanager

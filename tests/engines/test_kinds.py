@@ -80,5 +80,5 @@ def test_nobody_else_asks_for_a_kind_by_its_name() -> None:
         if file.suffix == ".py" and file.parent != DIALECTS
     }
     assert not {file: number for file, number in found.items() if number}, (
-        "ask a column of engines.kinds, with a name that says what is asked"
+        "ask a column of engines.kinds, with a name that says which question it answers"
     )

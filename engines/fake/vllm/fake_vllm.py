@@ -25,7 +25,7 @@ from engines.vllm import routes
 from engines.vllm.features import PROCESSED, parse_version
 
 Act = Callable[[Arguments], Awaitable[Json]]
-Tell = Callable[["FakeVllm", Arguments], Json]
+Answer = Callable[["FakeVllm", Arguments], Json]
 _REFUSES_IN_PAUSE = (0, 33)
 _ASLEEP = {
     "weights": {MemoryTag.WEIGHTS},
@@ -71,7 +71,7 @@ class FakeVllm(FakeVllmWeights):
         self._acts = self._served()
 
     def _served(self) -> dict[str, Act]:
-        asked = {path: partial(_tell, self, *question) for path, question in _QUESTIONS.items()}
+        asked = {path: partial(_answer, self, *question) for path, question in _QUESTIONS.items()}
         acts: dict[str, Act] = {
             **asked,
             routes.PAUSE: self._pause,
@@ -258,9 +258,9 @@ class FakeVllm(FakeVllmWeights):
         self._assert(is_idle, "a request runs while a weight update is open")
 
 
-async def _tell(engine: FakeVllm, operation: str, tell: Tell, arguments: Arguments) -> Json:
+async def _answer(engine: FakeVllm, operation: str, answer: Answer, arguments: Arguments) -> Json:
     async with engine._call(operation):
-        return tell(engine, arguments)
+        return answer(engine, arguments)
 
 
 def _config(engine: FakeVllm, arguments: Arguments) -> Json:
@@ -303,7 +303,7 @@ def _metrics(engine: FakeVllm, arguments: Arguments) -> Json:
     return {TEXT: "\n".join(lines)}
 
 
-_QUESTIONS: Mapping[str, tuple[str, Tell]] = {
+_QUESTIONS: Mapping[str, tuple[str, Answer]] = {
     routes.IS_PAUSED: ("is_paused", lambda engine, _: {"is_paused": engine.paused is not None}),
     routes.WEIGHT_INFO: ("weight_version", lambda engine, _: {"weight_version": engine._version}),
     routes.WORLD_SIZE: ("world_size", lambda engine, _: {"world_size": 1}),

@@ -164,10 +164,10 @@ class PushFigures:
         found = []
         for one in self._rounds:
             buckets = f"buckets {one.first} to {one.last}"
-            said = buckets if one.last > one.first else f"bucket {one.first}"
+            message = buckets if one.last > one.first else f"bucket {one.first}"
             for rank, name, start_s, elapsed_s, num_bytes in _parts(one):
                 span = Span(Kind.RANK, name, "", offset_s + start_s, elapsed_s, Outcome.OK)
-                span.rank, span.num_bytes, span.said = rank, num_bytes, said
+                span.rank, span.num_bytes, span.said = rank, num_bytes, message
                 span.weight_version = version
                 if name != GATHER:
                     span.route = route

@@ -316,9 +316,7 @@ def test_when_the_server_is_gone_the_page_is_grey_and_says_since_when(
     assert page.title().startswith("GONE · policy")
     assert page.get_attribute("#icon", "href") == "icon-trouble.svg"
     first = text(page, "#link")
-    page.wait_for_function(
-        "said => document.querySelector('#link').textContent !== said", arg=first
-    )
+    page.wait_for_function("old => document.querySelector('#link').textContent !== old", arg=first)
     # Its last state stays, without its colours.
     assert page.locator("#rows tr").count() == 2
     style = page.evaluate("() => getComputedStyle(document.querySelector('main')).filter")
