@@ -72,7 +72,7 @@ quickstart: $(RUN_STAMP) ## install, then train a tiny model with colocated GRPO
 test: $(DEV_STAMP) ## install, then run the default test suite
 	$(BIN)/python -m pytest $(TEST_WORKERS) $(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)
 
-test-text: $(DEV_STAMP) ## check wording, links and workflows (make check does, too)
+test-text: $(DEV_STAMP) ## check wording, documentation and workflows (make check does, too)
 	$(BIN)/python -m pytest $(TEST_WORKERS) $(TEXT_TESTS) $(PYTEST_ARGS)
 
 test-fast: $(FAST_STAMP) ## run only the tests that need neither torch nor Ray
@@ -117,7 +117,7 @@ lint: $(DEV_STAMP) ## check format, lint, imports, spelling and types
 	$(BIN)/codespell tests --ignore-regex='^(?!\s*(#|"""))[^#]*|`[^`]+`'
 	$(BIN)/mypy
 
-check: lint test-text ## check those, and wording, links and workflows
+check: lint test-text ## check those, and wording, documentation and workflows
 
 format: $(DEV_STAMP) ## format the code and apply ruff's fixes
 	$(BIN)/ruff check --fix-only .

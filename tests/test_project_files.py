@@ -41,7 +41,12 @@ def test_the_hooks_before_a_commit_are_steps_of_make_check() -> None:
         assert words[-1] in check, hook["entry"]
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md"])
-def test_links_of_the_files_at_the_root_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / name).read_text()):
-        assert (ROOT / target).exists(), target
+# MkDocs checks the links of docs/ (``make docs``).
+LINKING = [*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", ROOT / "engines/fake/README.md"]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_the_files_beside_the_documentation_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\((?!http|mailto)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
