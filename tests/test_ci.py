@@ -22,34 +22,85 @@ from tests import conftest
 ROOT = Path(__file__).parents[1]
 
 
-def closing_line(output: str, status: int = 0) -> str:
-    command = [sys.executable, str(ROOT / ".ci/closing_line.py")]
-    done = subprocess.run(command, input=output, capture_output=True, text=True, timeout=60)
+def closing_lines(folder: Path, status: int = 0) -> list[str]:
+    """What CI prints about the suites in a folder, without the time they took."""
+    command = [sys.executable, str(ROOT / ".ci/closing_line.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
-    return done.stdout.strip()
+    return [re.sub(r"^== | in [\d.]+s ==$", "", line) for line in done.stdout.splitlines()]
 
 
-def test_the_counts_of_all_runs_are_added_up() -> None:
-    output = """
-........ [100%]
-268 passed in 5.88s
-== 2600 passed, 13 skipped, 1 warning in 280.10s (0:04:40) ==
-the 3 engines started in 4s
-= 2 passed, 1 skipped, 70 deselected, 2 warnings in 3.02s =
+OUTCOMES = """
+import pytest
+def test_a(): ...
+def test_b(): assert 0
+@pytest.mark.skip
+def test_c(): ...
+@pytest.mark.xfail
+def test_d(): assert 0
+@pytest.fixture
+def wrong(): assert 0
+def test_e(wrong): ...
+@pytest.mark.parametrize("text", ["<&", "\\x00 \\u00e9"])
+def test_f(text): ...
 """
-    assert closing_line(output) == (
-        "== 2870 passed, 14 skipped, 70 deselected, 3 warnings in 289.00s =="
+
+
+def test_the_counts_of_all_runs_are_added_up_as_pytest_counts(tmp_path: Path) -> None:
+    first = tmp_path / "test-fast/first/3.11"
+    first.mkdir(parents=True)
+    (first / "test_one.py").write_text(OUTCOMES)
+    (first / "test_two.py").write_text("import absent")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, "--continue-on-collection-errors", "--junitxml=test.xml"],
+        cwd=first,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
+    counts = "1 failed, 3 passed, 1 skipped, 1 xfailed, 2 errors"
+    assert f"= {counts} in " in done.stdout.splitlines()[-1]
+    assert closing_lines(tmp_path) == [counts]
+    shutil.copytree(first, first.with_name("3.13"))
+    assert closing_lines(tmp_path) == ["2 failed, 6 passed, 2 skipped, 2 xfailed, 4 errors"]
 
 
-def test_a_failure_is_not_lost() -> None:
-    assert closing_line("= 1 failed, 2 passed, 1 error in 3.00s =\n4 passed in 1.00s") == (
-        "== 1 failed, 6 passed, 1 error in 4.00s =="
+def report(run: Path, **tests: str) -> None:
+    """Write the report of a run with these tests; each has an element, or passes."""
+    run.mkdir(parents=True)
+    cases = (
+        f'<testcase file="tests/test_one.py" name="{name}">{element}</testcase>'
+        for name, element in tests.items()
     )
+    (run / "test.xml").write_text(f'<testsuite time="2">{"".join(cases)}</testsuite>')
 
 
-def test_without_a_run_nothing_is_claimed_and_it_fails() -> None:
-    assert closing_line("make: *** [check] Error 1", status=1) == ""
+def test_what_failed_counts_as_it_ended_when_run_again(tmp_path: Path) -> None:
+    report(tmp_path / "test/first", test_a="", test_b="<failure/>", test_c="<error/>")
+    report(tmp_path / "test/again", test_b="", test_c="<error/>")
+    assert closing_lines(tmp_path) == [
+        "failed once, and passed when run again:",
+        "tests/test_one.py::test_b",
+        "2 passed, 1 error",
+    ]
+
+
+def test_what_ended_without_a_report_when_run_again_has_failed(tmp_path: Path) -> None:
+    report(tmp_path / "test/first", test_a="<failure/>")
+    (tmp_path / "test/again").mkdir()
+    assert closing_lines(tmp_path) == ["1 failed"]
+
+
+def test_without_a_run_nothing_is_claimed_and_it_fails(tmp_path: Path) -> None:
+    assert closing_lines(tmp_path / "absent", status=1) == []
+
+
+def test_each_suite_writes_a_report_with_its_name() -> None:
+    suites = ["test", "test-text", "test-slow", "test-fast", "test-vllm", "test-sglang"]
+    command = ["make", "-n", *suites, "JUNIT=folder"]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert re.findall(r"--junitxml=(\S+) ", shown) == [f"folder/{suite}.xml" for suite in suites]
 
 
 MAKE = """#!/bin/sh
@@ -59,16 +110,23 @@ printf '%s %s\\n' "$2" "$TEST_LAST_START" >>ends
 case $2 in
 $SLOW) sleep 2;;
 esac
+report() {
+    mkdir -p "$JUNIT"
+    echo "<testsuite time='$1'>" >"$JUNIT/$2.xml"
+    for name in $3; do
+        echo "<testcase file='tests/test_one.py' name='$name'>$4</testcase>" >>"$JUNIT/$2.xml"
+    done
+    echo '</testsuite>' >>"$JUNIT/$2.xml"
+}
 case $2 in
 lint) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
 TARGET)
     case "$*$TWICE" in
-    *PYTEST_ARGS*twice) echo "= 1 failed in 1.00s ="; exit 2;;
-    *PYTEST_ARGS*) echo "= 1 passed, 9 deselected in 1.00s ="; exit;;
+    *PYTEST_ARGS*twice) report 1 test test_it '<failure/>'; exit 2;;
+    *PYTEST_ARGS*) report 1 test test_it; exit;;
     esac
-    echo "FAILED tests/test_one.py::test_it - assert not True"
-    echo "= 1 failed, 4 passed in 2.00s ="; exit 2;;
-*) echo "= 10 passed in 3.00s =";;
+    report 1 test test_it '<failure/>'; report 1 other '1 2 3 4'; exit 2;;
+*) report 3 test '1 2 3 4 5 6 7 8 9 10';;
 esac
 """
 
@@ -101,8 +159,7 @@ def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: P
         "VENV=.venv-ci test-slow PYTEST_ARGS=--last-failed --last-failed-no-failures none"
     ]
     at = output.index("== failed once, and passed when run again:")
-    assert output[at + 1].startswith("FAILED tests/test_one.py::test_it")
-    assert output[-1] == "== 55 passed, 9 deselected in 18.00s =="
+    assert output[at + 1 :] == ["tests/test_one.py::test_it", "== 55 passed in 18.00s =="]
 
 
 def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path) -> None:
@@ -133,7 +190,8 @@ def test_a_ci_that_begins_no_suite_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert status == 1
     assert calls == ["system", "VENV=.venv-ci lint docs"]
     names = "test test-text test-slow test-pythons test-vllm test-sglang"
-    assert output[-1] == f"== after 0 minutes these were not begun: {names}"
+    assert output[-2] == f"== after 0 minutes these were not begun: {names}"
+    assert output[-1] == "no suite of tests has run"
 
 
 @pytest.mark.parametrize(("left_s", "counts"), [(60, "1 passed"), (-1, "1 skipped")])
