@@ -60,7 +60,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help system quickstart test test-text lint check format bench workflows constraints clean \
-	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle explore docs \
+	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle durations explore docs \
 	audit dist screenshots
 
 help: ## this list
@@ -144,6 +144,9 @@ gpu-bundle: $(BIN)/python ## make the file that test-gpu needs without a network
 # Without BUNDLE the usual environment must have torch with CUDA.
 test-gpu: $(if $(BUNDLE),,$(DEV_STAMP)) ## show on a GPU what it can in 465 s; BUNDLE= where there is no network
 	$(if $(BUNDLE),$(firstword $(PYTHON)),$(BIN)/python) .ci/gpu.py run --out $(GPU_OUT) $(addprefix --bundle ,$(BUNDLE)) $(GPU_ARGS)
+
+durations: $(BIN)/python ## write what each test of the suites took, by the reports in JUNIT, into tests/durations.json
+	$(BIN)/python .ci/durations.py write $(JUNIT)
 
 explore: $(DEV_STAMP) ## run the long searches of the lifecycle explorer; EXPLORE_ARGS= for the short ones
 	$(BIN)/python -m tests.explore $(EXPLORE_ARGS)

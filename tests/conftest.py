@@ -13,7 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import kinds, optional_packages
-from tests.support.optional_packages import (  # hooks of pytest
+from tests.support.cpu_property import (  # hooks of pytest
+    pytest_runtest_logstart,
+    pytest_runtest_makereport,
+)
+from tests.support.optional_packages import (
     pytest_make_collect_report,
     pytest_terminal_summary,
 )
@@ -22,6 +26,8 @@ from tests.support.runs import FOLDER_OF_A_TEST, MARK
 
 __all__ = [
     "pytest_make_collect_report",
+    "pytest_runtest_logstart",
+    "pytest_runtest_makereport",
     "pytest_terminal_summary",
 ]
 

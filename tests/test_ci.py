@@ -190,7 +190,7 @@ def test_a_ci_that_begins_no_suite_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert status == 1
     assert calls == ["system", "VENV=.venv-ci lint docs"]
     names = "test test-text test-slow test-pythons test-vllm test-sglang"
-    assert output[-2] == f"== after 0 minutes these were not begun: {names}"
+    assert f"== after 0 minutes these were not begun: {names}" in output
     assert output[-1] == "no suite of tests has run"
 
 
