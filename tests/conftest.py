@@ -12,11 +12,13 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from engines.process import guarded_process
 from tests.support import kinds, optional_packages
 from tests.support.cpu_property import (  # hooks of pytest
     pytest_runtest_logstart,
     pytest_runtest_makereport,
 )
+from tests.support.forking.starts import STARTS
 from tests.support.optional_packages import (
     pytest_make_collect_report,
     pytest_terminal_summary,
@@ -48,6 +50,8 @@ settings.register_profile("many", settings.get_profile("few"), max_examples=2000
 settings.load_profile("few")  # docs/testing.md has the command for the other one
 
 SHARED_MEMORY = Path("/dev/shm")
+# Their engines and ranks are started by exec, as in production.
+NOT_FORKING = ("exec", "gpu")
 # A process that the last test stopped may still be exiting.
 GRACE_S = 20.0
 
@@ -117,8 +121,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that would begin after this time, in seconds since 1970, is skipped: CI has to end."""
+    STARTS.is_forking = not any(item.get_closest_marker(name) for name in NOT_FORKING)
     if time.time() > float(os.environ.get("TEST_LAST_START", "inf")):
         pytest.skip("there is no time left to begin it")
 
@@ -145,6 +150,15 @@ def nothing_is_left_behind() -> Iterator[None]:
         left = [name for name in left if name in still]
     if left:
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_starts(nothing_is_left_behind: None) -> Iterator[None]:
+    """Engines are forked where that gives what ``exec`` gives: ``tests/support/forking``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guarded_process, "start_guard", STARTS.start_guard)
+        yield
+    STARTS.close()
 
 
 @pytest.fixture(scope="session")

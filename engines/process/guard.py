@@ -45,6 +45,8 @@ TYPE_CHECKING = False  # typing would be the largest import
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Execute = Callable[[str, list[str], dict[str, str]], object]
+
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
@@ -133,13 +135,15 @@ class Guard:
             self.listener.bind(socket_name(os.environ[TOKEN_VARIABLE]))
             self.listener.listen(1)
 
-    def start(self, command: list[str], env: dict[str, str], cwd: str | None) -> None:
+    def start(
+        self, command: list[str], env: dict[str, str], cwd: str | None, execute: Execute
+    ) -> None:
         """Starts the engine as leader of its own session; returns when its program is loaded."""
         read_fd, write_fd = os.pipe()  # closes by itself at exec: then the session exists
         guard_pid = os.getpid()
         self.engine_pid = os.fork()
         if self.engine_pid == 0:
-            _become(command, env, cwd, guard_pid)
+            _become(command, env, cwd, guard_pid, execute)
         os.close(write_fd)
         os.read(read_fd, 1)
         os.close(read_fd)
@@ -361,7 +365,9 @@ class Guard:
             os.write(self.report_fd, line.encode() + b"\n")
 
 
-def _become(command: list[str], env: dict[str, str], cwd: str | None, guard_pid: int) -> None:
+def _become(
+    command: list[str], env: dict[str, str], cwd: str | None, guard_pid: int, execute: Execute
+) -> None:
     """In the child: becomes the engine.  Never returns."""
     try:
         os.setsid()
@@ -373,7 +379,7 @@ def _become(command: list[str], env: dict[str, str], cwd: str | None, guard_pid:
             signal.signal(number, signal.SIG_DFL)
         if cwd is not None:
             os.chdir(cwd)
-        os.execvpe(command[0], command, env)
+        execute(command[0], command, env)
     except Exception as error:
         os.write(2, f"cannot start {command[0]}: {error}\n".encode())
     finally:
@@ -514,7 +520,12 @@ def _drain(fd: int) -> None:
             pass
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], execute: Execute = os.execvpe) -> None:
+    """Guards the engine whose order comes through the first pipe, until all of it is gone.
+
+    Args:
+        execute: makes a child of the guard the engine's program, and does not return.
+    """
     command_fd, report_fd, owner_pid = map(int, arguments)
     if os.fork():
         os._exit(0)
@@ -532,7 +543,7 @@ def main(arguments: list[str]) -> None:
             variable = str(order["folder_variable"])
             if variable and variable not in env and (folder := guard.make_folder()):
                 env[variable] = folder
-            guard.start(order["command"], env, order["cwd"])  # type: ignore[arg-type]
+            guard.start(order["command"], env, order["cwd"], execute)  # type: ignore[arg-type]
             guard.watch(commands)
     finally:
         guard.end()

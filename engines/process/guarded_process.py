@@ -20,7 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from engines.process import engine_records
 from engines.process.guard import TOKEN_VARIABLE, place, socket_name, started_at
@@ -96,6 +96,12 @@ class GuardReport:
                 self.is_end = True
 
 
+class GuardStart(Protocol):
+    """The process that starts a guard and ends."""
+
+    def poll(self) -> int | None: ...
+
+
 class GuardedProcess:
     """One command under one guard.
 
@@ -107,7 +113,7 @@ class GuardedProcess:
     """
 
     _token: str
-    _launcher: subprocess.Popen[bytes] | None
+    _launcher: GuardStart | None
 
     def __init__(
         self,
@@ -142,7 +148,11 @@ class GuardedProcess:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             with log_path.open("ab") as log:
                 self.log_start = log.seek(0, os.SEEK_END)
-                self._launcher = _start_guard(command_read, report_write, log, self._token)
+                pipes = command_read, report_write
+                guard = [sys.executable, "-I", "-S", str(_SCRIPT), *map(str, pipes)]
+                self._launcher = start_guard(
+                    [*guard, str(os.getpid())], _guard_environment(self._token), pipes, log, order
+                )
         except BaseException:
             self._close()
             raise
@@ -258,20 +268,30 @@ class GuardedProcess:
         self._reports.close()
 
 
-def _start_guard(
-    command_read: int, report_write: int, log: BinaryIO, token: str
-) -> subprocess.Popen[bytes]:
+def start_guard(
+    guard: list[str],
+    env: dict[str, str],
+    pipes: tuple[int, int],
+    log: BinaryIO,
+    order: Mapping[str, Any],
+) -> GuardStart:
+    """Starts a guard.
+
+    Args:
+        guard: its command.
+        env: its environment.  Not the engine's: an LD_PRELOAD meant for it must not affect the
+            guard.
+        pipes: which the guard inherits.
+        order: what the guard will read from the first one; the tests, which start guards in
+            another way, see here of what.
+    """
     return subprocess.Popen(
-        [
-            *(sys.executable, "-I", "-S", str(_SCRIPT)),
-            *(str(command_read), str(report_write), str(os.getpid())),
-        ],
+        guard,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        # Not the engine's: an LD_PRELOAD meant for it must not affect the guard.
-        env=_guard_environment(token),
-        pass_fds=(command_read, report_write),
+        env=env,
+        pass_fds=pipes,
         start_new_session=True,
     )
 

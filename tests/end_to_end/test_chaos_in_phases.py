@@ -26,7 +26,7 @@ from tests.support.processes import shared_memory_of, wait_until
 from tests.support.real_policy import RealPolicy, Sabotage
 from tests.support.referee import Referee
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exec, pytest.mark.slow, pytest.mark.timeout(600)]
 # The request that each phase sends to every engine.
 PATHS = {
     "pause": "/pause_generation",

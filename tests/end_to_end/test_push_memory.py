@@ -17,7 +17,7 @@ from rollout.runtime.preflight import push_sizes
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.push.push_memory import push_memory
 
-pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.exec, pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(180)]
 # Of allocators, threads and requests.
 SLACK_BYTES = 24 << 20
 

@@ -36,7 +36,7 @@ from tests.support.processes import shared_memory_of, wait_until
 from tests.support.ray_worlds import RayWorld
 from tests.support.referee import Answer, Referee, Span
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.exec, pytest.mark.timeout(500)]
 NUM_KILLS = int(os.environ.get("ROLLOUT_KILLS", "100"))
 SEED = int(os.environ.get("ROLLOUT_SEED", "1"))
 NUM_TOKENS = 64

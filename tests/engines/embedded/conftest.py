@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.embedded.engine_client import Asker, Server, connected
+from tests.engines.embedded.engine_client import Asker, Server, connected, two_servers
 
 
 def tiny(path: Path, **options: Any) -> Path:
@@ -37,17 +37,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def servers(
     models: dict[str, Path],
 ) -> Iterator[dict[str, Server]]:
-    """Two engines, started side by side since that is the slow part."""
-    plain = Server(models["first"], "--enable-memory-saver", "--enable-lora")
-    backed = Server(
-        models["qwen"],
-        *("--enable-memory-saver", "--enable-weights-cpu-backup"),
-    )
-    try:
-        yield {"plain": plain.wait_until_ready(), "backed": backed.wait_until_ready()}
-    finally:
-        plain.stop()
-        backed.stop()
+    with two_servers(models) as started:
+        yield started
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pickle
 import re
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,21 @@ class Server:
     def _is_gone(self) -> bool:
         self.process.hear()
         return self.process.is_gone
+
+
+@contextlib.contextmanager
+def two_servers(models: Mapping[str, Path]) -> Iterator[dict[str, Server]]:
+    """Two engines, started side by side since that is the slow part."""
+    plain = Server(models["first"], "--enable-memory-saver", "--enable-lora")
+    backed = Server(
+        models["qwen"],
+        *("--enable-memory-saver", "--enable-weights-cpu-backup"),
+    )
+    try:
+        yield {"plain": plain.wait_until_ready(), "backed": backed.wait_until_ready()}
+    finally:
+        plain.stop()
+        backed.stop()
 
 
 class Asker:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engines.embedded import reference
-from tests.engines.embedded.engine_client import PROMPT, Asker, payload, sampling
+from tests.engines.embedded.engine_client import (
+    PROMPT,
+    Asker,
+    Server,
+    payload,
+    sampling,
+    two_servers,
+)
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.exec, pytest.mark.embedded]
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+
+
+@pytest.fixture(scope="module")
+def servers(models: Mapping[str, Path]) -> Iterator[dict[str, Server]]:
+    """Not those of other tests: forked engines share memory with the process they come from."""
+    with two_servers(models) as started:
+        yield started
 
 
 async def test_memory_goes_and_comes_back_bit_equal_with_a_backup(backed: Asker) -> None:

@@ -153,6 +153,7 @@ def test_the_oldest_transformers_that_pip_installs_are_those_that_tests_run_on()
     assert Version(metadata.version("transformers")).release[:2] == OLDEST_TRANSFORMERS
 
 
+@pytest.mark.exec
 @pytest.mark.embedded
 @pytest.mark.parametrize("mode", ["abort", pytest.param("in_place", marks=pytest.mark.slow)])
 async def test_sigterm_ends_it_promptly_even_paused_with_requests(
