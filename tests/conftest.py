@@ -123,7 +123,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that would begin after this time, in seconds since 1970, is skipped: CI has to end."""
-    STARTS.is_forking = not any(item.get_closest_marker(name) for name in NOT_FORKING)
+    is_exec = os.environ.get("TEST_EXEC") or any(map(item.get_closest_marker, NOT_FORKING))
+    STARTS.is_forking = not is_exec
     if time.time() > float(os.environ.get("TEST_LAST_START", "inf")):
         pytest.skip("there is no time left to begin it")
 
