@@ -58,6 +58,7 @@ def test_each_test_for_a_gpu_is_in_a_section(gpu_sections: Any) -> None:
 
 
 def test_each_family_of_figures_is_in_one_section(gpu_sections: Any) -> None:
+    pytest.importorskip("torch")
     from benchmarks.gpu.__main__ import FAMILIES
 
     words = [one.arguments for one in gpu_sections.SECTIONS if one.is_benchmark]

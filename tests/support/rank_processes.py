@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +16,9 @@ from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.routes.buffers import remove_leftovers
 from rollout.weights.tensors import bytes_fingerprint
-from tests.support.processes import importing_us
+from tests.support.forking.starts import STARTS
 
-ROOT = Path(__file__).parents[2]
-TRAINER = ROOT / "tests" / "end_to_end" / "rank_trainer.py"
+TRAINER = "tests.end_to_end.rank_trainer"
 
 # A tiny model has several of these.
 BUCKET_BYTES = 100_000
@@ -60,15 +58,12 @@ class Ranks:
         model_path = config.servers["policy"].model_path
         run_folder = Path(config.log_dir) / config.run_id
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, TRAINER, run_folder, model_path, folder / "meet", *numbers],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env=importing_us(),
+            STARTS.start_module(
+                *(TRAINER, run_folder, model_path, folder / "meet", rank, num_ranks),
+                stdin=True,
+                stdout=True,
             )
-            for numbers in ((str(rank), str(num_ranks)) for rank in range(num_ranks))
+            for rank in range(num_ranks)
         ]
         self.writers = self.read()[0]["writers"]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import importing_us
+from tests.support.forking.starts import ROOT, STARTS
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
@@ -17,13 +15,9 @@ def gather_by_ranks(
     folder: Path, *arguments: str, num_ranks: int = 2, worker: Path = WORKER
 ) -> list[dict[str, Any]]:
     """What each rank says of the gathers that all took part in."""
+    module = ".".join(worker.relative_to(ROOT).with_suffix("").parts)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(folder), *arguments],
-            env=importing_us(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        STARTS.start_module(module, rank, folder, *arguments, stderr=True)
         for rank in range(num_ranks)
     ]
     try:

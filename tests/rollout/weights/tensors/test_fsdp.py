@@ -37,6 +37,7 @@ def test_shards_of_a_generator_are_gathered_together_bucket_by_bucket(tmp_path: 
         assert streamed["alive"] == 0
 
 
+@pytest.mark.exec
 @pytest.mark.slow
 def test_shards_of_one_rank_are_pushed_by_it_alone(tmp_path: Path) -> None:
     (report,) = gather_by_ranks(tmp_path, "cpu", "1", num_ranks=1)
