@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -330,6 +331,8 @@ class Starts:
             return "this test starts all by exec"
         if why := why_not_a_module(command):
             return why
+        if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+            return f"{missing[0]} is not installed"
         if self.server is None:
             self.server = ForkServer(self._modules)
         return self.server.why_not or why_exec(env, self.server.env, self.server.inherited)
