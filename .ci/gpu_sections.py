@@ -376,7 +376,8 @@ def end_what_is_left(before: set[int], grace_s: float) -> list[str]:
             break
         time.sleep(0.1)
     names = [_command_line(pid) for pid in sorted(new)]
-    while new := _running(before):
+    deadline = time.monotonic() + _END_S  # one that is stuck in the driver does not end
+    while (new := _running(before)) and time.monotonic() < deadline:
         for pid in new:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
