@@ -114,13 +114,17 @@ sys.exit(Run(Path.cwd(), Path("out"), None).all(sections, time.monotonic() + flo
 """
 
 
+def environment(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(SCRIPT.parent), importing_us()["PYTHONPATH"]])
+    return importing_us(PYTHONPATH=path, TMPDIR=str(folder))
+
+
 def run(folder: Path, sections: str, seconds: float = 60.0) -> tuple[int, str]:
     """A run of sections in a process of its own, which becomes the parent of all orphans."""
-    path = os.pathsep.join([str(SCRIPT.parent), importing_us()["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, sections, str(seconds)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)},
+        env=environment(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -192,11 +196,10 @@ def test_without_a_gpu_nothing_is_begun_after_the_first_section(
 def test_a_run_that_is_killed_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
     waits = "print('{\"row\": 2}', flush=True); import time; time.sleep(600)"
     section = f"[Section('waits', ('-c', {waits!r}), 60, 1)]"
-    path = os.pathsep.join([str(SCRIPT.parent), importing_us()["PYTHONPATH"]])
     process = subprocess.Popen(
         [sys.executable, "-c", RUNNER, section, "60"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        env=environment(tmp_path),
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -165,7 +165,7 @@ def _holders(nvml: Any, handle: Any) -> dict[str, int | None]:
 
 
 def _name_of(nvml: Any, pid: int) -> str:
-    """Of a program; one that has just ended has none, and its memory is still counted."""
+    """Name of a program; one that has just ended has none, and its memory is still counted."""
     try:
         return Path(nvml.nvmlSystemGetProcessName(pid)).name
     except (nvml.NVMLError, UnicodeDecodeError):

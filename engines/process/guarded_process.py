@@ -150,8 +150,9 @@ class GuardedProcess:
                 self.log_start = log.seek(0, os.SEEK_END)
                 pipes = command_read, report_write
                 guard = [sys.executable, "-I", "-S", str(_SCRIPT), *map(str, pipes)]
+                env = _guard_environment(self._token)
                 self._launcher = start_guard(
-                    [*guard, str(os.getpid())], _guard_environment(self._token), pipes, log, order
+                    GuardLaunch([*guard, str(os.getpid())], env, pipes, log, order)
                 )
         except BaseException:
             self._close()
@@ -268,30 +269,36 @@ class GuardedProcess:
         self._reports.close()
 
 
-def start_guard(
-    guard: list[str],
-    env: dict[str, str],
-    pipes: tuple[int, int],
-    log: BinaryIO,
-    order: Mapping[str, Any],
-) -> GuardStart:
-    """Starts a guard.
+@dataclass(frozen=True, slots=True)
+class GuardLaunch:
+    """What a guard is started with.
 
-    Args:
-        guard: its command.
+    Attributes:
+        command: its own.
         env: its environment.  Not the engine's: an LD_PRELOAD meant for it must not affect the
             guard.
         pipes: which the guard inherits.
-        order: what the guard will read from the first one; the tests, which start guards in
+        log: of its output and the engine's.
+        order: what the guard will read from the first pipe; the tests, which start guards in
             another way, see here of what.
     """
+
+    command: list[str]
+    env: dict[str, str]
+    pipes: tuple[int, int]
+    log: BinaryIO
+    order: Mapping[str, Any]
+
+
+def start_guard(launch: GuardLaunch) -> GuardStart:
+    """Starts a guard."""
     return subprocess.Popen(
-        guard,
+        launch.command,
         stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=env,
-        pass_fds=pipes,
+        stdout=launch.log,
+        stderr=launch.log,
+        env=launch.env,
+        pass_fds=launch.pipes,
         start_new_session=True,
     )
 

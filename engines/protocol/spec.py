@@ -160,6 +160,10 @@ def inherited_environment(environ: Mapping[str, str], python: str = "") -> dict[
     return env
 
 
+SEMAPHORES = ("/dev/shm/sem.mp-*", "/dev/shm/sem.loky-{pid}-*")
+"""What a killed Python program leaves: of multiprocessing, and of joblib under scikit-learn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Invocation:
     """How one engine process is started.

@@ -15,15 +15,20 @@ from typing import Any
 
 from engines.process.allocator import RETAINED_BACKUP, refuse_expandable_segments
 from engines.process.cuda_runtime import with_runtime
-from engines.protocol.spec import NCCL_CUMEM, EngineSpec, inherited_environment, spelled
+from engines.protocol.spec import (
+    NCCL_CUMEM,
+    SEMAPHORES,
+    EngineSpec,
+    inherited_environment,
+    spelled,
+)
 from engines.sglang.features import installed_version, keeps_graphs
 from engines.sglang.parallel import Parallel
 
 CLEANUP = (
     "/dev/shm/sgl_shm_*_{pid}_*",
     "/dev/shm/sglang_loads_*.shm",
-    "/dev/shm/sem.mp-*",
-    "/dev/shm/sem.loky-{pid}-*",  # joblib's, where scikit-learn is installed
+    *SEMAPHORES,
 )
 
 # An engine on a GPU that gives its memory to a trainer and takes it back.

@@ -8,17 +8,12 @@ from typing import Any
 
 from engines.process.cached_environment import CachedEnvironment, recipe_of
 from engines.protocol import Endpoint
-from engines.protocol.spec import EngineSpec, Invocation
+from engines.protocol.spec import SEMAPHORES, EngineSpec, Invocation
 from engines.vllm.command import build_command, default_options
 from engines.vllm.environment import build_environment
 
 # What one leaves that was killed.
-CLEANUP = (
-    "/dev/shm/psm_*",
-    "/dev/shm/sem.mp-*",
-    "/dev/shm/sem.loky-{pid}-*",  # joblib's, where scikit-learn is installed
-    "/dev/shm/*-cpushm_*",
-)
+CLEANUP = ("/dev/shm/psm_*", *SEMAPHORES, "/dev/shm/*-cpushm_*")
 # The folder of the sockets between its processes; each has a UUID for its name.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 

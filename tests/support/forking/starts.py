@@ -24,10 +24,10 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from engines.process import guarded_process
-from engines.process.guarded_process import GuardStart
+from engines.process.guarded_process import GuardLaunch, GuardStart
 from tests.support.forking import server
 from tests.support.forking.program import ALLOCATOR
 
@@ -247,32 +247,24 @@ class Starts:
         self.reasons: list[str] = []
         self._lock = threading.Lock()
 
-    def start_guard(
-        self,
-        guard: list[str],
-        env: dict[str, str],
-        pipes: tuple[int, int],
-        log: BinaryIO,
-        order: Mapping[str, Any],
-    ) -> GuardStart:
+    def start_guard(self, launch: GuardLaunch) -> GuardStart:
         """In place of ``guarded_process.start_guard``."""
         with self._lock:
-            if self._is_forked(order["command"], order["env"]):
+            if self._is_forked(launch.order["command"], launch.order["env"]):
                 with open(os.devnull, "rb") as null:
-                    std = {0: null.fileno(), 1: log.fileno(), 2: log.fileno()}
-                    descriptors = std | {fd: fd for fd in pipes}
+                    std = {0: null.fileno(), 1: launch.log.fileno(), 2: launch.log.fileno()}
                     return ForkedProcess(
-                        guard,
+                        launch.command,
                         *self._fork(
-                            guard,
-                            env,
+                            launch.command,
+                            launch.env,
                             os.getcwd(),
-                            descriptors,
+                            std | {fd: fd for fd in launch.pipes},
                             is_guard=True,
                             is_session=True,
                         ),
                     )
-        return _start_guard(guard, env, pipes, log, order)
+        return _start_guard(launch)
 
     def start_module(
         self, module: str, *arguments: object, **streams: bool
