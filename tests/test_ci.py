@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +15,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from packaging.requirements import Requirement
 
 from tests import conftest
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,6 +34,7 @@ def closing_lines(folder: Path, status: int = 0) -> list[str]:
 
 
 OUTCOMES = """
+import psutil
 import pytest
 def test_a(): ...
 def test_b(): assert 0
@@ -108,8 +112,9 @@ printf '%s\\n' "$*" >>calls
 printf '%s %s\\n' "$2" "$TEST_LAST_START" >>ends
 [ "$1" != system ] || exit 2
 case $2 in
-$SLOW) sleep 2;;
+$SLOW) sleep ${SLOW_S-2};;
 esac
+echo "this is $2"
 report() {
     mkdir -p "$JUNIT"
     echo "<testsuite time='$1'>" >"$JUNIT/$2.xml"
@@ -119,7 +124,8 @@ report() {
     echo '</testsuite>' >>"$JUNIT/$2.xml"
 }
 case $2 in
-lint) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
+.venv-ci/.installed-dev) mkdir -p .venv-ci/bin; ln -s "$PYTHON" .venv-ci/bin/python; exit;;
+lint) [ TARGET != lint ]; exit;;
 TARGET)
     case "$*$TWICE" in
     *PYTEST_ARGS*twice) report 1 test test_it '<failure/>'; exit 2;;
@@ -131,28 +137,55 @@ esac
 """
 
 
-def ci_run(folder: Path, failing: str, twice: bool = False) -> tuple[int, list[str], list[str]]:
-    """Status, output and calls of `make` of a CI run in which one test of this target fails."""
+SUITES = {"test", "test-slow", "test-pythons", "test-text", "test-vllm", "test-sglang"}
+
+
+def start_ci(folder: Path, failing: str, **env: str) -> subprocess.Popen[str]:
+    """A CI run in which one test of this target fails, or the target itself."""
     shutil.copytree(ROOT / ".ci", folder / ".ci")
     make = folder / "bin" / "make"
     make.parent.mkdir()
-    make.write_text(MAKE.replace("TARGET", failing))
+    # ``a|b)`` is a pattern of the shell; in a variable it would be text.
+    text = MAKE.replace("TARGET", failing).replace("$SLOW)", env.get("SLOW", "none") + ")")
+    make.write_text(text)
     make.chmod(0o755)
     path = f"{make.parent}:{os.environ['PATH']}"
-    done = subprocess.run(
+    return subprocess.Popen(
         [str(folder / ".ci" / "run")],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
-        env={**os.environ, "PATH": path, "PYTHON": sys.executable, "TWICE": "twice" * twice},
+        start_new_session=True,
+        env={**os.environ, "PATH": path, "PYTHON": sys.executable, "TWICE": "", **env},
     )
+
+
+def ci_run(
+    folder: Path, failing: str, twice: bool = False, **env: str
+) -> tuple[int, list[str], list[str]]:
+    """Its status and output, and its calls of `make`."""
+    running = start_ci(folder, failing, TWICE="twice" * twice, **env)
+    output, _ = running.communicate(timeout=60)
     calls = (folder / "calls").read_text().splitlines()
-    return done.returncode, done.stdout.splitlines(), calls
+    return running.returncode, output.splitlines(), calls
+
+
+def begun(calls: list[str]) -> set[str]:
+    """The targets, without that of the packages of the system."""
+    return {call.split()[1] for call in calls[1:]}
+
+
+def sleepers(folder: Path) -> list[int]:
+    """What the slow suites of a CI run wait for."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cwd", "name"])
+        if process.info["name"] == "sleep" and process.info["cwd"] == str(folder)
+    ]
 
 
 def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: Path) -> None:
     status, output, calls = ci_run(tmp_path, "test-slow")
-    assert status == 0
+    assert status == 0, output
     assert "== the tests that need these packages are skipped" in output
     again = [call for call in calls if "PYTEST_ARGS" in call]
     assert again == [
@@ -165,32 +198,54 @@ def test_a_test_that_fails_once_in_ci_runs_again_alone_and_is_listed(tmp_path: P
 def test_a_test_that_fails_twice_fails_ci_after_the_other_suites(tmp_path: Path) -> None:
     status, output, calls = ci_run(tmp_path, "test", twice=True)
     assert status == 1
-    assert calls[-1] == "VENV=.venv-ci test-sglang"
-    assert output[-1] == "== 1 failed, 54 passed in 18.00s =="
+    assert begun(calls) >= SUITES
+    assert output[-2:] == ["== failed: test", "== 1 failed, 54 passed in 18.00s =="]
 
 
-def test_a_suite_that_would_begin_too_late_in_ci_is_named_and_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CI_LAST_START_S", "1")
-    monkeypatch.setenv("SLOW", "test-slow")
-    status, output, calls = ci_run(tmp_path, "none")
-    assert status == 0
-    begun = ("test", "test-text", "test-slow")
-    assert calls[2:] == [f"VENV=.venv-ci {suite}" for suite in begun]
-    names = "test-pythons test-vllm test-sglang"
-    assert f"== after 0 minutes these were not begun: {names}" in output
-    assert output[-1] == "== 30 passed in 9.00s =="
-
-
-def test_a_ci_that_begins_no_suite_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an hour of installations."""
-    monkeypatch.setenv("CI_LAST_START_S", "-1")
-    status, output, calls = ci_run(tmp_path, "none")
+def test_what_lint_finds_fails_ci_after_the_suites(tmp_path: Path) -> None:
+    status, output, calls = ci_run(tmp_path, "lint")
     assert status == 1
-    assert calls == ["system", "VENV=.venv-ci lint docs"]
-    names = "test test-text test-slow test-pythons test-vllm test-sglang"
-    assert f"== after 0 minutes these were not begun: {names}" in output
+    assert begun(calls) >= SUITES
+    assert output[-2:] == ["== failed: lint docs", "== 60 passed in 18.00s =="]
+
+
+def test_the_output_of_the_second_lane_is_whole_and_comes_after_the_first(tmp_path: Path) -> None:
+    _, output, _ = ci_run(tmp_path, "none")
+    lines = [line for line in output if line.startswith(("this is lint", "this is test"))]
+    first, second = ["test", "test-slow", "test-pythons"], ["test-text", "test-vllm", "test-sglang"]
+    assert lines == [f"this is {suite}" for suite in (*first, "lint", *second)]
+
+
+def test_an_interrupted_ci_interrupts_both_lanes(tmp_path: Path) -> None:
+    """Ctrl-C reaches the first by the terminal."""
+    running = start_ci(tmp_path, "none", SLOW="test-slow|test-text", SLOW_S="100")
+    assert wait_until(lambda: len(sleepers(tmp_path)) == 2, 30)
+    both = sleepers(tmp_path)
+    os.killpg(running.pid, signal.SIGINT)
+    output, _ = running.communicate(timeout=30)
+    assert running.returncode != 0
+    assert "this is lint" in output
+    assert not any(map(psutil.pid_exists, both))
+
+
+def test_a_suite_that_would_begin_too_late_in_ci_is_named_and_not_run(tmp_path: Path) -> None:
+    status, output, calls = ci_run(
+        tmp_path, "none", CI_LAST_START_S="1", SLOW="test-slow|test-vllm"
+    )
+    assert status == 0
+    assert begun(calls) & SUITES == SUITES - {"test-pythons", "test-sglang"}
+    (line,) = (line for line in output if "not begun" in line)
+    assert line.startswith("== after 0 minutes these were not begun: ")
+    assert set(line.partition(": ")[2].split()) == {"test-pythons", "test-sglang"}
+    assert output[-1] == "== 40 passed in 12.00s =="
+
+
+def test_a_ci_that_begins_no_suite_fails(tmp_path: Path) -> None:
+    """As after an hour of installations."""
+    status, output, calls = ci_run(tmp_path, "none", CI_LAST_START_S="-1")
+    assert status == 1
+    installed = "VENV=.venv-ci .venv-ci/.installed-dev .venv-ci/.installed-docs"
+    assert calls == ["system", installed, "VENV=.venv-ci lint docs"]
     assert output[-1] == "no suite of tests has run"
 
 
@@ -209,15 +264,13 @@ def test_a_test_that_would_begin_too_late_is_skipped_before_its_fixtures(
     assert ("no time left" in done.stdout, "made" in done.stdout) == (left_s < 0, left_s > 0)
 
 
-def test_ci_ends_its_tests_and_not_those_that_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CI_LAST_START_S", "100")
+def test_ci_ends_its_tests_and_not_those_that_run_again(tmp_path: Path) -> None:
     began_s = time.time()
-    ci_run(tmp_path, "test-slow")
+    ci_run(tmp_path, "test-slow", CI_LAST_START_S="100")
     ends = (tmp_path / "ends").read_text().splitlines()
-    assert [end.partition(" ")[0] for end in ends if not end[-1].isdigit()] == [
+    assert sorted(end.partition(" ")[0] for end in ends if not end[-1].isdigit()) == [
         "",
+        ".venv-ci/.installed-dev",
         "lint",
         "test-slow",
     ]
@@ -450,6 +503,7 @@ def test_the_lowest_and_highest_versions_of_all_extras_are_tested_weekly() -> No
 
 
 OF_KINDS = """
+import psutil
 import pytest
 from tests.support.kinds import not_for
 
