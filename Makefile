@@ -8,6 +8,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 EXPLORE_ARGS ?= --deep
+# Of make coverage: the report of another commit.
+BEFORE ?=
 # Of make test-versions: lowest-direct or highest; and torch, where the package index has no other CPU build: TORCH=torch==2.13.0+cpu.
 # uv reads UV_FIND_LINKS, UV_INDEX and UV_TORCH_BACKEND=cpu, and no setting of pip.
 RESOLUTION ?= lowest-direct
@@ -65,7 +67,8 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help system quickstart test test-text lint check format bench workflows constraints clean \
-	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle durations explore docs \
+	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle durations coverage explore \
+	docs \
 	audit dist screenshots
 
 help: ## this list
@@ -152,6 +155,16 @@ test-gpu: $(if $(BUNDLE),,$(DEV_STAMP)) ## show on a GPU what it can in 465 s; B
 
 durations: $(BIN)/python ## write what each test of the suites took, by the reports in JUNIT, into tests/durations.json
 	$(BIN)/python .ci/durations.py write $(JUNIT)
+
+# Engines, ranks and actors are other processes, and count; those that are killed have written nothing.
+coverage: $(DEV_STAMP) $(DOCS_STAMP) ## show what the default and the slow tests run of each package; BEFORE= an earlier build/coverage/report.json
+	rm -f build/coverage/data*
+	mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest $(TEST_WORKERS) -m "not (chaos or sglang or vllm or gpu)" --timeout 360 \
+		$(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage json -q -o build/coverage/report.json
+	$(BIN)/python .ci/coverage_of_packages.py build/coverage/report.json $(BEFORE)
 
 explore: $(DEV_STAMP) ## run the long searches of the lifecycle explorer; EXPLORE_ARGS= for the short ones
 	$(BIN)/python -m tests.explore $(EXPLORE_ARGS)
