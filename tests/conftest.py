@@ -6,6 +6,7 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from engines.process import guarded_process
+from rollout.weights.store.node.private_folder import base_folder
 from tests.support import kinds, optional_packages
 from tests.support.cpu_property import (  # hooks of pytest
     pytest_runtest_logstart,
@@ -75,13 +77,24 @@ def processes_of(run_id: str) -> dict[int, str]:
     return found
 
 
+def is_another_run_there(run_id: str) -> bool:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK, run_id) != run_id:
+                return True
+    return False
+
+
 def used_by_others(name: str, run_id: str) -> bool:
     """Whether a process that is not of this run has the shared memory open or mapped.
 
-    Of a folder: something in it, or a test of another run made it.
+    Of a folder: something in it, or a test of another run made it or may have made it.
     """
     if name.startswith(FOLDER_OF_A_TEST):
         return not name.startswith(f"{FOLDER_OF_A_TEST}{run_id}")
+    # Of all runs of this user; who uses it last removes it.
+    if name == base_folder("").name:
+        return is_another_run_there(run_id)
     ours = {os.getpid(), *processes_of(run_id)}
     path = str(SHARED_MEMORY / name)
     try:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
+from rollout.weights.store.node.private_folder import base_folder
 from tests import conftest
 from tests.support.processes import wait_until
 
@@ -449,6 +450,24 @@ def test_a_semaphore_of_another_run_is_not_what_the_tests_left_behind(
         assert conftest.used_by_others(name, "")
         other.stdin.close()
         assert other.wait(30) == 0
+
+
+def test_the_folder_of_the_store_may_be_of_another_run_while_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_id = os.environ[conftest.MARK]
+    name = base_folder("/dev/shm").name
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    env = {**os.environ, conftest.MARK: "another"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as other:
+        assert other.stdout
+        other.stdout.readline()
+        found = [psutil.Process()]
+        monkeypatch.setattr(psutil, "process_iter", lambda: found)
+        assert not conftest.used_by_others(name, run_id)
+        found.append(psutil.Process(other.pid))
+        assert conftest.used_by_others(name, run_id)
+        other.kill()
 
 
 LEFT_OUT = "left out: 1 tests and test modules, torch is not installed"
