@@ -312,7 +312,7 @@ SHELL = {
     "torchrun": "tests/end_to_end/test_rank_examples.py",
     "python -m benchmarks.gpu": "needs a GPU: tests/test_gpu_sections.py runs it on a logical one",
     "unshare": "needs the bundle: tests/test_gpu_sections.py runs sections without it",
-    "ROLLOUT_SGLANG_CYCLES": "needs SGLang for 20 minutes",
+    "ROLLOUT_CYCLES": "needs SGLang for 20 minutes",
     "VLLM_SERVER_DEV_MODE": "needs vLLM with a GPU",
 }
 

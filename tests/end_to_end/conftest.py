@@ -1,4 +1,4 @@
-"""A warm-started model for the tests of the example; made once, since that is the slow part."""
+"""What is made once for several files: a warm-started model, policies on real engines."""
 
 import fcntl
 import os
@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.real_fixtures import real_policies
+
+__all__ = ["real_policies"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

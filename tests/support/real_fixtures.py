@@ -1,45 +1,56 @@
-"""The fixtures of the tests over two groups of one real engine each."""
+"""The fixtures of the tests over two groups of one real engine each, started once for a whole run.
+
+``real_policies`` is one for all folders of these tests; each has the others and a ``kind``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.models import plain_models
+from tests.support.models import FOR_VLLM, plain_models
 from tests.support.real_policy import Keeper, RealPolicy, one_engine
 
+_SHAPES: dict[str, dict[str, int]] = {"sglang": {}, "vllm": FOR_VLLM}
 
-def real_fixtures(kind: str, **shape: int) -> tuple[Any, Any, Any, Any]:
-    """``models``, ``keeper``, ``policy`` and ``known_weights_after`` of a folder of tests.
 
-    Args:
-        kind: of the engines.
-        shape: of the models; see ``make_tiny_model``.
-    """
+class RealPolicies(dict[str, Keeper]):
+    """The policy of each kind of engine."""
 
-    @pytest.fixture(scope="package")
-    def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-        return plain_models(tmp_path_factory.mktemp("policies"), **shape)
+    def __init__(self, paths: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._paths = paths
 
-    @pytest.fixture(scope="package")
-    def keeper(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
-        keeper = Keeper(models, tmp_path_factory.mktemp("two-groups"), one_engine(kind))
-        yield keeper
+    def __missing__(self, kind: str) -> Keeper:
+        models = plain_models(self._paths.mktemp("policies"), **_SHAPES[kind])
+        self[kind] = Keeper(models, self._paths.mktemp("two-groups"), one_engine(kind))
+        return self[kind]
+
+
+@pytest.fixture(scope="session")
+def real_policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPolicies]:
+    made = RealPolicies(tmp_path_factory)
+    yield made
+    for keeper in made.values():
         keeper.close()
 
-    @pytest.fixture
-    def policy(keeper: Keeper) -> Iterator[RealPolicy]:
-        yield keeper.policy()
-        keeper.look()
 
-    @pytest.fixture
-    def known_weights_after(policy: RealPolicy) -> Iterator[None]:
-        """For a test that pushes weights of its own: those of the next version follow."""
-        yield
-        if policy.is_whole():
-            policy.handle.serve_weights(policy.next_tensors()).result(120)
+@pytest.fixture(scope="module")
+def models(kind: str, real_policies: RealPolicies) -> list[Path]:
+    return real_policies[kind].models
 
-    return models, keeper, policy, known_weights_after
+
+@pytest.fixture
+def policy(kind: str, real_policies: RealPolicies) -> Iterator[RealPolicy]:
+    yield real_policies[kind].policy()
+    real_policies[kind].look()
+
+
+@pytest.fixture
+def known_weights_after(policy: RealPolicy) -> Iterator[None]:
+    """For a test that pushes weights of its own: those of the next version follow."""
+    yield
+    if policy.is_whole():
+        policy.handle.serve_weights(policy.next_tensors()).result(120)

@@ -190,11 +190,12 @@ class Keeper:
     """Starts a policy of two groups when it is first wanted, and again after a test that lost it.
 
     Args:
+        models: see ``RealPolicy``.
         group: of one engine each.
     """
 
     def __init__(self, models: list[Path], folder: Path, group: Mapping[str, Any]) -> None:
-        self._models = models
+        self.models = models
         self._folder = folder
         self._group = group
         self._stack = ExitStack()
@@ -204,7 +205,7 @@ class Keeper:
         if self._policy is None:
             groups = dict.fromkeys(("left", "right"), self._group)
             self._policy = self._stack.enter_context(
-                real_policy(self._models, self._folder, groups, router={"failover_interval": 4})
+                real_policy(self.models, self._folder, groups, router={"failover_interval": 4})
             )
         return self._policy
 

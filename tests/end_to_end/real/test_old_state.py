@@ -1,4 +1,4 @@
-"""Real SGLang: after a push, no reply has anything that older weights computed."""
+"""Real engines: after a push, no reply has anything that older weights computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.real_policy import RealPolicy
 
 NUM_PAIRS = int(os.environ.get("ROLLOUT_OLD_STATE_PAIRS", "120"))
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300 + NUM_PAIRS)]
+pytestmark = pytest.mark.timeout(300 + NUM_PAIRS)
 
 
 async def test_equal_requests_before_and_after_a_push_are_each_of_their_own_weights(

@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
 def flip_last_bytes() -> None:
-    """Of the only bucket of the push that this process has made."""
-    [file] = Path("/dev/shm").glob(f"rollout-push-{os.getpid()}-*/*/{FILE_NAME}")
+    """Of the bucket of the last push that this process has made."""
+    files = Path("/dev/shm").glob(f"rollout-push-{os.getpid()}-*/*/{FILE_NAME}")
+    file = max(files, key=lambda path: path.stat().st_mtime_ns)
     with file.open("r+b") as opened:
         opened.seek(-64, os.SEEK_END)
         flipped = bytes(byte ^ 0x55 for byte in opened.read())

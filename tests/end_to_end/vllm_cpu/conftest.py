@@ -1,6 +1,12 @@
-"""Two groups of one real vLLM engine each behind the real router, started once for all here."""
+"""Two groups of one real vLLM engine each behind the real router."""
 
-from tests.support.models import FOR_VLLM
-from tests.support.real_fixtures import real_fixtures
+import pytest
 
-models, keeper, policy, known_weights_after = real_fixtures("vllm", **FOR_VLLM)
+from tests.support.real_fixtures import known_weights_after, models, policy
+
+__all__ = ["known_weights_after", "models", "policy"]
+
+
+@pytest.fixture(scope="module")
+def kind() -> str:
+    return "vllm"
