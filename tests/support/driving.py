@@ -1,6 +1,5 @@
 """Drivers over fake engines in memory, for tests in virtual time."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.driver import RolloutDriver
 from tests.support.fake_generation_client import FakeGenerationClient
+from tests.support.virtual_time import pass_time
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 
@@ -57,7 +57,7 @@ async def push(client: FakeGenerationClient, version: int, seconds: float = 1.0)
     client.hold()
     for engine in client.engines:
         await engine.pause_generation(PauseMode.ABORT)
-    await asyncio.sleep(seconds)
+    await pass_time(seconds)
     for engine in client.engines:
         await engine.update_weight_version(str(version))
         await engine.continue_generation()

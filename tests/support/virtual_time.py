@@ -39,6 +39,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         await super().shutdown_default_executor()
 
 
+async def pass_time(seconds: float) -> None:
+    """Waits for virtual seconds to pass, which is refused where they would be real ones."""
+    if not isinstance(asyncio.get_running_loop(), VirtualTimeLoop):
+        raise RuntimeError("time is real here: wait for what is to happen")
+    await asyncio.sleep(seconds)
+
+
 def virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Runs an async test on a ``VirtualTimeLoop``."""
 

@@ -9,7 +9,7 @@ import pytest
 from engines.fake import FakeEngine, FakeTensor, pack_tensors
 from engines.protocol import GenerateReply, MemoryTag, PauseMode, SamplingParams, VersionSpan
 from engines.protocol.errors import EngineRejected, EngineUnreachable
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 ALL_TAGS = tuple(MemoryTag)
 WEIGHTS, KV = (MemoryTag.WEIGHTS,), (MemoryTag.KV_CACHE,)
@@ -205,9 +205,9 @@ async def test_new_requests_are_held_while_paused_and_answered_after_continue() 
 async def test_frozen_requests_go_on_where_they_were(mode: PauseMode) -> None:
     engine = FakeEngine(token_s=1.0)
     asking = await started(engine, sampling_params=SamplingParams(max_new_tokens=5))
-    await asyncio.sleep(2.5)
+    await pass_time(2.5)
     await engine.pause_generation(mode)
-    await asyncio.sleep(100)
+    await pass_time(100)
     assert len(next(iter(engine.in_flight.values())).output_ids) == 2
     await engine.update_weight_version("1")
     await engine.continue_generation()
@@ -250,17 +250,19 @@ async def test_abort_takes_every_id_that_starts_alike() -> None:
     await other
 
 
+@virtual_time
 async def test_an_abort_of_no_live_id_ends_nothing_whatever_begins_so() -> None:
     engine = FakeEngine()
     task = await running(engine, rid="p-1")
     for rid in ("p-", "p", "", "unknown"):
         await engine.abort_request(rid)
-    await asyncio.sleep(1)
+    await pass_time(1)
     assert not task.done()
     await engine.abort_request()
     await task
 
 
+@virtual_time
 async def test_the_id_of_a_stream_is_aborted_two_seconds_after_its_end() -> None:
     engine = FakeEngine()
     sampling = SamplingParams(max_new_tokens=1)
@@ -504,7 +506,7 @@ async def test_a_lost_generation_is_no_longer_in_flight() -> None:
 async def test_every_call_is_recorded_with_its_time() -> None:
     engine = FakeEngine()
     await engine.pause_generation(PauseMode.RETRACT)
-    await asyncio.sleep(5)
+    await pass_time(5)
     await engine.release_memory_occupation(KV)
     first, second = engine.calls
     assert (first.operation, first.arguments) == ("pause_generation", {"mode": PauseMode.RETRACT})

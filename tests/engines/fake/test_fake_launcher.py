@@ -12,6 +12,7 @@ from engines.protocol.errors import EngineNotReady, EngineUnreachable
 from rollout.config import RolloutConfig
 from rollout.core.errors import RolloutError
 from rollout.runtime.local import launch_local
+from tests.support.waits import until
 
 
 def spec(engine_id: str = "main-0", **more) -> EngineSpec:
@@ -67,7 +68,7 @@ async def test_frozen_requests_make_it_deaf_to_sigterm() -> None:
     process = await FakeLauncher().launch(spec())
     process.engine.hold("generate")
     asking = asyncio.create_task(process.engine.generate(input_ids=[1]))
-    await asyncio.sleep(0.001)
+    await until(lambda: len(process.engine.in_flight) == 1)
     await process.engine.pause_generation(PauseMode.RETRACT)
     assert await process.stop(10)
     with pytest.raises(EngineUnreachable, match="killed"):

@@ -9,7 +9,7 @@ from engines.fake.engine.faults import OPERATIONS, parse_fault
 from engines.launch import EngineSpec
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected, EngineUnreachable
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 KV = (MemoryTag.KV_CACHE,)
 
@@ -61,7 +61,7 @@ async def test_a_hanging_call_is_never_answered_and_others_are(executed) -> None
 async def test_a_frozen_engine_answers_nothing_until_it_is_thawed() -> None:
     engine = struck("model_info", faults.freeze())
     asking = [asyncio.create_task(one) for one in (engine.model_info(), engine.is_ready())]
-    await asyncio.sleep(3600)
+    await pass_time(3600)
     assert not any(task.done() for task in asking)
     engine.thaw()
     assert await asking[1]
@@ -71,9 +71,9 @@ async def test_a_frozen_engine_answers_nothing_until_it_is_thawed() -> None:
 async def test_a_frozen_engine_makes_no_tokens_and_breaks_its_connections_when_killed() -> None:
     engine = FakeEngine(token_s=1.0)
     asking = asyncio.create_task(engine.generate(input_ids=[1]))
-    await asyncio.sleep(2.5)
+    await pass_time(2.5)
     engine.freeze()
-    await asyncio.sleep(60)
+    await pass_time(60)
     assert len(next(iter(engine.in_flight.values())).output_ids) == 2
     engine.die("kill -9")
     with pytest.raises(EngineUnreachable, match="kill -9"):
@@ -142,7 +142,7 @@ async def test_a_director_decides_over_every_call_and_may_keep_it_waiting() -> N
 async def test_a_slow_drain_holds_the_pause_until_the_last_has_left() -> None:
     engine = FakeEngine(token_s=1.0, drain_s=30)
     asking = asyncio.create_task(engine.generate(input_ids=[1]))
-    await asyncio.sleep(1.5)
+    await pass_time(1.5)
     await engine.pause_generation()
     assert asyncio.get_running_loop().time() == pytest.approx(31.5)
     assert (await asking).finish_reason.kind == "abort"

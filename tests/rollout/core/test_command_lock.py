@@ -6,7 +6,7 @@ import pytest
 
 from rollout.core.command_lock import CommandLock
 from rollout.core.errors import LifecycleError
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 
 async def test_the_owner_is_named_while_it_holds_the_lock() -> None:
@@ -23,7 +23,7 @@ async def test_a_command_waits_for_the_one_before_it() -> None:
     async def run(command: str) -> None:
         async with lock.held(command):
             order.append(command)
-            await asyncio.sleep(3)
+            await pass_time(3)
             order.append(command)
 
     await asyncio.gather(run("offload"), run("onload"))

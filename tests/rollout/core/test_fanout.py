@@ -10,7 +10,7 @@ from engines.protocol.errors import EngineUnreachable, NotEncodable
 from engines.protocol.plain_text import describe
 from rollout.core.errors import EngineFailure, PhaseTimeout
 from rollout.core.fanout import barrier, fan_out, whole_or_none
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 
 async def answers(value: str) -> str:
@@ -32,6 +32,7 @@ async def test_all_are_asked_before_any_is_answered() -> None:
     assert list(done) == ["a", "b", "c"]
 
 
+@virtual_time
 async def test_a_sibling_finishes_when_another_fails_at_once() -> None:
     opened = asyncio.Event()
 
@@ -41,7 +42,7 @@ async def test_a_sibling_finishes_when_another_fails_at_once() -> None:
 
     asks = {"bad": lambda: fails(RuntimeError("boom")), "slow": slow}
     asking = asyncio.create_task(fan_out(asks, operation="release", budget_s=10))
-    await asyncio.sleep(0.001)
+    await pass_time(0.001)
     assert not asking.done()
     opened.set()
     done = await asking
@@ -58,6 +59,7 @@ async def test_the_engines_own_error_is_the_cause() -> None:
     assert (failure.engine_id, failure.operation) == ("a", "flush")
 
 
+@virtual_time
 async def test_what_cannot_be_encoded_is_the_callers_error_and_no_engines_failure() -> None:
     opened = asyncio.Event()
 
@@ -67,7 +69,7 @@ async def test_what_cannot_be_encoded_is_the_callers_error_and_no_engines_failur
 
     asks = {"a": lambda: fails(NotEncodable("set")), "b": lambda: fails(NotEncodable("set"))}
     asking = asyncio.create_task(fan_out(asks | {"c": slow}, operation="load", budget_s=10))
-    await asyncio.sleep(0.001)
+    await pass_time(0.001)
     assert not asking.done()
     opened.set()
     with pytest.raises(NotEncodable, match="set"):
@@ -77,7 +79,7 @@ async def test_what_cannot_be_encoded_is_the_callers_error_and_no_engines_failur
 @virtual_time
 async def test_a_late_engine_is_named_with_its_operation_and_budget() -> None:
     # Chosen so that (start + budget) - start is a little less than the budget in floating point.
-    await asyncio.sleep(9.0)
+    await pass_time(9.0)
     asks = {"late": asyncio.Event().wait, "good": lambda: answers("done")}
     done = await fan_out(asks, operation="release", budget_s=3.1)
     assert str(done["late"].failure) == "engine late: release took longer than 3.1 s"
@@ -96,6 +98,7 @@ async def test_a_call_that_was_cancelled_from_below_counts_as_failed() -> None:
     assert "CancelledError" in str(done["a"].failure)
 
 
+@virtual_time
 async def test_a_cancelled_command_still_waits_for_its_calls_however_often_it_is_cancelled() -> (
     None
 ):
@@ -107,9 +110,9 @@ async def test_a_cancelled_command_still_waits_for_its_calls_however_often_it_is
 
     asking = asyncio.create_task(fan_out({"a": slow}, operation="release", budget_s=10))
     for _ in range(3):
-        await asyncio.sleep(0.001)
+        await pass_time(0.001)
         asking.cancel()
-    await asyncio.sleep(0.001)
+    await pass_time(0.001)
     assert not asking.done()
     opened.set()
     with pytest.raises(asyncio.CancelledError):
@@ -132,10 +135,11 @@ async def test_a_barrier_raises_the_first_error_and_notes_the_others() -> None:
     assert caught.value.__notes__ == ["also failed: c: 3"]
 
 
+@virtual_time
 async def test_a_barrier_waits_for_the_slow_when_another_fails() -> None:
     opened = asyncio.Event()
     waiting = asyncio.create_task(barrier({"bad": fails(ValueError()), "slow": opened.wait()}))
-    await asyncio.sleep(0.001)
+    await pass_time(0.001)
     assert not waiting.done()
     opened.set()
     with pytest.raises(ValueError):  # noqa: PT011  it has no text

@@ -17,6 +17,7 @@ import pytest
 
 from rollout.core.errors import RolloutError
 from rollout.core.pending import LoopThread, Pending, PendingWithCallback
+from tests.support.waits import forever
 
 NOTE = "the first call is done"
 
@@ -225,7 +226,7 @@ def test_a_call_without_an_object_ref_says_so() -> None:
 
 def test_a_call_under_way_ends_with_an_error_when_its_loop_is_closed() -> None:
     loop = LoopThread("driver")
-    pending = loop.submit(asyncio.sleep(600))
+    pending = loop.submit(forever())
     loop.close()
     with pytest.raises(RolloutError, match="driver was closed while this call was under way"):
         pending.result(5)
@@ -239,7 +240,7 @@ def test_every_call_that_meets_a_close_ends() -> None:
     def submit_until_refused() -> None:
         with suppress(RolloutError):
             while True:
-                calls.append(loop.submit(asyncio.sleep(600)))
+                calls.append(loop.submit(forever()))
                 has_begun.set()
 
     threads = [threading.Thread(target=submit_until_refused) for _ in range(2)]

@@ -6,7 +6,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.core import wire
+from tests.support.processes import wait_until
 
 TOKEN = "secret"
 JSON = st.recursive(
@@ -336,8 +336,7 @@ def test_no_stranger_is_served_or_keeps_anything(contents: list[bytes]) -> None:
                 assert is_closed_by_listener(raw)
         assert not served
         connect(listener).close()
-        while not served:
-            time.sleep(0.001)
+        assert wait_until(lambda: bool(served), 60)
 
 
 def test_a_slow_stranger_and_a_long_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rollout.driver.evaluation import (
     pass_at_k,
 )
 from tests.support.driving import SAMPLING, always, driving, engines, prompts, push
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 KEYS = [
     "eval/K",
@@ -155,7 +155,7 @@ async def test_a_push_during_an_evaluation_restarts_it() -> None:
     async with driving(engines(0.1, 0.1), always(1.0), max_in_flight=4) as (driver, client):
         client.weight_version = 0
         call = asyncio.create_task(driver.evaluate(0, {"K": EvalDataset(prompts(9), SAMPLING)}))
-        await asyncio.sleep(1.5)
+        await pass_time(1.5)
         await push(client, 1)
         result = await call
     samples = [sample for groups in result.groups.values() for sample in all_samples(groups)]
@@ -169,7 +169,7 @@ async def test_an_evaluation_fails_if_the_weight_version_changes_in_every_try() 
 
         async def keep_pushing() -> None:
             for version in itertools.count(1):
-                await asyncio.sleep(0.35)
+                await pass_time(0.35)
                 await push(client, version, 0.01)
 
         pusher = asyncio.create_task(keep_pushing())

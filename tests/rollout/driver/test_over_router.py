@@ -26,6 +26,7 @@ from rollout.driver.stream.options import RolloutOptions
 from rollout.driver.stream.saved_state import SavedState
 from rollout.router import Backend, RouterHost
 from tests.support.driving import SAMPLING, always, numbers, prompts, source
+from tests.support.waits import until
 
 # The last is so slow that what it has is cut off, however busy the machine.
 SPEEDS = {"e0": 0.001, "e1": 0.001, "e2": 0.5}
@@ -59,7 +60,7 @@ async def routed(
         assert (await host.stats())["num_in_flight"] == 0
 
 
-async def until(is_so: Callable[[dict[str, Any]], bool], host: RouterHost) -> None:
+async def until_stats(is_so: Callable[[dict[str, Any]], bool], host: RouterHost) -> None:
     """Query the router until the condition holds; each reply takes a turn of its loop."""
     while not is_so(await host.stats()):
         pass
@@ -89,14 +90,14 @@ async def test_requests_held_by_the_router_wait_and_refused_ones_are_retried() -
     async with routed("e0", "e1") as (driver, host, _):
         await host.set_gate("holding", reason="a push")
         held = asyncio.create_task(driver.rollout(0, prompts(4), group_size=1, sampling=SAMPLING))
-        await until(lambda stats: stats["gate"]["num_held"] == 4, host)
+        await until_stats(lambda stats: stats["gate"]["num_held"] == 4, host)
         load = await driver._engines.client.load()
         assert load is not None
         assert load.why_waiting.startswith(
             "4 requests wait at the router's gate, which is holding: a push; engines serve after"
         )
         await host.set_gate("closed", reason="an offload")
-        await until(lambda stats: stats["num_refused"] == 4, host)
+        await until_stats(lambda stats: stats["num_refused"] == 4, host)
         await host.set_gate("open")
         assert numbers(await held) == [1, 2, 3, 4]
 
@@ -108,7 +109,7 @@ async def test_requests_held_by_the_router_are_aborted_when_the_call_is_cancelle
         call = asyncio.create_task(
             driver.rollout(0, data, num_groups=4, group_size=1, sampling=SAMPLING)
         )
-        await until(lambda stats: stats["gate"]["num_held"] == 4, host)
+        await until_stats(lambda stats: stats["gate"]["num_held"] == 4, host)
         began_s = time.monotonic()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -140,7 +141,7 @@ async def test_the_driver_learns_the_weight_version_from_the_gate() -> None:
 async def test_a_dead_engine_behind_the_router_costs_no_sample() -> None:
     async with routed() as (driver, host, engines):
         call = asyncio.create_task(driver.rollout(0, prompts(20), group_size=2, sampling=SAMPLING))
-        await until(lambda stats: bool(engines["e2"].in_flight), host)
+        await until_stats(lambda stats: bool(engines["e2"].in_flight), host)
         engines["e2"].die("a planned death")
         groups = await call
     assert numbers(groups) == list(range(1, 21))
@@ -163,7 +164,7 @@ async def test_a_driver_sends_its_keys_to_the_router_and_to_no_engine() -> None:
         load = await driver._engines.client.load()
         assert load is not None
         assert load.weight_version == 3
-        await until(lambda stats: bool(stats["figures"]), host)
+        await until_stats(lambda stats: bool(stats["figures"]), host)
     async with routed("e0", keys=keys) as (driver, _, _):
         with pytest.raises(RolloutError, match="401"):
             await driver.rollout(1, prompts(2), group_size=1, sampling=SAMPLING)
@@ -200,12 +201,11 @@ def on_disk(folder: Path) -> list[dict[str, Any]]:
 
 
 async def until_kept(folder: Path, num: int) -> list[dict[str, Any]]:
-    for _ in range(1000):
+    def kept() -> list[dict[str, Any]]:
         samples = on_disk(folder)
-        if samples and all(len(sample["output_ids"]) >= num for sample in samples):
-            return samples
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"no {num} tokens of each sample are on disk after 10 s")
+        return samples if all(len(sample["output_ids"]) >= num for sample in samples) else []
+
+    return await until(kept)
 
 
 async def test_a_sample_in_flight_is_on_disk_and_continues_in_a_new_driver(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.builders import push
 from tests.support.driving import SAMPLING, always, driving, engines, numbers, prompts, source
+from tests.support.processes import wait_until
 from tests.support.served_fakes import TIMEOUT_S, config, engines_of
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 BATCH: dict[str, Any] = {"group_size": 2, "sampling": SAMPLING}
 EXPECTED = r"only a push of weight version 7 or a newer one opens it: .*the engines hold 0"
@@ -104,19 +105,12 @@ def test_a_first_push_that_failed_half_way_leaves_the_reason_and_the_next_one_se
         policy.serve_weights(push(7)).result(TIMEOUT_S)
     with rollout.Driver(policy.url, always(1.0), adapt_every_s=0.1) as driver:
         call = driver.rollout(8, source(8), num_groups=2, **BATCH)
-        until(lambda: "which is closed: " in driver._inner.why_waiting)
+        assert wait_until(lambda: "which is closed: " in driver._inner.why_waiting, TIMEOUT_S)
         with pytest.raises(TimeoutError, match=r"turned away .* closed: .*update_weights"):
             call.result(0.1)
         policy.serve_weights(push(7)).result(TIMEOUT_S)
         assert numbers(call.result(TIMEOUT_S)) == [1, 2]
-        until(lambda: not driver._inner.why_waiting)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
+        assert wait_until(lambda: not driver._inner.why_waiting, TIMEOUT_S)
 
 
 @virtual_time
@@ -127,15 +121,15 @@ async def test_a_gate_that_is_closed_is_warned_of_every_ten_seconds_while_a_call
     async with driving(engines(0.01), always(1.0), adapt_every_s=1.0) as (driver, client):
         await driver.rollout(0, prompts(2), **BATCH)
         client.is_closed = True
-        await asyncio.sleep(60.0)  # no call is under way
+        await pass_time(60.0)  # no call is under way
         assert not caplog.messages
         call = asyncio.create_task(driver.rollout(0, prompts(2), **BATCH))
-        await asyncio.sleep(35.0)
+        await pass_time(35.0)
         assert len(caplog.messages) == 3
         assert all(message.endswith(" s, the gate is closed") for message in caplog.messages)
         client.is_closed = False
         assert len(await call) == 2
-        await asyncio.sleep(60.0)
+        await pass_time(60.0)
     assert len(caplog.messages) == 3
 
 

@@ -39,6 +39,7 @@ from rollout.runtime.local import launch_local
 from tests.support.builders import push
 from tests.support.processes import program
 from tests.support.served_fakes import TIMEOUT_S, launched
+from tests.support.waits import forever
 
 URL = "http://127.0.0.1:1"
 PROMPT, SAMPLING = rollout.Prompt((1, 2)), rollout.SamplingParams()
@@ -99,7 +100,7 @@ def pending(use: Callable[[Pending[Any]], Any]) -> Callable[[On], Any]:
 
     def call(on: On) -> None:
         loop = LoopThread("test")
-        endless = loop.submit(asyncio.sleep(600))
+        endless = loop.submit(forever())
         try:
             use(endless)
         finally:

@@ -16,7 +16,7 @@ from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import PhaseFailed
 from rollout.rules.lifecycle import Command
 from tests.support.builders import RecordingRouter, make_group, push, started_group, started_server
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 TOKENS = SamplingParams(max_new_tokens=10)
 
@@ -44,7 +44,7 @@ def paused(engine: FakeEngine) -> list[PauseMode]:
 async def test_abort_ends_what_is_in_flight_with_the_tokens_it_has() -> None:
     group, engine = await slow_group(pause_timeout_s=100)
     asked = asking(engine)
-    await asyncio.sleep(3.5)
+    await pass_time(3.5)
     await group.run(Command.PAUSE)
     assert len((await asked).output_ids) == 3
     assert paused(engine) == [PauseMode.ABORT]
@@ -54,7 +54,7 @@ async def test_abort_ends_what_is_in_flight_with_the_tokens_it_has() -> None:
 async def test_an_engine_that_is_busy_after_an_abort_is_aborted_again() -> None:
     group, engine = await slow_group(pause_timeout_s=60)
     asked = asking(engine)
-    await asyncio.sleep(0.5)
+    await pass_time(0.5)
     await group.run(Command.PAUSE)
     assert paused(engine) == [PauseMode.ABORT, PauseMode.ABORT]
     assert (await asked).finish_reason is not None
@@ -65,7 +65,7 @@ async def test_an_engine_that_is_busy_after_an_abort_is_aborted_again() -> None:
 async def test_what_two_aborts_do_not_empty_is_killed_and_never_released() -> None:
     group, engine = await slow_group(pause_timeout_s=30)
     asked = asking(engine)
-    await asyncio.sleep(0.5)
+    await pass_time(0.5)
     with pytest.raises(PhaseFailed, match="engine main-0: pause took longer than 30 s"):
         await group.run(Command.PAUSE)
     with pytest.raises(Exception, match="killed"):
@@ -97,7 +97,7 @@ async def test_a_flush_that_is_refused_twice_ends_the_engine() -> None:
 async def test_retracted_requests_go_on_under_the_new_weights() -> None:
     group, engine = await slow_group(drain="retract")
     asked = asking(engine)
-    await asyncio.sleep(3.5)
+    await pass_time(3.5)
     await group.run(Command.PAUSE)
     await group.run(Command.FLUSH)
     await group.run(Command.RELEASE)

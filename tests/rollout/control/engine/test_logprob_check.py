@@ -26,7 +26,7 @@ from tests.support.builders import (
     started_group,
     started_server,
 )
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 PROMPTS: list[list[int]] = [[1, 2, 3], [4, 5]]
 BY_CANARY = {"verify_by": "canary", "canary_prompts": PROMPTS, "sentinel": False}
@@ -256,7 +256,7 @@ async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path)
     wrong = tuple((-50.0,) * (len(prompt) - 1) for prompt in PROMPTS)
     with pytest.raises(PhaseFailed, match="by the trainer's own model"):
         await bench.server.serve_weights(replace(push(1), canary=wrong))
-    await asyncio.sleep(60)
+    await pass_time(60)
     (engine,) = bench.engines
     assert "update_weights_from_disk" not in engine.operations()
     assert not (await bench.server.status()).groups[0].engines[0].fence_reason

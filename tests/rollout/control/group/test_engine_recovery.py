@@ -19,7 +19,7 @@ from rollout.rules.lifecycle import Command, Phase
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.store.weight_source import Restored
 from tests.support.builders import make_group, push, restart
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 ALL = tuple(MemoryTag)
 NOT_WEIGHTS = [tag for tag in MemoryTag if tag is not MemoryTag.WEIGHTS]
@@ -113,7 +113,7 @@ async def test_a_command_waits_for_an_admission() -> None:
     admitting = asyncio.create_task(group.admit("main-0"))
     await gate.entered.wait()
     flushing = asyncio.create_task(group.run(Command.FLUSH))
-    await asyncio.sleep(10)
+    await pass_time(10)
     assert "flush_cache" not in launcher["main-1"].operations()
     gate.open()
     assert await admitting

@@ -29,7 +29,7 @@ from tests.support.builders import (
     started_server,
 )
 from tests.support.served_fakes import launched
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 ONE = {"main": {"num_engines": 1, "needs_offload": False}}
 TWO = {"main": {"num_engines": 2}}
@@ -155,7 +155,7 @@ async def test_what_the_error_of_a_failed_check_names_leads_out(
         PhaseFailed, match=r"weights differ .* repeat the call.*serve\(\) serves it"
     ):
         await (server.serve_weights if remedy == "setting" else server.check_push_path)(SWAPPED)
-    await asyncio.sleep(wait_s)
+    await pass_time(wait_s)
     if remedy == "repeat":
         await server.check_push_path(same())
     elif remedy == "serve":

@@ -15,7 +15,7 @@ from engines.protocol.errors import EngineNotReady
 from rollout.core.errors import PhaseFailed
 from rollout.core.types import EngineStatus
 from tests.support.builders import ServerBench, make_server, push, slots
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 ONE = {"main": {"num_engines": 1, "standby": 1}}
 TWO = {"main": {"num_engines": 2, "standby": 1}}
@@ -57,8 +57,8 @@ async def until(bench: ServerBench, standby: str, state: str = "serving") -> Non
     """Virtual seconds pass until all engines are like this."""
     async with asyncio.timeout(200):
         wanted = {(state, standby)}
-        while {(one.state, one.standby) for one in await engines(bench)} != wanted:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        while {(one.state, one.standby) for one in await engines(bench)} != wanted:
+            await pass_time(0.01)
 
 
 def is_released(engine: FakeEngine) -> bool:
@@ -77,7 +77,7 @@ async def test_a_standby_sleeps_and_takes_the_place_and_the_name_of_an_engine_th
         assert is_released(bench["standby-main-0"])
         bench.launcher.hold("main-0")  # no boot can help
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(1.5)  # one probe
+        await pass_time(1.5)  # one probe
         (engine,) = await engines(bench)
         assert (engine.engine_id, engine.state) == ("main-0", "serving")
         assert engine.process_name == "standby-main-0"
@@ -90,7 +90,7 @@ async def test_the_next_standby_boots_behind_it_and_takes_its_place_in_turn(tmp_
     async with serving(tmp_path) as bench:
         for name in ("main-0", "standby-main-0") * 2:
             bench[name].die("killed -9")
-            await asyncio.sleep(1.5)
+            await pass_time(1.5)
             await until(bench, "ready")
             assert is_released(bench[name])
         assert launches(bench) == ["main-0", "standby-main-0"] * 3
@@ -103,7 +103,7 @@ async def test_while_the_trainer_has_the_memory_a_standby_joins_asleep_and_gets_
     async with serving(tmp_path, TWO, update="full") as bench:
         await bench.server.give_memory()
         bench["main-1"].die("killed -9")
-        await asyncio.sleep(3)
+        await pass_time(3)
         assert [one.state for one in await engines(bench)] == ["offloaded", "stale"]
         assert all(process.engine.resident_bytes == 0 for process in processes(bench))
         assert len(launches(bench)) == 4  # the next one waits for the memory
@@ -126,7 +126,7 @@ async def test_an_offload_ends_a_standby_that_boots_and_lets_the_others_sleep(
         assert launch.num_waiting == 0
         assert is_released(slept)
         assert not slept.is_dead
-        await asyncio.sleep(5)
+        await pass_time(5)
         assert launch.num_waiting == 0
         launch.open()
         await bench.server.serve_weights(push(1))
@@ -138,7 +138,7 @@ async def test_the_death_of_a_standby_is_seen_and_disturbs_nobody(tmp_path: Path
     async with serving(tmp_path) as bench:
         epochs = len(bench.router.epochs)
         bench["standby-main-0"].die("killed -9")
-        await asyncio.sleep(1.5)
+        await pass_time(1.5)
         await until(bench, "ready")
         assert launches(bench).count("standby-main-0") == 2
         assert len(bench.router.epochs) == epochs
@@ -149,7 +149,7 @@ async def test_an_engine_whose_standby_has_died_too_boots_as_without_one(tmp_pat
     async with serving(tmp_path) as bench:
         for engine in (bench["standby-main-0"], bench["main-0"]):
             engine.die("killed -9")
-        await asyncio.sleep(1.5)
+        await pass_time(1.5)
         await until(bench, "ready")
         assert sorted(launches(bench)) == sorted(["main-0", "standby-main-0"] * 2)
 
@@ -160,10 +160,10 @@ async def test_both_die_while_the_trainer_has_the_memory_and_nothing_boots(tmp_p
         await bench.server.give_memory()
         for engine in (bench["standby-main-0"], bench["main-0"]):
             engine.die("killed -9")
-        await asyncio.sleep(5)
+        await pass_time(5)
         assert len(launches(bench)) == 4
         await bench.server.serve_weights(push(1))
-        await asyncio.sleep(5)
+        await pass_time(5)
         await bench.server.serve_weights(push(2))
         await until(bench, "ready")
 
@@ -175,9 +175,9 @@ async def test_an_engine_that_dies_while_its_standby_boots_gets_that_one(tmp_pat
         bench["standby-main-0"].die("killed -9")
         await launch.entered.wait()
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(5)
+        await pass_time(5)
         launch.open()
-        await asyncio.sleep(0.5)
+        await pass_time(0.5)
         (engine,) = await engines(bench)
         assert (engine.state, engine.process_name) == ("serving", "standby-main-0")
         await until(bench, "ready")
@@ -189,7 +189,7 @@ async def test_a_standby_that_dies_while_it_wakes_is_followed_by_a_boot(tmp_path
     async with serving(tmp_path) as bench:
         bench["standby-main-0"].faults.strike("resume_memory_occupation", faults.die())
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(6)  # longer than the backoff
+        await pass_time(6)  # longer than the backoff
         await until(bench, "ready")
 
 
@@ -200,7 +200,7 @@ async def test_a_standby_that_does_not_boot_is_tried_again_and_the_reason_is_sho
     async with serving(tmp_path) as bench:
         bench.launcher.fail_next("standby-main-0", EngineNotReady("no CUDA"))
         bench["standby-main-0"].die("killed -9")
-        await asyncio.sleep(2.5)
+        await pass_time(2.5)
         (engine,) = await engines(bench)
         assert engine.state == "serving"
         assert "did not boot" in engine.standby
@@ -212,7 +212,7 @@ async def test_a_standby_that_does_not_boot_is_tried_again_and_the_reason_is_sho
 async def test_an_engine_that_is_removed_leaves_no_standby(tmp_path: Path) -> None:
     async with serving(tmp_path, TWO) as bench:
         await bench.server.remove_engine("main-1")
-        await asyncio.sleep(5)
+        await pass_time(5)
         assert bench["standby-main-1"].is_dead
         await bench.server.add_engine("main-1")
         await until(bench, "ready")
@@ -232,7 +232,7 @@ async def test_a_group_that_keeps_its_memory_may_have_a_standby_on_cpus(tmp_path
     async with serving(tmp_path, groups, update="full") as bench:
         assert bench["standby-main-0"].paused is not None
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(1.5)
+        await pass_time(1.5)
         await until(bench, "ready")
 
 
@@ -256,7 +256,7 @@ async def test_on_gpus_the_next_standby_waits_for_room_and_says_so(tmp_path: Pat
     async with serving(tmp_path, GPUS) as bench:
         bench.launcher.processes["standby-main-0"].gpus.total_bytes = 100
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(5)
+        await pass_time(5)
         standby = (await engines(bench))[0].standby
         assert "GPU GPU-0 has" in standby
         assert "a boot needs" in standby
@@ -284,7 +284,7 @@ async def again(command: Callable[[], Awaitable[Any]]) -> None:
             await command()
             return
         except PhaseFailed:
-            await asyncio.sleep(1.5)
+            await pass_time(1.5)
     raise AssertionError("it never ended well")
 
 
@@ -293,19 +293,19 @@ async def steps(bench: ServerBench, drawn: random.Random) -> None:
 
     async def kill() -> None:
         for _ in range(20):
-            await asyncio.sleep(drawn.expovariate(0.5))
+            await pass_time(drawn.expovariate(0.5))
             drawn.choice(processes(bench)).engine.die("killed -9")
 
     killing = asyncio.create_task(kill())
     while not killing.done():
-        await asyncio.sleep(drawn.uniform(0, 6))
+        await pass_time(drawn.uniform(0, 6))
         await again(bench.server.give_memory)
         for _ in range(6):
             assert not sum(process.engine.resident_bytes for process in processes(bench))
-            await asyncio.sleep(0.5)
+            await pass_time(0.5)
         version = bench.server.weight_version + 1
         await again(partial(bench.server.serve_weights, push(version)))
-    await asyncio.sleep(120)  # longer than a backoff
+    await pass_time(120)  # longer than a backoff
     await bench.server.serve_weights(push(bench.server.weight_version + 1))
     await until(bench, "ready")
     assert set(bench.router.states.values()) == {"serving"}

@@ -1,6 +1,5 @@
 """A group in the place of a lost one reuses the engines that confirm their state, and no others."""
 
-import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rollout.rules.lifecycle import (
     groups_that_need,
 )
 from tests.support.builders import make_group, push, restart, write_checkpoint
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 TRAITS = {"main": GroupTraits(needs_offload=True)}
 COMMANDS = (*GIVE_MEMORY, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
@@ -234,7 +233,7 @@ async def with_standby(
     await lost.start()
     while not (await lost.status()).asleep:
         await lost.probe(1.0)
-        await asyncio.sleep(0.1)
+        await pass_time(0.1)
     return lost, launcher
 
 

@@ -23,7 +23,7 @@ from rollout.core.types import EngineStatus
 from rollout.rules.health import ProbeResult, RecoveryState, engines_in
 from rollout.rules.lifecycle import Command, Phase
 from tests.support.builders import RecordingRouter, ServerBench, make_server, push, server_config
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 HEALTH = {
     "probe_interval_s": 1.0,
@@ -64,8 +64,8 @@ async def engine(bench: ServerBench, engine_id: str) -> EngineStatus:
 async def until(is_so: Callable[[], Any], timeout_s: float = 200.0) -> None:
     """Virtual seconds pass until ``is_so``."""
     async with asyncio.timeout(timeout_s):
-        while not is_so():  # noqa: ASYNC110  virtual seconds: this is how they pass
-            await asyncio.sleep(0.05)
+        while not is_so():
+            await pass_time(0.05)
 
 
 def launches(bench: ServerBench, engine_id: str) -> int:
@@ -88,7 +88,7 @@ def fail_probes(bench: ServerBench, engine_id: str, num: int) -> None:
 async def test_one_failed_probe_changes_nothing(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         fail_probes(bench, "main-0", 1)
-        await asyncio.sleep(20)
+        await pass_time(20)
         assert launches(bench, "main-0") == 1
         assert bench.router.epochs == [1]
 
@@ -98,7 +98,7 @@ async def test_flapping_probes_do_not_kill(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         for _ in range(10):
             fail_probes(bench, "main-0", 2)
-            await asyncio.sleep(4)
+            await pass_time(4)
         assert launches(bench, "main-0") == 1
         assert not bench["main-0"].is_dead
 
@@ -130,7 +130,7 @@ async def test_when_all_are_late_at_once_nobody_is_killed_soon(tmp_path: Path) -
     async with watched(tmp_path) as bench:
         fail_probes(bench, "main-0", 5)
         fail_probes(bench, "main-1", 5)
-        await asyncio.sleep(20)
+        await pass_time(20)
         assert set(bench.router.states.values()) == {"serving"}
         assert len(bench.launcher.specs) == 2
 
@@ -140,7 +140,7 @@ async def test_a_busy_engine_is_not_dead(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         gate = bench["main-0"].hold("generate")
         busy = asyncio.create_task(bench["main-0"].generate(input_ids=[1]))
-        await asyncio.sleep(60)
+        await pass_time(60)
         gate.open()
         assert (await busy).output_ids
         assert launches(bench, "main-0") == 1
@@ -153,7 +153,7 @@ async def test_an_offloaded_engine_is_neither_probed_nor_killed(tmp_path: Path) 
         for one in bench.engines:
             one.calls.clear()
             one.hold("is_ready")
-        await asyncio.sleep(600)
+        await pass_time(600)
         assert [one.operations() for one in bench.engines] == [[], []]
         await bench.server.serve_weights(push(1))
         assert len(bench.launcher.specs) == 2
@@ -163,7 +163,7 @@ async def test_an_offloaded_engine_is_neither_probed_nor_killed(tmp_path: Path) 
 async def test_a_paused_engine_need_not_be_ready(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         await bench.server.run(Command.PAUSE)
-        await asyncio.sleep(60)
+        await pass_time(60)
         assert "is_ready" in bench["main-0"].operations()
         assert len(bench.launcher.specs) == 2
 
@@ -187,7 +187,7 @@ async def test_a_dead_engine_leaves_routing_before_it_is_killed_or_replaced(
 @virtual_time
 async def test_what_the_router_reports_is_looked_at_at_once(tmp_path: Path) -> None:
     async with watched(tmp_path, probe_interval_s=1000.0) as bench:
-        await asyncio.sleep(1)
+        await pass_time(1)
         bench["main-0"].die("killed by the kernel")
         bench.router.fail("main-0")
         await until(lambda: launches(bench, "main-0") == 2, timeout_s=1)
@@ -221,7 +221,7 @@ async def test_an_engine_that_answers_probes_and_loses_requests_is_replaced(
         for _ in range(3):
             await until(lambda: state(bench, "main-0") == "serving")
             bench.router.fail("main-0")
-            await asyncio.sleep(2)
+            await pass_time(2)
         await until(lambda: launches(bench, "main-0") == 2)
 
 
@@ -279,7 +279,7 @@ async def test_a_stale_engine_is_never_in_routing_before_it_is_verified(tmp_path
         await bench.server.serve_weights(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
-        await asyncio.sleep(100)
+        await pass_time(100)
         assert state(bench, "main-0") == "fenced"
         assert (await engine(bench, "main-0")).is_stale
         gate = bench["main-0"].hold("weight_version")
@@ -304,7 +304,7 @@ async def test_a_restarted_engine_joins_at_the_next_step_of_a_group_that_offload
         assert bench["main-0"].released
         await bench.server.serve_weights(push(2))
         assert bench.router.states == {"main-0": "serving", "main-1": "serving"}
-        await asyncio.sleep(50)
+        await pass_time(50)
         assert bench.router.states == {"main-0": "serving", "main-1": "serving"}
 
 
@@ -345,7 +345,7 @@ async def test_saved_weights_of_the_published_version_make_it_serve_without_a_pu
         await bench.server.serve_weights(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
-        await asyncio.sleep(5)
+        await pass_time(5)
         assert state(bench, "main-0") == "fenced"
         save(path / "1")
         await until(lambda: state(bench, "main-0") == "serving", timeout_s=2)
@@ -386,7 +386,7 @@ async def test_past_the_cap_the_engine_stays_fenced_and_says_so(tmp_path: Path) 
         for wanted in (2, 3, 4):
             await until(lambda wanted=wanted: launches(bench, "main-0") == wanted)
             bench["main-0"].die("again")
-        await asyncio.sleep(500)
+        await pass_time(500)
         assert launches(bench, "main-0") == 4
         assert "given up after 3 restarts" in (await engine(bench, "main-0")).fence_reason
         assert state(bench, "main-1") == "serving"
@@ -406,7 +406,7 @@ async def test_the_place_is_used_again_only_when_the_kill_is_confirmed(
             patch.setattr(process, "kill", survive)
             bench["main-0"].hold("is_ready")
             await until(lambda: state(bench, "main-0") == "fenced")
-            await asyncio.sleep(5)
+            await pass_time(5)
             assert launches(bench, "main-0") == 1
         await until(lambda: launches(bench, "main-0") == 2)
         assert process.num_kills >= 1
@@ -455,7 +455,7 @@ class AttachedGroup:
     async def boot(self, engine_id: str, *, memory_is_free: bool = False) -> bool:
         self.num_tries += 1
         if not self.is_back:
-            await asyncio.sleep(1000)
+            await pass_time(1000)
         return True
 
     async def admit(self, engine_id: str) -> bool:
@@ -494,9 +494,9 @@ async def test_an_attached_engine_is_waited_for_without_end_and_without_holding_
         lock,
     )
     recovery.start({"main": ["main-0"]})
-    await asyncio.sleep(1)
+    await pass_time(1)
     group.is_back = False
-    await asyncio.sleep(1000)
+    await pass_time(1000)
     assert group.num_tries > 20
     clock = asyncio.get_running_loop().time
     asked_at = clock()
@@ -530,7 +530,7 @@ async def test_a_boot_that_its_group_refuses_is_tried_once_a_probe() -> None:
     )
     recovery.start({"main": ["main-0"]})
     group.is_back = False
-    await asyncio.sleep(20)
+    await pass_time(20)
     assert 10 < group.num_tries <= 21
     await recovery.stop()
 
@@ -545,7 +545,7 @@ async def test_recovery_waits_for_a_running_transition(tmp_path: Path) -> None:
         updating = asyncio.create_task(bench.server.serve_weights(push(1)))
         await gate.entered.wait()
         bench["main-0"].die("segfault")
-        await asyncio.sleep(20)
+        await pass_time(20)
         assert launches(bench, "main-0") == 1
         gate.open()
         await updating
@@ -584,7 +584,7 @@ async def test_a_boot_is_ended_before_the_trainer_gets_the_memory(tmp_path: Path
         assert asyncio.get_running_loop().time() - started < 1
         assert launch.num_waiting == 0
         assert (await engine(bench, "main-0")).state == "fenced"
-        await asyncio.sleep(100)
+        await pass_time(100)
         assert launches(bench, "main-0") == 2  # not a third while the trainer has the memory
         await bench.server.serve_weights(push(1))
         await until(lambda: launch.num_waiting == 1)  # the boot that was ended was no restart
@@ -620,7 +620,7 @@ async def test_a_removal_ends_the_boot_on_its_slot(tmp_path: Path) -> None:
         await bench.server.remove_engine("main-0")
         assert launch.num_waiting == 0
         launch.open()
-        await asyncio.sleep(100)
+        await pass_time(100)
         assert launches(bench, "main-0") == 2
         await bench.server.add_engine("main-0")
         assert launches(bench, "main-0") == 3
@@ -662,7 +662,7 @@ async def test_nothing_is_restarted_while_the_trainer_has_the_memory(tmp_path: P
     async with watched(tmp_path) as bench:
         await bench.server.give_memory()
         bench["main-0"].die("killed by the kernel")
-        await asyncio.sleep(100)
+        await pass_time(100)
         assert launches(bench, "main-0") == 1
         assert (await engine(bench, "main-0")).fence_reason
         await bench.server.serve_weights(push(1))
@@ -675,7 +675,7 @@ async def test_the_only_engine_of_a_group_comes_back_with_the_memory(tmp_path: P
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
         await bench.server.give_memory()
         bench["main-0"].die("killed by the kernel")
-        await asyncio.sleep(100)
+        await pass_time(100)
         assert launches(bench, "main-0") == 1
         await bench.server.serve_weights(push(1))
         assert launches(bench, "main-0") == 2
@@ -731,10 +731,10 @@ async def test_a_late_answer_during_a_command_is_not_held_against_the_engine(
         updating = asyncio.create_task(bench.server.serve_weights(push(1)))
         await gate.entered.wait()
         fail_probes(bench, "main-0", 8)
-        await asyncio.sleep(10)
+        await pass_time(10)
         gate.open()
         await updating
-        await asyncio.sleep(10)
+        await pass_time(10)
         assert launches(bench, "main-0") == 1
 
 
@@ -752,7 +752,7 @@ async def test_what_was_found_of_the_old_engine_is_not_held_against_the_new(
         await until(lambda: state(bench, "main-0") == "serving", timeout_s=0.4)
         assert slow.num_waiting == 1
         slow.open()
-        await asyncio.sleep(20)
+        await pass_time(20)
         assert launches(bench, "main-0") == 2
 
 
@@ -766,13 +766,13 @@ async def test_an_older_view_of_the_engines_never_gets_a_newer_epoch(
 
         async def slow_answer() -> Any:
             seen = await look()
-            await asyncio.sleep(waits.pop(0))
+            await pass_time(waits.pop(0))
             return seen
 
         with monkeypatch.context() as patch:
             patch.setattr(group, "status", slow_answer)
             older = asyncio.create_task(bench.server.publish_members())
-            await asyncio.sleep(1)
+            await pass_time(1)
             await group.fence("main-0", "it was slow")
             await bench.server.publish_members()
             await older
@@ -792,7 +792,7 @@ async def test_stop_during_a_restart_leaves_nothing(tmp_path: Path) -> None:
         assert launch.num_waiting == 0
         assert len(asyncio.all_tasks()) == 1
         launch.open()
-        await asyncio.sleep(100)
+        await pass_time(100)
         assert all(one.is_dead for one in bench.engines)
 
 
@@ -821,7 +821,7 @@ async def test_a_group_that_cannot_be_asked_says_nothing_about_its_engines(
     async with watched(tmp_path) as bench:
         with monkeypatch.context() as patch:
             patch.setattr(bench.groups["main"], "probe", _refuse)
-            await asyncio.sleep(60)
+            await pass_time(60)
         assert set(bench.router.states.values()) == {"serving"}
         assert len(bench.launcher.specs) == 2
 
@@ -831,6 +831,6 @@ async def test_without_recovery_a_failed_engine_stays_fenced(tmp_path: Path) -> 
     async with watched(tmp_path, recover=False) as bench:
         bench["main-0"].fail_next("flush_cache", EngineUnreachable("reset"))
         await bench.server.serve_weights(push(1))
-        await asyncio.sleep(500)
+        await pass_time(500)
         assert launches(bench, "main-0") == 1
         assert len(asyncio.all_tasks()) == 1

@@ -12,7 +12,7 @@ from rollout.config import WeightUpdate
 from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.weights.push.weight_push import WeightPush
 from tests.support.builders import ServerBench, adapter_push, push, started_server
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 LOAD = "load_lora_adapter_from_tensors"
 
@@ -63,7 +63,7 @@ async def test_adapters_are_published_without_a_pause_until_a_base_ends_them(
         gate(3, 3),
         gate(4, 3, policy=4),
     ]
-    await asyncio.sleep(1)
+    await pass_time(1)
     assert loaded(bench) == [{"policy@4"}] * len(bench.engines)
     await bench.server.stop()
 
@@ -102,10 +102,10 @@ async def test_a_version_is_unloaded_when_its_last_request_has_ended(tmp_path: P
     await bench.server.serve_weights(adapter_push(1))
     bench.router.pin("policy@1")
     await bench.server.serve_weights(adapter_push(2))
-    await asyncio.sleep(500)
+    await pass_time(500)
     assert loaded(bench) == [{"policy@1", "policy@2"}] * len(bench.engines)
     bench.router.pins["policy@1"].set()
-    await asyncio.sleep(1)
+    await pass_time(1)
     assert loaded(bench) == [{"policy@2"}] * len(bench.engines)
     await bench.server.stop()
 
@@ -123,7 +123,7 @@ async def test_a_push_waits_for_the_oldest_version_and_then_refuses(tmp_path: Pa
     await bench.server.serve_weights(adapter_push(5, "judge"))  # another has room of its own
     assert bench.router.gates[-1] == gate(5, 0, policy=3, judge=5)
     pushing = asyncio.create_task(bench.server.serve_weights(adapter_push(6)))
-    await asyncio.sleep(10)
+    await pass_time(10)
     assert not pushing.done()
     bench.router.pins["policy@1"].set()
     await pushing

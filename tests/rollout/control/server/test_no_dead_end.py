@@ -16,7 +16,7 @@ from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush
 from tests.support.builders import TENSOR_NAMES, ServerBench, make_server, manifest, push
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 HEALTH = {"probe_interval_s": 1.0, "probe_timeout_s": 0.5}
 OFFLOADING = {"main": {"num_engines": 2}}
@@ -44,9 +44,9 @@ async def kill_all(bench: ServerBench) -> None:
     for engine in dead:
         engine.die("killed -9")
     async with asyncio.timeout(200):
-        while any(engine in bench.engines for engine in dead):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)  # virtual seconds: this is how they pass
-        await asyncio.sleep(2)
+        while any(engine in bench.engines for engine in dead):
+            await pass_time(0.05)  # virtual seconds: this is how they pass
+        await pass_time(2)
 
 
 def with_fingerprints(version: int, value: float | None = None) -> WeightPush:
@@ -125,7 +125,7 @@ async def test_continue_restores_from_a_source_what_no_engine_holds(tmp_path: Pa
         await onload_up_to_kv(bench, 1)
         for engine in bench.engines:
             engine.die("killed -9")
-        await asyncio.sleep(20)
+        await pass_time(20)
         await bench.server.run(Command.CONTINUE)
         assert set(bench.router.states.values()) == {"serving"}
 
@@ -136,7 +136,7 @@ async def test_a_step_of_a_frozen_server_survives_all_its_engines(tmp_path: Path
         await bench.server.give_memory()
         for engine in bench.engines:
             engine.die("killed -9")
-        await asyncio.sleep(20)
+        await pass_time(20)
         await bench.server.serve()
         await serves(bench, 0)
 
@@ -146,7 +146,7 @@ async def test_the_gate_stays_shut_over_the_only_engine_left_if_it_is_stale(tmp_
     async with recovering(tmp_path, update="partial") as bench:
         await bench.server.serve_weights(push(1))
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(20)
+        await pass_time(20)
         bench["main-1"].fail_next("continue_generation", EngineUnreachable("connection broke"))
         with pytest.raises(PhaseFailed, match=r"main-0 .*lack.*weights\.store"):
             await bench.server.serve_weights(push(2, TENSOR_NAMES[:1]))
@@ -160,7 +160,7 @@ async def test_a_restarted_engine_has_what_is_not_pushed_from_the_checkpoint(
     async with recovering(tmp_path, not_pushed=["lm_head.*"]) as bench:
         await bench.server.serve_weights(push(1, TENSOR_NAMES[:2]))
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(20)
+        await pass_time(20)
         await bench.server.give_memory()
         await bench.server.serve_weights(push(2, TENSOR_NAMES[:2]))
         await serves(bench, 2)
@@ -197,7 +197,7 @@ async def test_an_onload_whose_engines_died_after_the_update_is_repeated(tmp_pat
             engine.die("killed -9")
         with pytest.raises(PhaseFailed):
             await onloading
-        await asyncio.sleep(20)
+        await pass_time(20)
         await bench.server.serve_weights(push(1))
         await serves(bench, 1)
 
@@ -260,14 +260,14 @@ async def test_an_engine_that_was_restarted_to_be_released_holds_no_version(tmp_
     async with recovering(tmp_path, lifecycle={"on_failure": "raise"}) as bench:
         await bench.server.give_memory()
         bench["main-0"].die("killed -9")
-        await asyncio.sleep(20)
+        await pass_time(20)
         await bench.server.run(Command.RESUME_WEIGHTS)
-        await asyncio.sleep(20)
+        await pass_time(20)
         assert bench["main-0"].weights_are_garbage
         held = {one.engine_id: one for one in (await bench.server.status()).groups[0].engines}
         assert held["main-0"].weight_version is None
         assert held["main-0"].is_stale
         bench["main-1"].die("killed -9")
-        await asyncio.sleep(20)
+        await pass_time(20)
         await bench.server.serve_weights(push(1))
         await serves(bench, 1)

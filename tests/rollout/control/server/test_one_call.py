@@ -13,7 +13,7 @@ from engines.protocol.errors import EngineUnreachable
 from rollout.core.errors import LifecycleError, PhaseFailed, WeightMismatch
 from rollout.rules.lifecycle import Command
 from tests.support.builders import ServerBench, make_server, push
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 GROUPS: dict[str, dict[str, Any]] = {
     "offloading": {"main": {"num_engines": 2}},
@@ -78,7 +78,7 @@ async def again(call: Callable[[], Awaitable[Any]]) -> None:
         try:
             await call()
         except PhaseFailed:
-            await asyncio.sleep(20)  # virtual: recovery restarts what has failed
+            await pass_time(20)  # virtual: recovery restarts what has failed
         else:
             return
     await call()
@@ -130,7 +130,7 @@ def test_from_every_phase_whichever_engines_died(
     async def run(num_steps: int) -> None:
         async with after_steps(tmp_path, groups, num_steps) as bench:
             kill(bench, DEATHS[deaths])
-            await asyncio.sleep(20 if deaths != "no engine died" else 0)
+            await pass_time(20 if deaths != "no engine died" else 0)
             await check_both_ways(bench, first)
 
     for num_steps in range(len(STEP) + 1):

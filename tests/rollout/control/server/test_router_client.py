@@ -10,7 +10,7 @@ from rollout.control.server.router_client import RouterClient
 from rollout.core.errors import ActorLost, PhaseTimeout
 from rollout.rules.routing import Backend
 from tests.support.builders import RecordingRouter
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 PORT = Endpoint("127.0.0.1", 30000)
 MEMBERS = [Backend("main-0", Endpoint("127.0.0.1", 20000))]
@@ -102,7 +102,7 @@ async def test_a_call_that_a_lost_router_got_is_repeated_to_the_one_in_its_place
     link, router, spare = await linked()
     router.error = lost()
     shutting = asyncio.create_task(link.set_gate("holding", reason="paused", phase="pause"))
-    await asyncio.sleep(1.0)
+    await pass_time(1.0)
     assert not shutting.done()
     spare.serve(link)
     await shutting
@@ -117,7 +117,7 @@ async def test_a_call_whose_reply_never_comes_is_repeated_at_once() -> None:
     link, router, spare = await linked()
     router.set_members = Silent().set_members  # type: ignore[method-assign]
     sending = asyncio.create_task(link.set_members(8, []))
-    await asyncio.sleep(1.0)
+    await pass_time(1.0)
     spare.serve(link)
     await sending
     assert (spare.epochs, spare.members) == ([7, 8], [])
@@ -129,7 +129,7 @@ async def test_a_gate_that_was_to_open_opens_in_the_place_of_a_lost_router_only_
     await link.set_gate("closed", reason="paused")
     router.error = lost()
     opening = asyncio.create_task(link.set_gate("open", weight_version=4))
-    await asyncio.sleep(1.0)
+    await pass_time(1.0)
     spare.serve(link)
     assert spare.gate == "closed"
     await opening
@@ -151,7 +151,7 @@ async def test_engines_that_failed_are_reported_by_the_router_in_the_place_of_a_
     link, router, spare = await linked()
     router.error = lost()
     listening = asyncio.create_task(link.failures(5.0))
-    await asyncio.sleep(1.0)
+    await pass_time(1.0)
     spare.serve(link)
     spare.fail("main-0")
     assert await listening == [("main-0", "connection reset")]

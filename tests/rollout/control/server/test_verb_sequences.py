@@ -1,6 +1,5 @@
 """Random sequences of a server's verbs over fakes, in virtual time (``support/verb_walk.py``)."""
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.explore.steered import CONTROL
 from tests.support import builders
 from tests.support.builders import ServerBench, make_server
 from tests.support.verb_walk import VerbWalk
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 NUM_BATCHES, PER_BATCH, NUM_STEPS = 20, 100, 12
 GROUPS: tuple[dict[str, dict[str, Any]], ...] = (
@@ -100,7 +99,7 @@ class FakeRig:
             engine.faults.clear()
 
     async def wait(self) -> None:
-        await asyncio.sleep(20.0)
+        await pass_time(20.0)
 
     async def held(self, contents: int) -> dict[str, bool]:
         tensors = builders.manifest().tensors

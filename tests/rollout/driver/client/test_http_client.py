@@ -121,7 +121,11 @@ async def test_an_unusable_reply_is_final(body: str) -> None:
     assert len(str(caught.value)) < 500, "it quotes a part of the reply"
 
 
-async def test_a_broken_or_refused_connection_is_a_lost_engine() -> None:
+async def test_a_broken_or_refused_connection_is_a_lost_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_client, "_RECONNECT_S", 0.0)
+
     async def handler(request: web.Request) -> web.Response:
         assert request.transport is not None
         request.transport.abort()

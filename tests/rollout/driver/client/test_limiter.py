@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from rollout.driver.client.generation_client import EngineLoad
 from rollout.driver.client.limiter import Limiter, next_limit
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 
 async def hold(limiter: Limiter, seconds: float, log: list[str], name: str = "") -> None:
     async with limiter.slot():
         log.append(name)
-        await asyncio.sleep(seconds)
+        await pass_time(seconds)
 
 
 @virtual_time
@@ -34,14 +34,14 @@ async def test_a_higher_limit_admits_at_once_and_a_lower_one_as_slots_return() -
     async with asyncio.TaskGroup() as tasks:
         for _ in range(6):
             tasks.create_task(hold(limiter, 1.0, log))
-        await asyncio.sleep(0.5)
+        await pass_time(0.5)
         limiter.limit = 3
         await asyncio.sleep(0)
         assert limiter.num_used == 3
         limiter.limit = 1
-        await asyncio.sleep(0.75)
+        await pass_time(0.75)
         assert limiter.num_used == 2
-        await asyncio.sleep(0.5)
+        await pass_time(0.5)
         assert limiter.num_used == 1
 
 
@@ -50,10 +50,10 @@ async def test_a_waiter_that_is_cancelled_takes_no_slot() -> None:
     limiter, log = Limiter(1, clock=asyncio.get_running_loop().time), []
     first = asyncio.create_task(hold(limiter, 1.0, log))
     second = asyncio.create_task(hold(limiter, 1.0, log))
-    await asyncio.sleep(0.1)
+    await pass_time(0.1)
     second.cancel()
     await asyncio.wait([first, second])
-    await asyncio.sleep(2.0)
+    await pass_time(2.0)
     assert limiter.num_used == 0
     assert limiter.seconds() == (1.0, pytest.approx(2.0))
 
@@ -64,7 +64,7 @@ async def test_a_waiter_that_is_cancelled_while_admitted_passes_the_slot_on() ->
     first = asyncio.create_task(hold(limiter, 1.0, log, "first"))
     second = asyncio.create_task(hold(limiter, 1.0, log, "second"))
     third = asyncio.create_task(hold(limiter, 1.0, log, "third"))
-    await asyncio.sleep(0.5)
+    await pass_time(0.5)
     first.add_done_callback(lambda _: second.cancel())
     await asyncio.wait([first, second, third])
     assert log[0] == "first"

@@ -8,7 +8,8 @@ import pytest
 from rollout.core.pending import LoopThread
 from rollout.driver.driver import Driver
 from tests.support.driving import SAMPLING, always, driving, engines, prompts
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
+from tests.support.waits import forever
 
 
 @virtual_time
@@ -20,22 +21,22 @@ async def test_a_long_wait_at_the_gate_is_warned_of_once(caplog: pytest.LogCaptu
             call = asyncio.create_task(
                 driver.rollout(0, prompts(2), group_size=2, sampling=SAMPLING)
             )
-            await asyncio.sleep(9.0)
+            await pass_time(9.0)
             assert not caplog.messages
-            await asyncio.sleep(600.0)
+            await pass_time(600.0)
             (message,) = caplog.messages
             assert message.endswith("s, 4 requests wait at the gate")
             assert driver.why_waiting == "4 requests wait at the gate"
             client.open()
             await call
-            await asyncio.sleep(5.0)
+            await pass_time(5.0)
             assert driver.why_waiting == ""
             caplog.clear()
 
 
 def test_a_caller_that_gives_up_is_given_the_reason() -> None:
     loop = LoopThread("driver")
-    waiting = loop.submit(asyncio.sleep(600), lambda: "4 requests wait at the gate")
+    waiting = loop.submit(forever(), lambda: "4 requests wait at the gate")
     with pytest.raises(
         TimeoutError, match=r"^no answer within 0.01 s; 4 requests wait at the gate;"
     ):

@@ -27,7 +27,7 @@ from rollout.driver.stream.hooks import Hooks
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import numbers, push, source
 from tests.support.fake_generation_client import FakeGenerationClient
-from tests.support.virtual_time import VirtualTimeLoop
+from tests.support.virtual_time import VirtualTimeLoop, pass_time
 
 NUM_PROMPTS = 40
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -172,7 +172,7 @@ class World:
             case "die" if living:
                 victim = self.random.choice(living)
                 victim.die("a planned death")
-                await asyncio.sleep(self.random.random())
+                await pass_time(self.random.random())
                 self.client.engines.remove(victim)
                 self.client.engines.append(self.new_engine(self.num_new))
                 self.num_new += 1
@@ -187,16 +187,16 @@ class World:
                 self.client.open()
             case "close":
                 self.client.is_closed = True
-                await asyncio.sleep(self.random.random() * 5)
+                await pass_time(self.random.random() * 5)
                 self.client.is_closed = False
             case "hold":
                 self.client.hold()
-                await asyncio.sleep(self.random.random())
+                await pass_time(self.random.random())
                 self.client.open()
 
     async def disturb_all_the_time(self) -> None:
         while True:
-            await asyncio.sleep(self.random.random() * 0.5)
+            await pass_time(self.random.random() * 0.5)
             await self.disturb()
 
     async def run(self) -> None:

@@ -17,7 +17,8 @@ from rollout.driver.stream import journal
 from rollout.driver.stream.journal import JournalFiles
 from tests.support.driving import SAMPLING, always, driving, engines, numbers, source
 from tests.support.fake_generation_client import FakeGenerationClient
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
+from tests.support.waits import forever
 
 BATCH: dict[str, Any] = {"num_groups": 2, "group_size": 2, "sampling": SAMPLING}
 
@@ -53,7 +54,7 @@ async def test_a_call_that_is_cancelled_behind_its_last_sample_loses_nothing(
 
         async def slow_metrics() -> Mapping[str, float]:
             if is_slow:
-                await asyncio.sleep(5.0)
+                await pass_time(5.0)
             return {}
 
         monkeypatch.setattr(client, "server_metrics", slow_metrics)
@@ -154,7 +155,7 @@ def test_a_pending_that_is_cancelled_behind_its_last_sample_loses_nothing(
     async def slow_metrics() -> Mapping[str, float]:
         if not is_waiting.is_set():
             is_waiting.set()
-            await asyncio.sleep(60.0)
+            await forever()
         return await real_metrics()
 
     monkeypatch.setattr(client, "server_metrics", slow_metrics)

@@ -1,6 +1,5 @@
 """Hooks: what they may do, and what happens to the sample if they raise."""
 
-import asyncio
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from rollout.driver.client.session import Session
 from rollout.driver.stream.hooks import Hooks, drop_zero_std
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import SAMPLING, always, driving, engines, prompts, source
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 ALL_MAY_FAIL = RolloutOptions(max_failed_share=1.0)
 BATCH = {"group_size": 2, "sampling": SAMPLING}
@@ -89,7 +88,7 @@ async def test_an_async_reward_has_a_deadline_and_is_tried_again() -> None:
     async def reward(sample: Sample) -> float:
         tries.append(1)
         if len(tries) < 3:
-            await asyncio.sleep(100.0)
+            await pass_time(100.0)
         return 0.5
 
     hooks = Hooks(reward=reward, reward_timeout_s=2.0, reward_tries=3)
@@ -102,7 +101,7 @@ async def test_an_async_reward_has_a_deadline_and_is_tried_again() -> None:
 @virtual_time
 async def test_a_reward_that_never_returns_fails_with_a_message() -> None:
     async def reward(sample: Sample) -> float:
-        await asyncio.sleep(1e6)
+        await pass_time(1e6)
         return 0.0
 
     hooks = Hooks(reward=reward, reward_timeout_s=2.0, reward_tries=2)

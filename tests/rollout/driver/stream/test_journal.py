@@ -8,7 +8,7 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from rollout.driver.stream import journal
 from rollout.driver.stream.journal import JournalFiles
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import SAMPLING, always, driving, engines, numbers, prompts, source
+from tests.support.waits import until
+
+pytestmark = pytest.mark.clock
 
 BATCH: dict[str, Any] = {"num_groups": 2, "group_size": 2, "sampling": SAMPLING}
 AHEAD = RolloutOptions(mode="async")
@@ -118,14 +121,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 def losses(client: Any) -> list[float]:
     return [one["metrics"][LOST] for one in client.reports if LOST in one["metrics"]]
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if is_so():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it does not happen within 10 s")
 
 
 async def until_reported(client: Any, num: int) -> None:

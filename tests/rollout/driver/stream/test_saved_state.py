@@ -21,7 +21,7 @@ from rollout.driver.stream.saved_state import Changes, SavedState, state_of
 from rollout.driver.stream.stream import Stream
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 from tests.support.driving import SAMPLING, driving, engines, push, source
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 BATCH: dict[str, Any] = {"num_groups": 4, "group_size": 2, "sampling": SAMPLING}
 
@@ -29,7 +29,7 @@ BATCH: dict[str, Any] = {"num_groups": 4, "group_size": 2, "sampling": SAMPLING}
 async def two_turns(session: Session) -> None:
     await session.generate(SamplingParams(max_new_tokens=4))
     session.observe([7, 8], " tool ")
-    await asyncio.sleep(0.05)
+    await pass_time(0.05)
     await session.generate()
 
 
@@ -48,7 +48,7 @@ class Collector:
     async def run(self) -> None:
         while True:
             self.take()
-            await asyncio.sleep(0.013)
+            await pass_time(0.013)
 
 
 def copied(value: Any) -> Any:
@@ -73,7 +73,7 @@ async def test_the_lines_of_a_run_give_its_state_at_any_time(generate: Any) -> N
         collector = Collector(stream)
         collecting = asyncio.create_task(collector.run())
         for step in range(1, 9):
-            await asyncio.sleep(0.07)
+            await pass_time(0.07)
             await push(client, step, 0.01)
             await driver.rollout(step, data, options=options, **BATCH)
             collector.take()

@@ -13,7 +13,7 @@ from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.stream.hooks import Hooks
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import SAMPLING, driving, engines, numbers, prompts, push, source
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 # Groups of two end at different times on these.
 UNLIKE = (0.01, 0.03, 0.05, 0.02, 0.04)
@@ -168,7 +168,7 @@ async def test_a_group_that_is_stale_too_often_is_dropped() -> None:
         options = RolloutOptions(mode="async", max_version_lag=0, max_redone=1)
         for version in range(1, 4):
             await driver.rollout(version, data, options=options, **BATCH)
-            await asyncio.sleep(1.0)
+            await pass_time(1.0)
             await push(client, version)
         stream = driver.stream_of(data)
         assert stream.auditor.findings(stream.pending) == []
@@ -232,7 +232,7 @@ async def test_one_ahead_makes_the_next_batch_while_the_trainer_trains() -> None
         data, options = source(100), RolloutOptions(mode="one_ahead")
         loop = asyncio.get_running_loop()
         await driver.rollout(0, data, options=options, **BATCH)
-        await asyncio.sleep(5.0)
+        await pass_time(5.0)
         began = loop.time()
         groups = await driver.rollout(1, data, options=options, **BATCH)
         assert loop.time() == began
@@ -246,7 +246,7 @@ async def test_async_runs_ahead_as_far_as_staleness_allows_and_no_further() -> N
         data = source(100)
         options = RolloutOptions(mode="async", max_version_lag=2)
         await driver.rollout(0, data, options=options, **BATCH)
-        await asyncio.sleep(60.0)
+        await pass_time(60.0)
         assert max(request.input_ids[0] for request in client.requests) == 4 + 12
         assert len(driver.stream_of(data).pending) == 12
 
@@ -261,7 +261,7 @@ def test_a_push_between_batches_cuts_samples_that_continue_with_new_weights(mode
             mixed = 0
             for step in range(6):
                 groups = await driver.rollout(step, data, options=options, **BATCH)
-                await asyncio.sleep(0.3)
+                await pass_time(0.3)
                 await push(client, step + 1)
                 for sample in all_samples(groups):
                     sample.check()
@@ -301,7 +301,7 @@ async def test_a_closed_gate_is_retried_until_it_opens() -> None:
     async with driving(engines(0.01)) as (driver, client):
         client.is_closed = True
         call = asyncio.create_task(driver.rollout(0, prompts(2), group_size=1, sampling=SAMPLING))
-        await asyncio.sleep(30.0)
+        await pass_time(30.0)
         client.is_closed = False
         assert len(await call) == 2
     assert 50 < len(client.requests) < 70
@@ -339,7 +339,7 @@ async def test_a_cancelled_rollout_loses_nothing() -> None:
     async with driving(engines(0.1)) as (driver, client):
         data = source(100)
         call = asyncio.create_task(driver.rollout(0, data, **BATCH))
-        await asyncio.sleep(0.55)
+        await pass_time(0.55)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -354,9 +354,9 @@ async def test_requests_held_at_the_gate_are_aborted_there() -> None:
     async with driving(engines(0.01, 0.01), max_in_flight=16) as (driver, client):
         data, options = source(100), RolloutOptions(over_sampling=2.0)
         call = asyncio.create_task(driver.rollout(0, data, options=options, **BATCH))
-        await asyncio.sleep(0.05)
+        await pass_time(0.05)
         client.hold()
-        await asyncio.sleep(0.5)
+        await pass_time(0.5)
         assert not call.done() or len(call.result()) == 4
         client.open()
         await call
@@ -381,7 +381,7 @@ async def test_engines_that_ignore_the_abort_are_abandoned_after_its_deadline() 
 @virtual_time
 async def test_a_slow_reward_does_not_delay_the_end_of_a_batch() -> None:
     async def reward(sample) -> float:
-        await asyncio.sleep(500.0 if sample.prompt_ids == [5] else 0.0)
+        await pass_time(500.0 if sample.prompt_ids == [5] else 0.0)
         return 1.0
 
     async with driving(engines(0.01), reward) as (driver, _):
@@ -496,7 +496,7 @@ def test_closing_a_driver_fails_a_pending_rollout_with_a_message(make) -> None:
     async def run() -> None:
         async with driving(engines(0.1)) as (driver, client):
             call = asyncio.create_task(driver.rollout(0, make(9), **BATCH))
-            await asyncio.sleep(0.35)
+            await pass_time(0.35)
             await driver.close()
             assert client.num_in_flight == 0
             with pytest.raises(RolloutError, match="closed before the batch was full"):

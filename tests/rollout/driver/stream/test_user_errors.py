@@ -21,6 +21,7 @@ from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import SAMPLING, always, driving, engines, numbers, source
 from tests.support.fake_generation_client import FakeGenerationClient
 from tests.support.virtual_time import virtual_time
+from tests.support.waits import forever
 
 BATCH: dict[str, Any] = {"num_groups": 3, "group_size": 2, "sampling": SAMPLING}
 ENDS_CALL = (SystemExit, KeyboardInterrupt)
@@ -55,11 +56,11 @@ def in_hooks(where: str, trouble: Trouble) -> Hooks:
         return 1.0
 
     async def reward_later(sample: Sample) -> float:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         return reward(sample)
 
     async def reward_of_a_cancelled_task(sample: Sample) -> float:
-        waiting = asyncio.create_task(asyncio.sleep(1.0))
+        waiting = asyncio.create_task(forever())
         if trouble.kind is asyncio.CancelledError and not trouble.is_over:
             waiting.cancel()
             trouble.num_raised += 1
@@ -81,7 +82,7 @@ def in_hooks(where: str, trouble: Trouble) -> Hooks:
         return [1.0] * len(group)
 
     async def group_reward_later(group: Any) -> list[float]:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         return group_reward(group)
 
     def keep(of: Any) -> bool:

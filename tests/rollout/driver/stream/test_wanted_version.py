@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from rollout.core.errors import RolloutError
 from rollout.driver.stream.delivery import why_wrong_version
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import SAMPLING, driving, engines, numbers, prompts, push, source
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 NO_TOKEN = r"weight version 57 is wanted, and no token has it: the newest has 0"
 
@@ -59,7 +58,7 @@ async def test_groups_from_before_a_push_are_used_where_the_options_allow_it() -
         plan: dict[str, Any] = {"group_size": 1, "num_groups": 2, "sampling": SAMPLING}
         data = source(12)
         await driver.rollout(1, data, weight_version=1, options=options, **plan)
-        await asyncio.sleep(5)  # the next batch is ready
+        await pass_time(5)  # the next batch is ready
         await push(client, 2)
         groups = await driver.rollout(2, data, weight_version=2, options=options, **plan)
         assert {version for group in groups for one in group for version in one.versions} == {1}
