@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 _DATE_EVERY_S = 1.0
+_POLL_S = 0.01
 
 
 def _nothing() -> None: ...
@@ -48,9 +49,27 @@ class HttpServer(uvicorn.Server):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), interval_s)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Unlike uvicorn's, does not wait a tenth of a second where nothing is under way."""
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                # uvicorn tells nobody when the last one ends.
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+                for server in self.servers:
+                    await server.wait_closed()
+        except TimeoutError:
+            for task in self.server_state.tasks:
+                task.cancel("the server has stopped")
+        await self.lifespan.shutdown()
+
     def stop(self, graceful_s: float) -> None:
         """Refuse connections, give requests so long to end, cancel the rest; on its event loop."""
-        # The annotation says int, but it only ever reaches asyncio.wait_for.
+        # The annotation says int, but it only ever reaches asyncio.timeout.
         self.config.timeout_graceful_shutdown = graceful_s  # type: ignore[assignment]
         self._on_stopping()
         self._stopping.set()

@@ -13,6 +13,8 @@ import uvicorn
 from engines.http.uvicorn_server import HttpServer
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.http_thread import HttpThread
+from tests.support.virtual_time import VirtualTimeLoop
+from tests.support.waits import forever
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -49,6 +51,20 @@ async def test_it_serves_and_does_work_on_its_own_loop_until_it_is_stopped() -> 
     await thread.stop(1, timeout_s=10)
     with pytest.raises(RolloutError, match="the page is started once"):
         await thread.start("127.0.0.1", 0, make_server)
+
+
+async def test_a_server_without_requests_stops_without_waiting_for_a_time() -> None:
+    settings = uvicorn.Config(app, lifespan="off", log_config=None, date_header=False)
+    loops: list[VirtualTimeLoop] = []
+
+    def make_loop() -> VirtualTimeLoop:
+        loops.append(VirtualTimeLoop())
+        return loops[0]
+
+    thread = HttpThread("page", loop_factory=make_loop)
+    await thread.start("127.0.0.1", 0, lambda: HttpServer(settings), 10)
+    await thread.stop(1, timeout_s=10)
+    assert loops[0].time() == 0.0
 
 
 async def test_servers_are_made_one_after_the_other() -> None:
@@ -98,7 +114,7 @@ async def test_a_port_that_is_taken_is_named_with_its_setting() -> None:
 async def test_work_that_a_stop_cuts_short_is_an_error() -> None:
     thread = HttpThread("page")
     await thread.start("127.0.0.1", 0, make_server, 10)
-    call = asyncio.ensure_future(thread.call(asyncio.sleep(60)))
+    call = asyncio.ensure_future(thread.call(forever()))
     await asyncio.sleep(0)
     await thread.stop(0.1, timeout_s=10)
     with pytest.raises(RolloutError, match="the page stopped before it could answer"):
