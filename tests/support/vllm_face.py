@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from engines.fake import FakeTensor, pack_tensors
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.vllm import FakeVllm
+from tests.support.waits import until
 
 
 def content(names: Sequence[str], version: str) -> str:
@@ -31,5 +31,4 @@ async def admitted(engine: FakeVllm, num: int = 1) -> None:
 
 async def generating(engine: FakeVllm) -> None:
     """Returns when a request has tokens."""
-    while not any(one.output_ids for one in engine.in_flight.values()):  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: any(one.output_ids for one in engine.in_flight.values()))

@@ -26,6 +26,8 @@ from rollout.router.state.state_file import StateFile
 from rollout.runtime.worker_process import collect_in_sweeps
 from tests.rollout.router.conftest import router_config
 
+# clock: it measures its memory again and again.
+
 ROOT = Path(__file__).parents[3]
 _TICK_S = 0.002
 _SAMPLE_S = 0.01

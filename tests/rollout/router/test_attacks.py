@@ -15,7 +15,7 @@ from .raw import connect, post, response_to
 from .router_process import RouterProcess
 from .stub_engine import STREAM, StubEngine, chunk
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.clock, pytest.mark.slow]
 
 LONGEST_S = 0.05
 GROWTH, SLACK = 1.2, 24 << 20

@@ -15,6 +15,8 @@ from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.router_process import RouterProcess
 from tests.rollout.router.stub_engine import Hold, StubEngine
 
+pytestmark = pytest.mark.clock
+
 MINE = {**ASK, "rid": "mine"}
 
 

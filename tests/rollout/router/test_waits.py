@@ -35,7 +35,7 @@ from tests.rollout.router.stub_engine import STREAM, Connection, Seen, StubEngin
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.clock, pytest.mark.slow]
 
 CPU_S = 0.05
 WAIT_S = 0.05

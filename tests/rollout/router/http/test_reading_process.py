@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,28 +42,31 @@ async def test_what_a_library_prints_is_no_answer(reading: ReadingProcess) -> No
 
 
 async def test_calls_are_answered_in_their_order_and_the_loop_goes_on(
-    reading: ReadingProcess,
+    reading: ReadingProcess, tmp_path: Path
 ) -> None:
     order: list[str] = []
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
 
-    async def call(name: str, for_s: float) -> None:
-        await reading.call(time.sleep, for_s)
+    async def call(name: str, work: Callable[[Any], Any], argument: Any) -> None:
+        await reading.call(work, argument)
         order.append(name)
 
-    calls = asyncio.gather(call("first", 0.3), call("second", 0.0))
-    beats = 0
-    while not calls.done():
-        await asyncio.sleep(0.01)
-        beats += 1
+    first = asyncio.create_task(call("first", Path.read_bytes, gate))
+    second = asyncio.create_task(call("second", len, ""))
+    # It is opened here while the process waits in it.
+    await asyncio.to_thread(gate.write_bytes, b"")
+    await asyncio.gather(first, second)
     assert order == ["first", "second"]
-    assert beats > 3
 
 
 async def test_a_process_that_is_late_is_killed_and_the_next_call_starts_another() -> None:
-    reading = ReadingProcess(deadline_s=3.0)
+    reading = ReadingProcess(deadline_s=60.0)
     pid = await reading.call(os.getpid)
-    with pytest.raises(ReadingFailed, match="not read within 3 s"):
-        await reading.call(time.sleep, 600.0)
+    reading._deadline_s = 1.0
+    with pytest.raises(ReadingFailed, match="not read within 1 s"):
+        await reading.call(signal.pause)
+    reading._deadline_s = 60.0
     assert not psutil.pid_exists(pid)
     assert await reading.call(os.getpid) != pid
     reading.close()

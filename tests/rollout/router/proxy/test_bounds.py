@@ -17,6 +17,8 @@ from tests.rollout.router.conftest import router_config
 from tests.rollout.router.raw import connect, post, response_to
 from tests.rollout.router.stub_engine import chunk, reply
 
+pytestmark = pytest.mark.clock
+
 
 def kept_bytes(work):
     tracemalloc.start()

@@ -17,6 +17,7 @@ from rollout.router.proxy.engine_errors import is_own_error
 from tests.rollout.router.conftest import router_config
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
 from tests.rollout.router.stub_engine import Hold, hold_then_reply, reply, stream
+from tests.support.waits import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +47,7 @@ def for_good(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer_of(path: str, content: bytes, *, is_streamed: bool) -> Any:
-    """The tokens or the text of a whole reply or of a stream, and why it ended."""
+    """The tokens or the words of a whole reply or of a stream, and why it ended."""
     if path == GENERATE:
         last = events_of(content)[-1] if is_streamed else json.loads(content)
         return last["output_ids"], last["meta_info"]["finish_reason"]["type"]
@@ -55,7 +56,7 @@ def answer_of(path: str, content: bytes, *, is_streamed: bool) -> Any:
     (reason,) = [one["finish_reason"] for one in choices if one.get("finish_reason")]
     if path == CHAT:
         parts = [one.get("delta") or one.get("message") or {} for one in choices]
-        return "".join(part.get("content") or "" for part in parts), reason
+        return "".join(part.get("content") or "" for part in parts).split(), reason
     return [token for one in choices for token in one.get("token_ids") or ()], reason
 
 
@@ -87,8 +88,9 @@ async def test_a_request_continues_elsewhere_when_the_core_of_its_engine_dies(
         uncut = await asked(whole, path, is_streamed=is_streamed)
         tasks = [asyncio.create_task(asked(whole, path, is_streamed=is_streamed)) for _ in range(4)]
         first = whole.engines[0]
-        while not [one for one in first.in_flight.values() if len(one.output_ids) >= NUM // 2]:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(
+            lambda: [one for one in first.in_flight.values() if len(one.output_ids) >= NUM // 2]
+        )
         first.lose_core()  # type: ignore[attr-defined]
         for answer in await asyncio.gather(*tasks):
             assert len(answer[0]) == len(uncut[0])

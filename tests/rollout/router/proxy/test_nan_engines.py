@@ -14,6 +14,7 @@ import pytest
 
 from engines.protocol import SamplingParams
 from rollout.core.errors import RolloutError
+from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import RolloutDriver
 from rollout.router.continuation.core import NotFinite
@@ -22,6 +23,7 @@ from tests.rollout.router.conftest import router_config
 from tests.rollout.router.continuation.replies import CHAT, COMPLETIONS, VLLM_GENERATE, read
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
 from tests.rollout.router.stub_engine import reply, stream
+from tests.support.waits import until
 
 pytestmark = pytest.mark.timeout(60)
 NUM = 20
@@ -69,11 +71,9 @@ async def test_tokens_from_before_the_first_nan_are_kept(is_streamed: bool) -> N
     async with served("sglang", "sglang", token_failover="on", token_s=0.02) as whole:
         right, _ = await asked(whole, is_streamed=is_streamed)
         running = asyncio.create_task(asked(whole, is_streamed=is_streamed))
-        while not (found := [one for one in whole.engines if one.in_flight]):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        found = await until(lambda: [one for one in whole.engines if one.in_flight])
         (request,) = found[0].in_flight.values()
-        while len(request.output_ids) < NUM // 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: len(request.output_ids) >= NUM // 2)
         found[0].computes_nan = True  # type: ignore[attr-defined]
         ids, logprobs = await running
         # A fake's next tokens depend on where its prompt ends.
@@ -108,13 +108,16 @@ async def test_a_driver_never_makes_a_sample_of_nan() -> None:
     """Also where the router passes replies on as they are."""
     async with served("sglang", token_failover="off") as whole:
         whole.engines[0].computes_nan = True  # type: ignore[attr-defined]
-        async with RolloutDriver(whole.url, max_failed_share=1.0) as driver:
+        retry_policy = RetryPolicy(max_lost=1)
+        async with RolloutDriver(
+            whole.url, max_failed_share=1.0, retry_policy=retry_policy
+        ) as driver:
             sampling = SamplingParams(max_new_tokens=2)
             (group,) = await driver.rollout(1, [Prompt((1, 2))], group_size=1, sampling=sampling)
             (sample,) = group
             assert "log-probs that are not numbers" in sample.error
             assert sample.output_ids == []
-        async with RolloutDriver(whole.url) as driver:
+        async with RolloutDriver(whole.url, retry_policy=retry_policy) as driver:
             with pytest.raises(
                 RolloutError, match="main-0 computed log-probs that are not numbers"
             ):

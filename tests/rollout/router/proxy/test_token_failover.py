@@ -13,6 +13,7 @@ from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.raw import bodies, post, response_to
 from tests.rollout.router.stub_engine import CHUNKED, Hold, chunk, reply, stream
 from tests.support.chat_models import write_chat_model
+from tests.support.waits import until
 
 ON = router_config(token_failover="on")
 
@@ -120,8 +121,7 @@ async def test_several_tokens_of_an_event_are_kept_as_soon_as_the_tokenizer_is_l
     bench = await make_bench(counting(every=8, dies_after=8, hold=hold), counting(), config=config)
     await bench.host.set_members(2, [bench.member(1)])
     check((await bench.ask(json=ASK)).json, failovers=0)
-    while has_tokenizer and bench.host._proxy.decode is None:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: bench.host._proxy.decode is not None or not has_tokenizer)
     await bench.host.set_members(3, [bench.member(0)])
     pending = bench.begin(json=ASK)
     await hold.entered.wait()

@@ -16,6 +16,7 @@ from engines.fake.vllm import FakeVllm
 from engines.protocol import Endpoint
 from engines.protocol.spec import EngineSpec
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
+from tests.support.waits import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -215,8 +216,7 @@ async def test_an_abort_at_the_router_ends_what_it_names_and_no_other() -> None:
         running = [
             asyncio.create_task(whole.generate(100_000, rid=rid)) for rid in ("p-1", "p-10", "q-1")
         ]
-        while sum(len(engine.in_flight) for engine in whole.engines) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(len(engine.in_flight) for engine in whole.engines) == 3)
         status, _, _ = await whole.post({"rid": "p-1"}, "/abort_request")
         assert status == 200
         reply = await running[0]

@@ -12,6 +12,7 @@ import pytest
 from engines.fake import faults
 from engines.fake.vllm.forms import ids_of, logprob_of, text_of
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
+from tests.support.waits import until
 
 pytestmark = pytest.mark.timeout(60)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -45,13 +46,16 @@ async def lost_one(whole: Served, path: str, body: dict[str, Any], **headers: st
     """The reply of a request whose engine dies after nine tokens, while weights 4 are published."""
     first = whole.engines[0]
     first.faults.strike("generate", faults.hang(tokens=DIES_AFTER))
+
+    def hangs() -> bool:
+        return DIES_AFTER in [len(one.output_ids) for one in first.in_flight.values()]
+
     for _ in range(2):
         asked = asyncio.create_task(whole.post(body, path, **headers))
-        while not asked.done():
-            if [one for one in first.in_flight.values() if len(one.output_ids) == DIES_AFTER]:
-                await whole.host.set_gate("open", weight_version=4)
-                first.die("killed")
-            await asyncio.sleep(0.01)
+        await until(lambda asked=asked: asked.done() or hangs())
+        if hangs():
+            await whole.host.set_gate("open", weight_version=4)
+            first.die("killed")
         status, _, content = await asked
         assert status == 200, content
         if first.is_dead:
@@ -74,8 +78,7 @@ async def aborted_by_a_pause(whole: Served, path: str, body: dict[str, Any]) -> 
     """The reply of a request that a pause aborts after some tokens, before weights 4."""
     (engine,) = whole.engines
     asked = asyncio.create_task(whole.post(body, path))
-    while not [one for one in engine.in_flight.values() if one.output_ids]:  # noqa: ASYNC110
-        await asyncio.sleep(0.002)
+    await until(lambda: [one for one in engine.in_flight.values() if one.output_ids])
     await whole.host.set_gate("holding", reason="a push")
     await engine.answer("/pause", {"mode": "abort"})  # type: ignore[attr-defined]
     await engine.answer("/resume", {})  # type: ignore[attr-defined]

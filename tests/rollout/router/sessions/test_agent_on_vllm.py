@@ -14,6 +14,7 @@ from engines.fake import faults
 from rollout.driver.client.branch_samples import branch_samples
 from tests.rollout.router.served_vllm import Served, served
 from tests.support.chat_models import write_chat_model
+from tests.support.waits import until
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -100,10 +101,8 @@ async def test_a_turn_goes_on_with_its_tokens_when_its_engine_dies(tmp_path: Pat
         await other.answer("/update_weight_version", {"new_version": "4"})  # type: ignore[attr-defined]
         dying.faults.strike("generate", faults.hang(tokens=9))
         asked = asyncio.create_task(ask(model="m", messages=history, max_tokens=NUM))
-        while not asked.done():
-            if [one for one in dying.in_flight.values() if len(one.output_ids) == 9]:
-                dying.die("killed")
-            await asyncio.sleep(0.01)
+        await until(lambda: 9 in [len(one.output_ids) for one in dying.in_flight.values()])
+        dying.die("killed")
         await asked
         assert dying.is_dead
         one, two = await turns_of(whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -289,8 +288,7 @@ def test_other_threads_run_while_a_long_message_is_encoded(loaded: ChatTokenizer
     beats, is_over = [0], threading.Event()
 
     def beat() -> None:
-        while not is_over.is_set():
-            time.sleep(0.001)
+        while not is_over.wait(0.001):
             beats[0] += 1
 
     thread = threading.Thread(target=beat, daemon=True)

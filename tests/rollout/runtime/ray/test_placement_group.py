@@ -188,9 +188,15 @@ def in_group(world: World, group: Any) -> Any:
 
 
 def test_a_stop_leaves_the_placement_group_to_a_trainer_that_lives_in_it(
-    world: World, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    world: World,
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launch = world.load("launch").launch_ray
+    launching = world.load("launch")
+    # It would be waited out, since the trainer goes on.
+    monkeypatch.setattr(launching, "_UNUSED_TIMEOUT_S", 0.1)
+    launch = launching.launch_ray
     groups = {"main": {"num_engines": 1, "engine": {"gpus": 1}}}
     with launched(launch, tmp_path, groups, run_id="left") as handle:
         trainer = in_group(world, handle.placement_group)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -149,12 +148,20 @@ async def test_a_push_with_several_payloads_is_left_to_its_copies(shared_memory:
 
 
 class SlowToEnd(threading.Thread):
-    """The writing thread ends well after its work is done, as on a busy machine."""
+    """The writing thread ends when it is waited for, as on a busy machine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._may_end = threading.Event()
 
     def run(self) -> None:
         super().run()
         if self.name == "store-write":
-            time.sleep(0.5)
+            self._may_end.wait(60)
+
+    def join(self, timeout: float | None = None) -> None:
+        self._may_end.set()
+        super().join(timeout)
 
 
 async def test_a_stop_in_the_middle_of_a_write_leaves_no_thread_and_no_byte(
