@@ -39,6 +39,8 @@ from rollout.weights.routes.trainer_groups import BroadcastSender
 from tests.support.lora import drawn_adapter
 from tests.support.megatron_shards import MegatronShards, Sizes
 
+# clock: a rank is late, and less than the others wait.
+
 TIED = "lm_head.weight"
 TIMEOUT_S = 4
 
@@ -229,8 +231,8 @@ class Trainer:
     def _act(self, does: str, pid: int) -> None:
         if does == "raises":
             raise ValueError("a bad cable")
-        if does == "sleeps":
-            time.sleep(2 * TIMEOUT_S)
+        if does == "waits":
+            sys.stdin.readline()
         else:
             os.kill(pid or os.getpid(), signal.SIGSTOP if does == "stops" else signal.SIGKILL)
 
@@ -342,9 +344,9 @@ class Trainer:
         """One rank is frozen at its fifth tensor, until it gets SIGCONT."""
         return self.at_tensor(rank, 5, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
-    def sleeps(self, rank: int, seconds: float) -> Any:
-        """One rank sleeps at its fifth tensor."""
-        return self.at_tensor(rank, 5, lambda: time.sleep(seconds))
+    def waits(self, rank: int) -> Any:
+        """One rank waits for a line at its fifth tensor."""
+        return self.at_tensor(rank, 5, sys.stdin.readline)
 
     def kills(self, pid: int, tensor: int) -> Any:
         """Rank 0 kills another process when so many tensors were gathered."""
@@ -362,7 +364,7 @@ class Trainer:
         return self.at_tensor(0, 9, lambda: os.kill(pid, signal.SIGKILL), shards)
 
     def at_tensor(
-        self, rank: int, number: int, act: Callable[[], None], shards: dict[str, Any] | None = None
+        self, rank: int, number: int, act: Callable[[], Any], shards: dict[str, Any] | None = None
     ) -> Any:
         """A push in which one rank acts after the gather of one tensor."""
         num_seen = 0
@@ -377,8 +379,11 @@ class Trainer:
         return self.pusher.push(shards or self._mapped(1), name_map=acting)
 
     def stays_away(self, rank: int) -> Any:
-        """One rank does not call push before the others have given up."""
-        return self.late(rank, 2 * TIMEOUT_S)
+        """One rank does not call push before it gets a line."""
+        tensors = self.sharded(2)
+        if self.rank == rank:
+            sys.stdin.readline()
+        return self.pusher.push(tensors)
 
     def leaves(self, rank: int) -> Any:
         """One rank raises in the block of a pusher, outside of a call."""

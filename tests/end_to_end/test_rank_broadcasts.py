@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,7 @@ pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANK_TIMEOUT_S = 4
 # Of three ranks, the last two share a host.
-HOSTS = [0, 1, 1]
+FAR: dict[str, Any] = {"own_host": "127.0.0.2", "hosts": [0, 1, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def ranks(run: DeploymentHandle, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def push(ranks: Ranks, seed: int, far: str = "main-1", **more: Any) -> list[dict[str, Any]]:
     """A push to engines one of which is on another host than all ranks, or all are."""
-    return ranks.do("push_far", far=far, own_host="127.0.0.2", seed=seed, hosts=HOSTS, **more)
+    return ranks.do("push_far", far=far, seed=seed, **FAR, **more)
 
 
 def serves(run: DeploymentHandle) -> bool:
@@ -153,7 +151,8 @@ def test_a_sender_that_raises_anywhere_is_named_on_all_ranks(
 def test_a_late_sender_ends_the_push_of_all_ranks(
     run: DeploymentHandle, ranks: Ranks, number: int
 ) -> None:
-    said = push(ranks, 83, fault={"rank": 1, "number": number, "does": "sleeps"})
+    fault = {"rank": 1, "number": number, "does": "waits"}
+    said = ranks.do_without(1, "push_far", far="main-1", seed=83, fault=fault, **FAR)
     assert len(errors(said)) == 1, said
     assert "rank 1 did not report a broadcast" in said[0]["error"]
     assert max(said[rank]["seconds"] for rank in (0, 2)) < 3 * RANK_TIMEOUT_S
@@ -162,10 +161,8 @@ def test_a_late_sender_ends_the_push_of_all_ranks(
 
 def test_a_frozen_sender_ends_the_push_of_the_others(run: DeploymentHandle, ranks: Ranks) -> None:
     frozen = psutil.Process(ranks.processes[1].pid)
-    thaw = threading.Timer(3 * RANK_TIMEOUT_S, lambda: frozen.send_signal(signal.SIGCONT))
-    thaw.start()
-    said = push(ranks, 85, fault={"rank": 1, "does": "stops"})
-    thaw.join()
+    fault = {"rank": 1, "does": "stops"}
+    said = ranks.do_without(1, "push_far", frozen.resume, far="main-1", seed=85, fault=fault, **FAR)
     assert len(errors(said)) == 1, said
     assert "rank 1 did not report a broadcast" in said[0]["error"]
     assert max(said[rank]["seconds"] for rank in (0, 2)) < 2.5 * RANK_TIMEOUT_S

@@ -6,8 +6,6 @@ others; all: ``make test-chaos PYTEST_ARGS=tests/end_to_end/test_rank_faults.py`
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +54,7 @@ def the_next_push_works(run: DeploymentHandle, ranks: Ranks, seed: int) -> None:
 def test_a_rank_that_never_comes_ends_the_push_on_the_other(
     run: DeploymentHandle, ranks: Ranks, rank: int
 ) -> None:
-    said = ranks.do("stays_away", rank=rank)
+    said = ranks.do_without(rank, "stays_away", rank=rank)
     assert len(errors(said)) == 1, said
     assert f"rank {rank} " in said[0]["error"]
     assert said[1 - rank]["seconds"] < 3 * RANK_TIMEOUT_S
@@ -82,7 +80,7 @@ def test_a_rank_that_raises_outside_of_a_call_ends_the_next_push_of_the_other(
 def test_a_rank_that_is_late_inside_a_bucket_ends_the_push(
     run: DeploymentHandle, ranks: Ranks, rank: int
 ) -> None:
-    said = ranks.do("sleeps", rank=rank, seconds=2 * RANK_TIMEOUT_S)
+    said = ranks.do_without(rank, "waits", rank=rank)
     assert len(errors(said)) == 1, said
     assert f"rank {rank} " in said[0]["error"]
     assert said[1 - rank]["seconds"] < 2.5 * RANK_TIMEOUT_S
@@ -94,10 +92,7 @@ def test_a_rank_that_is_frozen_ends_the_push_on_the_other(
     run: DeploymentHandle, ranks: Ranks, rank: int
 ) -> None:
     frozen = psutil.Process(ranks.processes[rank].pid)
-    thaw = threading.Timer(2 * RANK_TIMEOUT_S, lambda: frozen.send_signal(signal.SIGCONT))
-    thaw.start()
-    said = ranks.do("stops", rank=rank)
-    thaw.join()
+    said = ranks.do_without(rank, "stops", frozen.resume, rank=rank)
     assert len(errors(said)) == 1, said
     assert f"rank {rank} " in said[0]["error"]
     assert said[1 - rank]["seconds"] < 2.5 * RANK_TIMEOUT_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,43 @@ class Ranks:
 
     def do(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
         """What each rank says of a command; of one that died, nothing."""
-        line = json.dumps({"do": command, **arguments}) + "\n"
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(line)
-            process.stdin.flush()
+        self._tell(command, arguments)
         return self.read()
 
+    def do_without(
+        self, rank: int, command: str, release: Callable[[], Any] | None = None, /, **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """``do``; one rank, which waits in it, is released after the others have answered.
+
+        Args:
+            release: None sends it the line that it waits for.
+        """
+        self._tell(command, arguments)
+        said = {
+            number: self._read(process)
+            for number, process in enumerate(self.processes)
+            if number != rank
+        }
+        (release or (lambda: self._write(self.processes[rank], "\n")))()
+        said[rank] = self._read(self.processes[rank])
+        return [said[number] for number in range(len(said))]
+
+    def _tell(self, command: str, arguments: dict[str, Any]) -> None:
+        for process in self.processes:
+            self._write(process, json.dumps({"do": command, **arguments}) + "\n")
+
+    def _write(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line)
+        process.stdin.flush()
+
+    def _read(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        return dict(json.loads(line)) if line else {}
+
     def read(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self.processes if process.stdout]
-        return [json.loads(line) if line else {} for line in lines]
+        return [self._read(process) for process in self.processes]
 
     def restart(self, folder: Path) -> None:
         """The trainer begins again with new processes, which meet in this new folder."""
