@@ -26,6 +26,7 @@ from tests.support.optional_packages import (
     pytest_make_collect_report,
     pytest_terminal_summary,
 )
+from tests.support.processes import wait_until
 from tests.support.ray_worlds import RayWorld, ray_world
 from tests.support.runs import FOLDER_OF_A_TEST, MARK
 
@@ -156,13 +157,14 @@ def nothing_is_left_behind() -> Iterator[None]:
     before = set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
     yield
     left = left_behind(run_id, before)
-    deadline = time.monotonic() + GRACE_S
-    while left and time.monotonic() < deadline:
-        time.sleep(0.2)
+
+    def nothing_is_left() -> bool:
         # Only what was there at once can be ours: another run on this machine makes files too.
         still = left_behind(run_id, before)
-        left = [name for name in left if name in still]
-    if left:
+        left[:] = [name for name in left if name in still]
+        return not left
+
+    if left and not wait_until(nothing_is_left, GRACE_S):
         pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 

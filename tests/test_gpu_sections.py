@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.processes import importing_us
+from tests.support.processes import importing_us, wait_until
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci/gpu.py"
@@ -89,7 +89,7 @@ def test_what_comes_first_is_shown_in_the_time_of_a_command(gpu_sections: Any) -
 # A process of an engine, under our guard, and one that has left its session; then a hang that
 # hears no SIGINT, as in a call of CUDA.
 HANGS = """
-import asyncio, pathlib, signal, subprocess, sys, time
+import asyncio, pathlib, signal, subprocess, sys
 from engines.process.engine_process import EngineProcess
 
 async def main():
@@ -100,7 +100,7 @@ async def main():
 
 asyncio.run(main())
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-time.sleep(600)
+signal.pause()
 """
 RUNNER = """
 import sys, time
@@ -194,7 +194,7 @@ def test_without_a_gpu_nothing_is_begun_after_the_first_section(
 
 
 def test_a_run_that_is_killed_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
-    waits = "print('{\"row\": 2}', flush=True); import time; time.sleep(600)"
+    waits = "print('{\"row\": 2}', flush=True); import signal; signal.pause()"
     section = f"[Section('waits', ('-c', {waits!r}), 60, 1)]"
     process = subprocess.Popen(
         [sys.executable, "-c", RUNNER, section, "60"],
@@ -204,10 +204,7 @@ def test_a_run_that_is_killed_leaves_what_was_measured_and_no_process(tmp_path: 
         start_new_session=True,
     )
     log = tmp_path / "out/log.txt"
-    deadline = time.monotonic() + 30
-    while not log.is_file() or '{"row": 2}' not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_until(lambda: log.is_file() and '{"row": 2}' in log.read_text(), 60)
     (section,) = psutil.Process(process.pid).children()
     process.kill()
     process.wait()

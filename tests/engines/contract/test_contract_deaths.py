@@ -27,7 +27,7 @@ from tests.support.kinds import chaos_for, not_for
 from tests.support.processes import shared_memory_of
 
 # That the embedded engine is on a logical GPU makes no difference here.
-pytestmark = [pytest.mark.timeout(400), chaos_for("embedded-gpu")]
+pytestmark = [pytest.mark.clock, pytest.mark.timeout(400), chaos_for("embedded-gpu")]
 
 W, KV, GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 Act = Callable[[Bench], Awaitable[Any]]

@@ -1,7 +1,6 @@
 """Starting, awaiting and ending an engine process; real processes, tiny ones."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from engines.process.engine_process import EngineProcess
 from engines.protocol.errors import EngineNotReady, EngineUnreachable
+from tests.support.waits import until
 
 Spawn = Callable[..., Awaitable[EngineProcess]]
 
@@ -44,13 +44,6 @@ def is_running(pid: int | None) -> bool:
         return False
 
 
-async def eventually(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it never happened"
-        await asyncio.sleep(0.01)
-
-
 async def yes() -> bool:
     return True
 
@@ -72,7 +65,7 @@ async def test_a_spawned_engine_runs_until_killed(spawn: Spawn):
 
 async def test_killing_twice_and_killing_the_dead_is_nothing(spawn: Spawn):
     process = await spawn("exit 3")
-    await eventually(lambda: not process.is_alive())
+    await until(lambda: not process.is_alive())
     await process.kill()
     await process.kill()
     assert await process.stop() is False
@@ -80,13 +73,13 @@ async def test_killing_twice_and_killing_the_dead_is_nothing(spawn: Spawn):
 
 async def test_the_exit_status_is_the_engines_own(spawn: Spawn):
     process = await spawn("exit 3")
-    await eventually(lambda: not process.is_alive())
+    await until(lambda: not process.is_alive())
     assert process.exit_status == 3
 
 
 async def test_the_engine_leads_its_own_session(spawn: Spawn):
     process = await spawn("exec cat /proc/self/stat")
-    await eventually(lambda: not process.is_alive())
+    await until(lambda: not process.is_alive())
     _, _, fields = process.log_tail().rpartition(")")
     assert fields.split()[2:4] == [str(process.pid)] * 2
 
@@ -94,14 +87,14 @@ async def test_the_engine_leads_its_own_session(spawn: Spawn):
 async def test_the_environment_is_the_one_given_and_the_directory_too(spawn: Spawn, tmp_path: Path):
     env = {"PATH": "/usr/bin:/bin", "COLOR": "blue"}
     process = await spawn('echo "$COLOR $HOME $PWD"', env=env, cwd=tmp_path)
-    await eventually(lambda: not process.is_alive())
+    await until(lambda: not process.is_alive())
     assert process.log_tail() == f"blue  {tmp_path}"
 
 
 async def test_an_environment_larger_than_a_pipe_arrives_whole(spawn: Spawn):
     env = {"PATH": "/usr/bin:/bin"} | {f"LONG_{i}": "x" * 100_000 for i in range(4)}
     process = await spawn("env | wc -c", env=env)
-    await eventually(lambda: not process.is_alive())
+    await until(lambda: not process.is_alive())
     assert int(process.log_tail()) > 400_000
 
 
@@ -147,7 +140,7 @@ async def test_the_deadline_shows_the_last_probe_and_the_log(spawn: Spawn):
         raise EngineUnreachable("is_ready cannot connect")
 
     process = await spawn("echo loading; " + FOREVER)
-    await eventually(lambda: process.log_tail() == "loading")
+    await until(lambda: process.log_tail() == "loading")
     with pytest.raises(EngineNotReady, match=r"not ready after 0\.2 s .*cannot connect") as caught:
         await process.wait_until_ready(probe, 0.2)
     assert (caught.value.exit_status, caught.value.log_tail) == (None, "loading")
@@ -175,7 +168,7 @@ async def test_a_command_that_does_not_exist_is_told_in_the_log(tmp_path: Path):
 async def test_the_tail_is_of_this_run_and_bounded(spawn: Spawn, tmp_path: Path):
     (tmp_path / "engine-0.log").write_text("the run before\n")
     process = await spawn("i=0; while [ $i -lt 100 ]; do i=$((i+1)); echo line $i; done")
-    await eventually(lambda: not process.is_alive())
+    await until(lambda: not process.is_alive())
     assert process.log_tail(2) == "line 99\nline 100"
     assert process.log_tail(1000).startswith("line 1\n")
     assert (tmp_path / "engine-0.log").read_text().startswith("the run before\n")
@@ -204,7 +197,7 @@ async def test_a_long_line_does_not_drown_the_cause_behind_it(spawn: Spawn, tmp_
 async def test_the_beginning_of_a_long_last_line_stays(spawn: Spawn, tmp_path: Path):
     (tmp_path / "cause").write_text("ValueError: no shard of " + "y" * 100_000)
     process = await spawn(f"echo loading; cat {tmp_path}/cause")
-    await eventually(lambda: not process.is_alive())
+    await until(lambda: not process.is_alive())
     begin, cause = process.log_tail().splitlines()
     assert begin == "loading"
     assert cause.startswith("ValueError: no shard of yyy")
@@ -213,21 +206,21 @@ async def test_the_beginning_of_a_long_last_line_stays(spawn: Spawn, tmp_path: P
 
 async def test_a_willing_engine_is_stopped_without_a_kill(spawn: Spawn):
     process = await spawn("trap 'exit 0' TERM; echo trapped; while :; do sleep 0.01; done")
-    await eventually(lambda: process.log_tail() == "trapped")
+    await until(lambda: process.log_tail() == "trapped")
     assert await process.stop(60) is False
     assert process.exit_status == 0
 
 
 async def test_stop_reaches_the_whole_process_group(spawn: Spawn, tmp_path: Path):
     process = await spawn(f"sleep 600 & echo $! > {tmp_path}/pid; echo there; wait")
-    await eventually(lambda: process.log_tail() == "there")
+    await until(lambda: process.log_tail() == "there")
     assert await process.stop(60) is False
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 async def test_an_engine_that_ignores_sigterm_is_killed_after_the_grace(spawn: Spawn):
     process = await spawn(STUBBORN)
-    await eventually(lambda: process.log_tail() == "trapped")
+    await until(lambda: process.log_tail() == "trapped")
     assert await process.stop(0.2) is True
     assert process.exit_status == -9
     assert not is_running(process.pid)
@@ -235,18 +228,18 @@ async def test_an_engine_that_ignores_sigterm_is_killed_after_the_grace(spawn: S
 
 async def test_a_cancelled_stop_still_ends_the_engine(spawn: Spawn):
     process = await spawn(STUBBORN)
-    await eventually(lambda: process.log_tail() == "trapped")
+    await until(lambda: process.log_tail() == "trapped")
     stopping = asyncio.create_task(process.stop(600))
     await asyncio.sleep(0)
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
-    await eventually(lambda: not is_running(process.pid))
+    await until(lambda: not is_running(process.pid))
 
 
 async def test_kill_cuts_a_running_stop_short(spawn: Spawn):
     process = await spawn(STUBBORN)
-    await eventually(lambda: process.log_tail() == "trapped")
+    await until(lambda: process.log_tail() == "trapped")
     stopping = asyncio.create_task(process.stop(600))
     await asyncio.sleep(0)
     await process.kill()
@@ -278,9 +271,9 @@ async def test_no_zombie_and_no_descriptor_is_left(spawn: Spawn):
 
 async def test_resident_memory_covers_all_processes(spawn: Spawn):
     process = await spawn("setsid sleep 600 & echo there; exec sleep 600")
-    await eventually(lambda: process.log_tail() == "there")
+    await until(lambda: process.log_tail() == "there")
     pids = [process.pid, *(p.pid for p in psutil.Process(process.pid).children())]
-    await eventually(
+    await until(
         lambda: process.resident_bytes() == sum(psutil.Process(p).memory_info().rss for p in pids)
     )
     await process.kill()
@@ -297,7 +290,7 @@ async def test_spawning_can_be_cancelled_and_leaves_nothing(tmp_path: Path):
     spawning.cancel()
     with pytest.raises(asyncio.CancelledError):
         await spawning
-    await eventually(lambda: not any(str(mark) in " ".join(c) for c in command_lines()))
+    await until(lambda: not any(str(mark) in " ".join(c) for c in command_lines()))
     assert not mark.exists() or not is_running(int(mark.read_text()))
 
 

@@ -404,13 +404,13 @@ def test_a_server_leaves_no_process_no_file_and_no_descriptor(light: Starts) -> 
 
 
 OWNER = """
-import os, subprocess, time
+import os, signal, subprocess
 from tests.support.forking.starts import ForkServer
 server = ForkServer(modules=())
 os.set_inheritable(server.requests.fileno(), True)
 subprocess.Popen(["sleep", "600"], close_fds=False)  # has the owner's end of the socket, too
 print("server", server.process.pid, flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 

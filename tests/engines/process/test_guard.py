@@ -5,7 +5,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from engines.protocol import ProcessIdentity
 from engines.protocol.errors import EngineNotReady
 from engines.sglang import environment as sglang
 from engines.vllm import invocation as vllm
+from tests.support.processes import wait_until
 
 # A process that left its session and whose parent is gone, so only the guard can find it.
 ORPHAN = "(setsid sh -c 'echo $$ > orphan.tmp; mv orphan.tmp orphan; exec sleep 600' &)"
@@ -99,11 +99,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def eventually(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
+def eventually(is_so: Callable[[], bool]) -> None:
+    assert wait_until(is_so, 60), "it never happened"
 
 
 def all_gone(*pids: int) -> Callable[[], bool]:
@@ -222,7 +219,7 @@ def test_an_engine_of_a_run_that_is_not_ready_ends_with_its_owner(owner: Owner):
 
 def test_a_process_that_inherited_the_pipe_does_not_keep_the_engine(owner: Owner):
     engine, orphan = owner.spawn(), owner.orphan()
-    heir = int(owner.ask("child = os.fork(); child or time.sleep(600); print(child, flush=True)"))
+    heir = int(owner.ask("child = os.fork(); child or signal.pause(); print(child, flush=True)"))
     owner.process.kill()
     eventually(all_gone(engine, orphan))
     assert is_running(heir)
@@ -341,15 +338,15 @@ def test_semaphores_of_joblib_in_a_killed_engine_are_removed(
 def test_shared_memory_of_an_engine_that_died_by_itself_is_removed(owner: Owner):
     tag = f"/dev/shm/rr-test-{os.getpid()}"
     script = f"""
-import mmap, os, signal, time
+import mmap, os, signal
 held = open("{tag}-held:0-[0-1]_0", "wb")  # a name with the signs of a pattern, as vLLM's
 with open("{tag}-mapped", "w+b") as file:
     file.truncate(4096)
     mapped = mmap.mmap(file.fileno(), 4096)
 os.rename("{tag}-mapped", "{tag}-renamed")
+os.mkfifo("die")
 open("there", "w").close()
-while not os.path.exists("die"):
-    time.sleep(0.02)
+open("die").close()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     owner.spawn(shlex.join(["exec", sys.executable, "-S", "-c", script]), cleanup=[f"{tag}-*"])
@@ -357,29 +354,29 @@ os.kill(os.getpid(), signal.SIGKILL)
     owner.tell("asyncio.run(engines[0].wait_until_ready(yes, 10))")
     assert owner.ask("print('noted', flush=True)") == "noted"
     assert len(list(Path("/dev/shm").glob(f"{Path(tag).name}-*"))) == 2
-    (owner.directory / "engine-0" / "die").touch()
+    (owner.directory / "engine-0" / "die").write_bytes(b"")
     eventually(lambda: not list(Path("/dev/shm").glob(f"{Path(tag).name}-*")))
 
 
 def test_a_semaphore_made_while_an_engine_serves_is_removed_after_its_stop(owner: Owner):
     tag = f"/dev/shm/rr-test-{os.getpid()}"
     script = f"""
-import mmap, os, time
+import mmap, os, signal
+os.mkfifo("serve")
 open("there", "w").close()
-while not os.path.exists("serve"):
-    time.sleep(0.02)
+open("serve").close()
 with open("{tag}-late", "w+b") as file:
     file.truncate(4096)
     mapped = mmap.mmap(file.fileno(), 4096)
 open("served", "w").close()
-time.sleep(600)
+signal.pause()
 """
     owner.spawn(shlex.join(["exec", sys.executable, "-S", "-c", script]), cleanup=[f"{tag}-*"])
     folder = owner.directory / "engine-0"
     eventually((folder / "there").exists)
     owner.tell("asyncio.run(engines[0].wait_until_ready(yes, 10))")
     assert owner.ask("print('noted', flush=True)") == "noted"
-    (folder / "serve").touch()
+    (folder / "serve").write_bytes(b"")
     eventually((folder / "served").exists)
     assert Path(f"{tag}-late").exists()
     owner.tell("asyncio.run(engines[0].stop(10))")
@@ -388,11 +385,11 @@ time.sleep(600)
 
 def test_the_folder_of_an_engine_ends_with_its_owner_and_takes_a_socket(owner: Owner):
     script = """
-import os, socket, time, uuid
+import os, signal, socket, uuid
 held = socket.socket(socket.AF_UNIX)
 held.bind(f"{os.environ['ITS_FOLDER']}/{uuid.uuid4()}")
 open("there", "w").close()
-time.sleep(600)
+signal.pause()
 """
     command = shlex.join(["exec", sys.executable, "-S", "-c", script])
     engine = owner.spawn(command, folder_variable="ITS_FOLDER")

@@ -16,12 +16,12 @@ from tests.support.processes import program, wait_until
 
 # A child in a session of its own, and one that carries none of its parent's environment.
 ENGINE = """
-import subprocess, sys, time
-sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-subprocess.Popen(sleep, start_new_session=True)
-subprocess.Popen(sleep, env={})
+import signal, subprocess, sys
+hangs = [sys.executable, "-c", "import signal; signal.pause()"]
+subprocess.Popen(hangs, start_new_session=True)
+subprocess.Popen(hangs, env={})
 print("ready", flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 

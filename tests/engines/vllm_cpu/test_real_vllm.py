@@ -10,7 +10,6 @@ import base64
 import json
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from rollout.testing.tiny_model import make_tiny_model
 from tests.engines.embedded.reference import greedy
 from tests.rollout.router.continuation.replies import CHAT, COMPLETIONS, VLLM_GENERATE, read
 from tests.support.contract import Models
+from tests.support.processes import wait_until
 from tests.support.real_vllm import (
     PROMPT,
     RealVllm,
@@ -367,8 +367,9 @@ def endless_request(vllm: RealVllm) -> Iterator[Future[httpx.Response]]:
     running = re.compile(r"^vllm:num_requests_running(?:\{[^}]*\})? 1\.0$", re.MULTILINE)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(vllm.http.post, "/inference/v1/generate", json=body)
-        while not asked.done() and not running.search(vllm.http.get("/metrics").text):
-            time.sleep(0.05)
+        assert wait_until(
+            lambda: asked.done() or bool(running.search(vllm.http.get("/metrics").text)), 60
+        )
         assert not asked.done(), asked.result().text
         yield asked
 
@@ -382,10 +383,7 @@ def test_what_touches_released_weights_ends_the_engine(vllm: RealVllm) -> None:
     vllm.sleep(2)
     with pytest.raises(httpx.TransportError):
         vllm.http.post("/weight_checker", json={"action": "checksum"}, timeout=10)
-    deadline = time.monotonic() + 60
-    while serves(vllm) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not serves(vllm)
+    assert wait_until(lambda: not serves(vllm), 60)
     assert "EngineDeadError" in vllm.log_tail()
 
 

@@ -20,7 +20,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,7 @@ def is_killed() -> None:
 
 def is_interrupted() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
+    signal.pause()
 
 
 def leaves_at_once() -> None:
@@ -155,7 +154,8 @@ def leaves_at_once() -> None:
 def ends_late() -> None:
     """A thread and a function at the end, and output that only the end writes."""
     atexit.register(print, "at the end")
-    threading.Thread(target=lambda: (time.sleep(0.05), print("from a thread"))).start()
+    main = threading.main_thread()
+    threading.Thread(target=lambda: (main.join(), print("from a thread"))).start()
     print("from the program")
 
 

@@ -26,7 +26,9 @@ from engines.process.gpu_memory import gpu_memory
 from engines.protocol import GpuId
 from rollout.runtime.local import visible_gpus
 from tests.support.nvml import logical_gpus
-from tests.support.processes import importing_us
+from tests.support.processes import importing_us, wait_until
+
+# clock: a driver frees memory in pieces, and does not say when it has.
 
 ROOT = Path(__file__).parents[3]
 PROGRAM_TIMEOUT_S = 120.0
@@ -119,16 +121,14 @@ def collect_handles(
     Args:
         collect: ``torch.cuda.ipc_collect``; without it torch keeps the file to the process's end.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
+
+    def left() -> list[str]:
         gc.collect()
         collect()
-        left = sorted(path.name for path in folder.glob(COUNTER_FILES.format(pid=os.getpid())))
-        if not left:
-            return
-        if time.monotonic() > deadline:
-            pytest.fail(f"a process still uses memory of this one: {folder}: {left}", pytrace=False)
-        time.sleep(0.1)
+        return sorted(path.name for path in folder.glob(COUNTER_FILES.format(pid=os.getpid())))
+
+    if not wait_until(lambda: not left(), timeout_s):
+        pytest.fail(f"a process still uses memory of this one: {folder}: {left()}", pytrace=False)
 
 
 def need(package: str, gpu: Gpu) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.model_weights import ModelWeights
 from engines.protocol import STAYS
 from safetensors.torch import save_file
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.embedded
 
@@ -77,10 +77,7 @@ def test_the_memory_of_a_file_that_was_removed_is_soon_free(
     write(path, 1.0)
     update_from_disk(ModelWeights(Model()), str(path), mapped)
     path.unlink()
-    deadline = time.monotonic() + 10
-    while is_mapped(path):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_until(lambda: not is_mapped(path), 60)
     assert mapped.num_kept() == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from rollout.weights.routes.trainer_groups import BroadcastRoot
 from tests.engines.embedded import reference
 from tests.engines.embedded.engine_client import PROMPT, Asker, Server
-from tests.support.processes import wait_until
+from tests.support.waits import until
 
 
 @asynccontextmanager
@@ -36,15 +36,10 @@ async def groups(engine: Asker) -> list[str]:
 
 
 async def until_it_has_left(engine: Asker) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            if not await groups(engine):
-                return
-            await asyncio.sleep(0.02)
+    async def has_left() -> bool:
+        return not await groups(engine)
 
-
-async def until(holds: Callable[[], bool]) -> None:
-    assert await asyncio.to_thread(wait_until, holds, 10)
+    await until(has_left)
 
 
 def is_half_closed(process: psutil.Process) -> bool:
@@ -125,7 +120,7 @@ async def test_an_engine_that_receives_when_the_trainer_goes_is_freed(
         asking = asyncio.create_task(
             engine.refused(400, "/update_weights_from_distributed", **asked(new, root.name))
         )
-        await asyncio.sleep(0.2)  # it waits now, or will: it is freed either way
+        await groups(engine)  # asked after it: it waits now, or will: it is freed either way
     async with asyncio.timeout(10):
         assert "cut off" in await asking
     await until_it_has_left(engine)
