@@ -57,9 +57,8 @@ def train(folder: Path) -> None:
     with rollout.launch(rollout.RolloutConfig.from_dict(config), backend="ray") as deployment:
         policy = deployment["policy"]
         policy.serve_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result()
-        while (status := policy.status().result()).store.version != policy.weight_version:
-            time.sleep(0.05)
-        engines = status.groups[0].engines
+        wait_for(lambda: policy.status().result().store.version == policy.weight_version)
+        engines = policy.status().result().groups[0].engines
         print(json.dumps({"url": policy.url, "pid": engines[0].pid}), flush=True)
         sys.stdin.read()
 

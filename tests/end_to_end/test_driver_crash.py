@@ -28,12 +28,13 @@ from tests.support.served_fakes import TIMEOUT_S, ServedEngine
 # Launches, waits for a command, offloads, and on others pushes and stops.  Each engine of its own
 # holds shared memory as SGLang does.
 DRIVER = """
-import dataclasses, json, sys, time
+import dataclasses, json, sys, threading
 from pathlib import Path
 import rollout
 from engines.kinds import KINDS
 from engines.sglang.environment import CLEANUP
 from tests.support.builders import push
+from tests.support.processes import wait_until
 
 folder = Path(sys.argv[1])
 make = KINDS["fake"].invocation
@@ -51,8 +52,7 @@ policy = deployment["policy"]
 print("up", flush=True)
 
 def wait_for(name):
-    while not (folder / name).exists():
-        time.sleep(0.02)
+    assert wait_until((folder / name).exists, 600)
 
 wait_for("offload")
 policy.give_memory().result()
@@ -63,7 +63,7 @@ print("pushed", flush=True)
 wait_for("stop")
 print("stopping", flush=True)
 deployment.stop()
-time.sleep(600)
+threading.Event().wait()
 """
 
 

@@ -124,9 +124,7 @@ def load_on(policy: ServerHandle) -> Iterator[Load]:
 
 def seconds_until(is_so: Callable[[], bool], timeout_s: float) -> float:
     started = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - started < timeout_s
-        time.sleep(0.02)
+    assert wait_until(is_so, timeout_s)
     return time.monotonic() - started
 
 

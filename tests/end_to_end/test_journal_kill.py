@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import journal_trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(400)]
 
 REPOSITORY = Path(__file__).parents[2]
 # What is generated between two lines of the journal, and until the first one is on disk.

@@ -138,7 +138,7 @@ class Clients:
             if reply is not None and reply.status_code != 503:
                 break
             self.num_again += 1
-            time.sleep(0.1)
+            self._ends.wait(0.1)
         if reply.status_code != 200:
             self.wrong.append(f"{body['rid']}: {reply.status_code}: {reply.text[:300]}")
             return

@@ -17,6 +17,7 @@ from engines.tensors.torch_fingerprint import as_bytes
 from rollout.core.types import EngineStatus
 from rollout.weights.push.host_copies import KnownHost
 from rollout.weights.tensors.sources import Pairs
+from tests.support.waits import until
 
 REFUSED = ["another base", "cut", "flipped", "another model", "reordered", "the last repeated"]
 
@@ -131,15 +132,19 @@ async def _kill_in_load(folder: Path, load: asyncio.Future[None], kill: Callable
     """Kill who loads a folder while it waits for the last file, which no process writes."""
     pipe = folder / "z.safetensors"
     os.mkfifo(pipe)
-    while not load.done():
+
+    def writer_of_a_load() -> int | None:
+        if load.done():
+            return -1
         try:
-            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:  # it is not read yet
-            await asyncio.sleep(0.01)
-            continue
+            return None
+
+    writer = await until(writer_of_a_load)
+    if writer is not None and writer >= 0:
         kill()
         os.close(writer)
-        break
     pipe.unlink()
 
 

@@ -28,6 +28,8 @@ from tests.support.builders import push
 from tests.support.driving import source
 from tests.support.served_fakes import config
 
+# clock: a tool takes its time, so that a kill meets requests at all places.
+
 NUM_TOKENS, TOKEN_S, IN_FLIGHT = 60, 0.05, 16
 BATCH: dict[str, Any] = {
     "num_groups": 4,

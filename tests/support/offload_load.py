@@ -10,6 +10,8 @@ from tests.support.load import Load
 from tests.support.real_policy import RealPolicy
 from tests.support.referee import Answer, Referee
 
+# clock: pauses of random length.
+
 NUM_CLIENTS = 64
 
 

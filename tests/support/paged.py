@@ -1,6 +1,5 @@
 """The page of a running deployment, and pushes the fakes accept."""
 
-import time
 from collections.abc import Callable
 
 import httpx
@@ -11,6 +10,7 @@ from rollout.control.server.journal import read
 from rollout.core.types import StepReport
 from rollout.runtime.handle import ServerHandle
 from tests.support import builders
+from tests.support.processes import wait_until
 
 
 def page_of(config: RolloutConfig, server: str = "policy") -> httpx.Client:
@@ -21,10 +21,7 @@ def page_of(config: RolloutConfig, server: str = "policy") -> httpx.Client:
 
 def until(is_so: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
     """Wait for what other threads do; fails with ``what`` if it does not come."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.01)
+    assert wait_until(lambda: bool(is_so()), timeout_s), f"{what}: not within {timeout_s:g} s"
 
 
 def step(server: ServerHandle, version: int) -> StepReport:

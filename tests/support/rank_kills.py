@@ -45,6 +45,8 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.local import launch_local
 from tests.support.processes import wait_until
 
+# clock: kills at random moments.
+
 MOST_LANES = 10
 RANK_TIMEOUT_S = 6.0
 GATHER_TIMEOUT_S = 8.0

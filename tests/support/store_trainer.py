@@ -5,8 +5,9 @@ Prints one line of JSON when what it pushed is kept by the store, and ends at th
 
 import json
 import sys
-import time
 from pathlib import Path
+
+from tests.support.processes import wait_until
 
 
 def main() -> None:
@@ -36,11 +37,12 @@ def main() -> None:
     with launch(config, backend="ray") as deployment:
         policy = deployment["policy"]
         policy.serve_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result(120)
-        deadline = time.monotonic() + 60
-        while (status := policy.status().result(30)).store.version != policy.weight_version:
-            assert time.monotonic() < deadline, status.store
-            time.sleep(0.1)
-        (group,) = status.groups
+
+        def is_stored() -> bool:
+            return policy.status().result(30).store.version == policy.weight_version
+
+        assert wait_until(is_stored, 60), policy.status().result(30).store
+        (group,) = policy.status().result(30).groups
         state = {"url": policy.url, "pid": group.engines[0].pid, "version": policy.weight_version}
         print(json.dumps(state), flush=True)
         sys.stdin.read()

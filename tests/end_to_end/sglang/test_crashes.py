@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
 START_S = 180
 DRIVER = """
-import json, sys, time
+import json, sys, threading
 import rollout
 
 config = rollout.RolloutConfig.from_dict(json.loads(sys.argv[1]))
@@ -34,7 +34,7 @@ policy = rollout.launch(config, backend=sys.argv[2])["policy"]
 if sys.argv[3] == "offloaded":
     policy.give_memory().result()
 print("reached", flush=True)
-time.sleep(600)
+threading.Event().wait()
 """
 
 

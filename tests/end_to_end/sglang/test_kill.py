@@ -19,6 +19,7 @@ from tests.support.load import PROMPTS
 from tests.support.processes import shared_memory_of, wait_until
 from tests.support.real_policy import RealPolicy, process_of
 from tests.support.referee import Referee
+from tests.support.waits import until_begun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -67,11 +68,7 @@ async def test_all_requests_of_every_route_are_answered_though_an_engine_is_kill
             ]
             return begun[0] >= NUM // 8 and begun[1] >= NUM_OPENAI // 8
 
-        while not are_on_their_way():
-            for one in asked:
-                if one.done():
-                    one.result()
-            await asyncio.sleep(0.05)
+        await until_begun(asked, are_on_their_way)
         files = shared_memory_of(engine.pid)
         os.kill(engine.pid, signal.SIGKILL)
         await asyncio.gather(*asked)
@@ -139,11 +136,7 @@ async def test_no_request_fails_though_another_process_of_an_engine_is_killed(
             mine = (one for one, its in asking.engine_of.items() if its == killed.engine_id)
             return sum(asking.num_events[number] > 1 for number in mine)
 
-        while not num_begun():
-            for one in asked:
-                if one.done():
-                    one.result()
-            await asyncio.sleep(0.01)
+        await until_begun(asked, lambda: num_begun() > 0)
         os.kill(process_of(killed, name), signal.SIGKILL)
         late = range(NUM_FEW, NUM_FEW + NUM_FEW // 4)  # as the engine dies
         await asyncio.gather(*asked, *(asking.ask(number) for number in late))

@@ -20,7 +20,7 @@ from tests.engines.embedded.reference import greedy
 from tests.support.real_policy import RealPolicy, one_engine, real_policy
 from tests.support.verb_walk import VerbWalk
 
-pytestmark = [pytest.mark.sglang, pytest.mark.chaos, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.clock, pytest.mark.sglang, pytest.mark.chaos, pytest.mark.timeout(7200)]
 
 NUM_STEPS = int(os.environ.get("ROLLOUT_SGLANG_STEPS", "200"))
 SEED = int(os.environ.get("ROLLOUT_SGLANG_SEED", "1"))

@@ -21,6 +21,7 @@ from tests.engines.embedded import reference
 from tests.support.contract import GREEDY, PROMPT
 from tests.support.rank_processes import Ranks, drawn
 from tests.support.real_policy import DEADLINES, RealPolicy
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -54,11 +55,10 @@ async def groups_of(policy: RealPolicy) -> list[frozenset[str] | None]:
 
 
 async def until_all_have_left(policy: RealPolicy) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if not any(await groups_of(policy)):
-                return
-            await asyncio.sleep(0.05)
+    async def have_left() -> bool:
+        return not any(await groups_of(policy))
+
+    await until(have_left)
 
 
 async def served(policy: RealPolicy) -> list[list[int]]:

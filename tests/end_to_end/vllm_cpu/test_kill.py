@@ -26,6 +26,7 @@ from tests.support.real_policy import (
     real_policy,
 )
 from tests.support.referee import Referee
+from tests.support.waits import until_begun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -83,11 +84,7 @@ async def check_kill(policy: RealPolicy, name: str) -> None:
             mine = (one for one, name in asking.engine_of.items() if name == killed.engine_id)
             return sum(asking.num_events[number] > 1 for number in mine)
 
-        while num_begun() < NUM // 8:
-            for one in asked:
-                if one.done():
-                    one.result()
-            await asyncio.sleep(0.05)
+        await until_begun(asked, lambda: num_begun() >= NUM // 8)
         os.kill(process_of(killed, name), signal.SIGKILL)
         asked += [asyncio.create_task(asking.ask(number)) for number in range(NUM, NUM + NUM_LATE)]
         await asyncio.gather(*asked)
