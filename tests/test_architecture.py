@@ -244,3 +244,39 @@ def test_the_public_names_are_the_same_for_a_type_checker_and_at_run_time() -> N
     for name in rollout.__all__:
         assert getattr(rollout, name).__name__ == name
         assert name in dir(rollout)
+
+
+# Real time passes in whatever has this mark, of pytest or in a comment with a reason.
+CLOCK = re.compile(r"pytest\.mark\.clock\b|^# clock: \w", re.MULTILINE)
+SLEEP = re.compile(r"\b(?:asyncio|time)\.sleep(?=[(),])(?!\(0[,)])")
+# They poll, or let virtual time pass.
+WAITS = ("processes", "waits", "virtual_time", "kill_an_engine")
+
+
+def sleeps(source: str) -> list[int]:
+    """The lines with a sleep, also those of a program in a string; zero seconds are a turn."""
+    lines = enumerate(source.splitlines(), 1)
+    return [] if CLOCK.search(source) else [number for number, line in lines if SLEEP.search(line)]
+
+
+def test_tests_wait_by_gates_and_sleep_only_in_files_that_are_marked_clock() -> None:
+    paths = [path for folder in ("tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    others = [path for path in paths if path.stem not in WAITS and path != Path(__file__)]
+    found = {str(path.relative_to(ROOT)): sleeps(path.read_text()) for path in others}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("await asyncio.sleep(0)", False),
+        ('loop.submit(asyncio.sleep(0, "done"))', False),
+        ("await asyncio.sleep(0.01)", True),
+        ('PROGRAM = "import time; time.sleep(600)"', True),
+        ("process.call(time.sleep, 600.0)", True),
+        ("pytestmark = pytest.mark.clock; time.sleep(1)", False),
+        ("# clock: pauses of random length.\ntime.sleep(1)", False),
+    ],
+)
+def test_what_is_a_sleep(line: str, is_found: bool) -> None:
+    assert bool(sleeps(line)) is is_found

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.processes import importing_us
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import time, subprocess, sys
