@@ -57,7 +57,7 @@ class HttpServer(uvicorn.Server):
             connection.shutdown()
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
-                # uvicorn tells nobody when the last one ends.
+                # uvicorn has no event for the end of the last one.
                 while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
                 for server in self.servers:
