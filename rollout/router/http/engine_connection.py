@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import select
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -232,6 +233,14 @@ class EngineConnection(asyncio.Protocol):
     @property
     def is_usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def has_something_to_read(self) -> bool:
+        """Of an idle connection: its end, or what nothing has asked for."""
+        assert self._transport is not None
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def pause(self) -> None:
         if not self._is_paused and self._transport is not None and self._handler is not None:

@@ -25,6 +25,8 @@ from rollout.router.http.read_pacing import ReadPacing
 
 KEEPALIVE_S = 4.0
 """Less than SGLang keeps its side (5 s), so that few connections close under a new request."""
+_FRESH_S = 0.5
+"""No engine closes a connection that is idle for less, so it is used without a look at it."""
 _RESERVED_FDS = 128
 _LIMITS_OF_THIS_PROCESS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
@@ -95,13 +97,23 @@ class EnginePool:
         while idle:
             connection, _ = idle.popitem()
             try:
-                if connection.is_usable:
+                if connection.is_usable and not self._may_be_closed(connection):
                     connection.send(handler, outgoing, self.now_s())
                     return
+                connection.close()
             except Exception:
                 connection.close()
                 raise
         self.send_on_new_connection(handler, outgoing)
+
+    def _may_be_closed(self, connection: EngineConnection) -> bool:
+        """Whether its engine may have closed it, although this process has not read that yet.
+
+        A process that is late has read the end of the last reply late, too, so the clock of the
+        engine may be ahead by as much.
+        """
+        idle_s = self.now_s() - connection.idle_since_s
+        return idle_s > KEEPALIVE_S or (idle_s > _FRESH_S and connection.has_something_to_read)
 
     def send_on_new_connection(self, handler: ReplyHandler, outgoing: OutgoingRequest) -> None:
         """Send on a new connection."""
