@@ -138,6 +138,21 @@ def test_a_program_finds_what_exec_gives(light: Starts) -> None:
     assert (seen["session"], seen["group"]) == (os.getsid(0), os.getpgid(0))
 
 
+def test_a_fork_has_the_variables_that_an_import_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "setting.py").write_text("import os; os.environ['SET_BY_AN_IMPORT'] = 'so'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = Starts(modules=["setting"])
+    choose(made, "fork")
+    process = made.start_module(WITNESS, "says", stdout=True)
+    seen = plain(process.communicate(timeout=30)[0] or "")["seen"]
+    made.close()
+    assert was_forked(made)
+    assert seen["environment"] == {**os.environ, "SET_BY_AN_IMPORT": "so"}
+    assert "SET_BY_AN_IMPORT=so" not in seen["environment_in_proc"]
+
+
 def test_no_two_forks_draw_the_same(light: Starts) -> None:
     choose(light, "fork")
     several = [light.start_module(WITNESS, "says", stdout=True) for _ in range(3)]
@@ -290,6 +305,11 @@ def test_an_embedded_engine_and_ranks_are_forked() -> None:
         ({"PATH": None}, "PATH may"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "it has GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "", "PYTEST_CURRENT_TEST": "other"}, ""),
+        ({"RAY_TMPDIR": "/some", "TORCHINDUCTOR_CACHE_DIR": "/some"}, ""),
+        (
+            {"XRAY_TMPDIR": "/some", "TORCHINDUCTOR_CACHE_DIR_": "/some"},
+            "TORCHINDUCTOR_CACHE_DIR_, XRAY",
+        ),
         ({"ENGINE_GUARD_TOKEN": "a", "MALLOC_MMAP_THRESHOLD_": "1"}, ""),
     ],
 )
@@ -366,6 +386,10 @@ def test_a_server_that_was_killed_fails_one_start_and_the_next_has_a_new_one(
         (
             "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()",
             "a module that the fork server imports has started a thread",
+        ),
+        (
+            "import sys; sys.modules['ray'] = sys",
+            "a module that the fork server imports has imported Ray",
         ),
         (
             "held = open('/etc/passwd')",

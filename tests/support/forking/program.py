@@ -30,6 +30,10 @@ PR_SET_MM_MAP = 14
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables that the C library reads when a process starts -> the same options of ``mallopt``."""
 
+PREPARATIONS: list[Callable[[], object]] = []
+"""What a process does before it runs its module, beyond the below: modules that are imported for
+others to be forked add to it."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _shown: list[object] = []  # keeps the memory that the kernel reads
 
@@ -149,6 +153,8 @@ def _start_again(command: list[str]) -> None:
 
 def _run_module(command: list[str]) -> None:
     _, _, module, *arguments = command
+    for prepare in PREPARATIONS:
+        prepare()
     sys.argv[:] = ["-m", *arguments]  # runpy puts the file in the first place
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

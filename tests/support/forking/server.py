@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -141,23 +141,39 @@ def num_threads() -> int:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Imports the modules; the collector looks at none of it again, here or in a child."""
+    """Imports the modules; the collector looks at none of it again, here or in a child.
+
+    A child has the variables that they have set, as if it had imported them.
+    """
+    before = dict(os.environ)
     gc.disable()
     for name in modules:
         importlib.import_module(name)
         for attribute in NAMES.get(name, ()):
             getattr(sys.modules[name], attribute)
+    changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    program.PREPARATIONS.insert(0, partial(set_again, before, changed))
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def set_again(before: Mapping[str, str], changed: Mapping[str, str]) -> None:
+    """Sets the variables that imports have changed, unless they have other values here."""
+    for name, value in changed.items():
+        if os.environ.get(name) == before.get(name):
+            os.environ[name] = value
 
 
 def check(own: set[int]) -> None:
     """Check that a fork of this process can be what ``exec`` gives.
 
     Raises:
-        RuntimeError: what was imported has started threads or opened files.
+        RuntimeError: what was imported has started threads or opened files, or is Ray, whose
+            variables a child must read itself.
     """
+    if "ray" in sys.modules:
+        raise RuntimeError("a module that the fork server imports has imported Ray")
     if num_threads() > 1:
         raise RuntimeError("a module that the fork server imports has started a thread")
     if others := program.descriptors() - own:
