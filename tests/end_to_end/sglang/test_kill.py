@@ -21,7 +21,7 @@ from tests.support.real_policy import RealPolicy, process_of
 from tests.support.referee import Referee
 from tests.support.waits import until_begun
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.exec, pytest.mark.sglang, pytest.mark.timeout(400)]
 
 NUM = 200
 # One after so many of those, which is an odd number of requests: both engines get every kind.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,27 +10,32 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from engines.process import guarded_process
-from engines.process.guarded_process import KILL, TERMINATE, GuardedProcess
+from engines.process.guarded_process import TERMINATE
 from tests.support.forking import starts
+from tests.support.forking.guarded_witness import (
+    WAYS,
+    WITNESS,
+    GuardedWitness,
+    choose,
+    plain,
+    was_forked,
+)
+from tests.support.forking.origins import own_origin
 from tests.support.forking.starts import STARTS, ForkServer, ForkServerDied, Starts
 from tests.support.processes import program, wait_until
 
-WITNESS = "tests.support.forking.witness_worker"
-COMMAND = [sys.executable, "-m", WITNESS]
-WAYS = ("exec", "fork")
 UNKNOWN = 255
 
 
 @pytest.fixture(scope="module")
 def light() -> Iterator[Starts]:
     """Starts with a server that imports nothing, which is there at once."""
-    made = Starts(modules=())
+    made = Starts([own_origin(())])
     yield made
     made.close()
 
@@ -43,59 +47,6 @@ def both(light: Starts, monkeypatch: pytest.MonkeyPatch) -> Starts:
     return light
 
 
-def choose(made: Starts, way: str) -> None:
-    made.is_forking = way == "fork"
-    made.reasons.clear()
-
-
-def was_forked(made: Starts) -> bool:
-    return not made.reasons
-
-
-class Engine:
-    """A guarded process whose log is read."""
-
-    def __init__(self, folder: Path, *words: str, **options: Any) -> None:
-        self.log = folder / "engine.log"
-        options = {"env": os.environ, **options}
-        self.guarded = GuardedProcess([*COMMAND, *words], log_path=self.log, **options)
-
-    def has_ended(self) -> bool:
-        self.guarded.hear()
-        return self.guarded.report.exit_status is not None
-
-    def is_gone(self) -> bool:
-        self.guarded.hear()
-        return self.guarded.is_gone
-
-    def ended(self) -> tuple[int | None, str]:
-        """Its exit status and what it wrote."""
-        assert wait_until(self.is_gone, 30)
-        return self.guarded.report.exit_status, self.log.read_text()
-
-    def has_ended_or_waits(self) -> bool:
-        # The guard may report its start after its first words.
-        return self.has_ended() or (
-            self.guarded.report.pid is not None and "waits" in self.log.read_text()
-        )
-
-    def waits(self) -> int:
-        """Its pid, when it runs."""
-        assert wait_until(self.has_ended_or_waits, 30)
-        assert self.guarded.report.pid is not None, self.log.read_text()
-        return self.guarded.report.pid
-
-    def end(self) -> None:
-        self.guarded.send(KILL)
-        assert wait_until(self.is_gone, 30)
-
-
-def plain(report: str) -> dict[str, Any]:
-    """The first line of a witness."""
-    found: dict[str, Any] = json.loads(report.splitlines()[0])
-    return found
-
-
 def test_a_guarded_process_finds_what_exec_gives(both: Starts, tmp_path: Path) -> None:
     found = {}
     folder = tmp_path / "folder"
@@ -105,7 +56,7 @@ def test_a_guarded_process_finds_what_exec_gives(both: Starts, tmp_path: Path) -
         choose(both, way)
         log = tmp_path / way / "engine.log"
         log.parent.mkdir()
-        engine = Engine(log.parent, "says", env=env)
+        engine = GuardedWitness(log.parent, "says", env=env)
         status, text = engine.ended()
         assert status == 0, text
         found[way] = plain(text)
@@ -143,7 +94,7 @@ def test_a_fork_has_the_variables_that_an_import_sets(
 ) -> None:
     (tmp_path / "setting.py").write_text("import os; os.environ['SET_BY_AN_IMPORT'] = 'so'")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = Starts(modules=["setting"])
+    made = Starts([own_origin(["setting"])])
     choose(made, "fork")
     process = made.start_module(WITNESS, "says", stdout=True)
     seen = plain(process.communicate(timeout=30)[0] or "")["seen"]
@@ -203,7 +154,7 @@ def test_a_fork_ends_as_a_program_ends(both: Starts, tmp_path: Path, word: str) 
         output, errors = process.communicate(timeout=30)
         folder = tmp_path / way
         folder.mkdir()
-        engine = Engine(folder, word)
+        engine = GuardedWitness(folder, word)
         status, log = engine.ended()
         assert process.returncode == status == ENDS[word]
         assert was_forked(both) is (way == "fork")
@@ -241,7 +192,7 @@ def is_stopped(pid: int) -> bool:
 
 def test_a_forked_engine_ends_with_its_guard_and_by_sigterm(both: Starts, tmp_path: Path) -> None:
     choose(both, "fork")
-    killed = Engine(tmp_path, "waits")
+    killed = GuardedWitness(tmp_path, "waits")
     pid = killed.waits()
     guard = psutil.Process(pid).parent()
     assert guard is not None
@@ -253,7 +204,7 @@ def test_a_forked_engine_ends_with_its_guard_and_by_sigterm(both: Starts, tmp_pa
     assert wait_until(killed.has_ended, 30)
     assert killed.guarded.report.exit_status == -signal.SIGKILL
     assert not killed.guarded.sweep()
-    stopped = Engine(tmp_path / "stopped", "waits")
+    stopped = GuardedWitness(tmp_path / "stopped", "waits")
     stopped.waits()
     stopped.guarded.send(TERMINATE)
     assert stopped.ended()[0] == -signal.SIGTERM
@@ -262,7 +213,7 @@ def test_a_forked_engine_ends_with_its_guard_and_by_sigterm(both: Starts, tmp_pa
 
 def test_a_forked_engine_is_found_by_its_token(both: Starts, tmp_path: Path) -> None:
     choose(both, "fork")
-    engine = Engine(tmp_path, "waits")
+    engine = GuardedWitness(tmp_path, "waits")
     pid = engine.waits()
     identity = engine.guarded.report.identity
     assert identity is not None
@@ -288,12 +239,12 @@ def test_a_forked_engine_is_found_by_its_token(both: Starts, tmp_path: Path) -> 
     ],
 )
 def test_what_is_no_module_of_ours_with_torch_is_started_by_exec(command: list[str]) -> None:
-    assert starts.why_not_a_module(command)
+    assert not own_origin().is_of(command)
 
 
 def test_an_embedded_engine_and_ranks_are_forked() -> None:
     for module in ("engines.embedded", "tests.end_to_end.rank_trainer", WITNESS):
-        assert starts.why_not_a_module([sys.executable, "-m", module, "--port", "1"]) == ""
+        assert own_origin().is_of([sys.executable, "-m", module, "--port", "1"])
 
 
 @pytest.mark.parametrize(
@@ -360,15 +311,14 @@ def test_a_server_that_was_killed_fails_one_start_and_the_next_has_a_new_one(
 ) -> None:
     choose(both, "fork")
     program_before = both.start_module(WITNESS, "waits", stdout=True)
-    engine = Engine(tmp_path, "waits")
+    engine = GuardedWitness(tmp_path, "waits")
     engine.waits()
-    assert both.server is not None
-    before = both.server.process
+    before = both.servers[sys.executable].process
     before.kill()
     with pytest.raises(ForkServerDied, match="ended with status -9"):
         both.start_module(WITNESS)
     assert both.start_module(WITNESS).wait(30) == 0
-    assert both.server.process.pid != before.pid
+    assert both.servers[sys.executable].process.pid != before.pid
     # What it had started goes on, and ends as usual; only a status is not known any more.
     engine.end()
     assert program_before.returncode is None
@@ -402,11 +352,11 @@ def test_a_server_that_cannot_fork_fails_with_its_last_lines(
 ) -> None:
     (tmp_path / "a_bad_module.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = Starts(modules=["a_bad_module"])
+    made = Starts([own_origin(["a_bad_module"])])
     made.is_forking = True
     with pytest.raises(ForkServerDied, match=f"(?s)status 1:.*{why}"):
         made.start_module(WITNESS)
-    assert made.server is None
+    assert not made.servers
     made.close()
 
 
@@ -414,7 +364,7 @@ def test_a_server_leaves_no_process_no_file_and_no_descriptor(light: Starts) -> 
     choose(light, "fork")
     light.start_module(WITNESS).wait(30)
     open_before = psutil.Process().num_fds()
-    made = ForkServer(modules=())
+    made = ForkServer(own_origin(()))
     files = [os.readlink(f"/proc/{made.process.pid}/fd/{fd}") for fd in (1, 2)]
     assert all(name.endswith(" (deleted)") for name in files)
     made.close()
@@ -429,8 +379,9 @@ def test_a_server_leaves_no_process_no_file_and_no_descriptor(light: Starts) -> 
 
 OWNER = """
 import os, signal, subprocess
+from tests.support.forking.origins import own_origin
 from tests.support.forking.starts import ForkServer
-server = ForkServer(modules=())
+server = ForkServer(own_origin(()))
 os.set_inheritable(server.requests.fileno(), True)
 subprocess.Popen(["sleep", "600"], close_fds=False)  # has the owner's end of the socket, too
 print("server", server.process.pid, flush=True)

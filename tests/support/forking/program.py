@@ -148,7 +148,14 @@ def _start_again(command: list[str]) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
+    if "setproctitle" in sys.modules:
+        # It writes over the memory of the command that ``exec`` was given, and of the environment.
+        sys.modules["setproctitle"].setproctitle = _show_title
     gc.enable()
+
+
+def _show_title(title: str) -> None:
+    show([title], {})
 
 
 def _run_module(command: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Starts engines and ranks by the fork server of this process, or by ``exec``.
 
-Forked is a Python module of ``FORKED`` whose start depends on nothing that a fork cannot change:
+Forked is a module of an ``Origin`` whose start depends on nothing that a fork cannot change:
 ``why_exec`` has the rule.  All else, and every process of a test that is marked ``exec``, is
 started as in production.
 """
@@ -22,17 +22,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from engines.process import guarded_process
 from engines.process.guarded_process import GuardLaunch, GuardStart
 from tests.support.forking import server
+from tests.support.forking.origins import Origin, own_origin, real_origins
 from tests.support.forking.program import ALLOCATOR
 
 ROOT = Path(__file__).parents[3]
-FORKED = re.compile(r"engines\.embedded|tests\.([a-z_]+\.)*[a-z]+_(trainer|worker)")
 # Read when they are used, or set again in a forked process.  No fork server imports Ray, which sets
 # many in this process when a test starts it, as torch does when a test imports its compiler.
 _CAN_DIFFER = re.compile(
@@ -148,26 +147,23 @@ def _read_all(pipe: IO[str], texts: list[str]) -> None:
 class ForkServer:
     """A fork server and what it inherited from this process.
 
-    Args:
-        modules: that it imports.
-
     Raises:
         ForkServerDied: it cannot start.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self.env = dict(os.environ)
+    def __init__(self, origin: Origin) -> None:
+        self.env = origin.environment()
         self.inherited = inherited()
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", server.__name__),
-                    *(str(theirs.fileno()), str(os.getpid()), *modules),
+                    *(origin.python, "-m", server.__name__),
+                    *(str(theirs.fileno()), str(os.getpid()), *origin.modules),
                 ],
                 cwd=ROOT,
-                env=self.env | server.ENVIRONMENT,
+                env={**self.env, **server.ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
@@ -237,18 +233,18 @@ class Starts:
     """How this process starts engines and ranks.
 
     Args:
-        modules: that its fork server imports.
+        origins: of the fork servers that it may have.
 
     Attributes:
         is_forking: whether what can be forked is.
-        server: of this process, started by the first that needs it.
+        servers: of this process by interpreter, each started by the first that needs it.
         reasons: why a program was not forked, of each in order.
     """
 
-    def __init__(self, modules: Sequence[str] = server.MODULES) -> None:
-        self._modules = modules
+    def __init__(self, origins: Sequence[Origin]) -> None:
+        self._origins = origins
         self.is_forking = False
-        self.server: ForkServer | None = None
+        self.servers: dict[str, ForkServer] = {}
         self.reasons: list[str] = []
         self._lock = threading.Lock()
 
@@ -261,6 +257,7 @@ class Starts:
                     return ForkedProcess(
                         launch.command,
                         *self._fork(
+                            launch.order["command"][0],
                             launch.command,
                             launch.env,
                             os.getcwd(),
@@ -299,7 +296,7 @@ class Starts:
                     ours[name] = write_fd if is_in else read_fd
                     descriptors[number] = read_fd if is_in else write_fd
                     theirs.append(descriptors[number])
-            forked = self._fork(command, os.environ, str(ROOT), descriptors)
+            forked = self._fork(sys.executable, command, os.environ, str(ROOT), descriptors)
         except BaseException:
             for fd in ours.values():
                 os.close(fd)
@@ -309,12 +306,11 @@ class Starts:
                 os.close(fd)
         return ForkedProcess(command, *forked, **ours)
 
-    def _fork(self, *args: Any, **kwargs: Any) -> tuple[int, int, socket.socket]:
-        assert self.server is not None
+    def _fork(self, python: str, *args: Any, **kwargs: Any) -> tuple[int, int, socket.socket]:
         try:
-            return self.server.fork(*args, **kwargs)
+            return self.servers[python].fork(*args, **kwargs)
         except ForkServerDied:
-            self.server = None  # the next test has a new one
+            del self.servers[python]  # the next test has a new one
             raise
 
     def _is_forked(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -326,30 +322,25 @@ class Starts:
     def _why_exec(self, command: Sequence[str], env: Mapping[str, str]) -> str:
         if not self.is_forking:
             return "this test starts all by exec"
-        if why := why_not_a_module(command):
+        origin = next((one for one in self._origins if one.is_of(command)), None)
+        if origin is None:
+            return f"{' '.join(command[:3])} is no module that is forked"
+        if why := origin.why_not():
             return why
-        # The fast tests run where torch is not installed.
-        if self._modules == server.MODULES and find_spec("torch") is None:
-            return "torch is not installed"
-        if self.server is None:
-            self.server = ForkServer(self._modules)
-        return self.server.why_not or why_exec(env, self.server.env, self.server.inherited)
+        if origin.python not in self.servers:
+            self.servers[origin.python] = ForkServer(origin)
+        forking = self.servers[origin.python]
+        given, usual = (
+            {name: value for name, value in found.items() if name not in origin.read_late}
+            for found in (env, forking.env)
+        )
+        return forking.why_not or why_exec(given, usual, forking.inherited)
 
     def close(self) -> None:
-        """Ends the fork server, if there is one."""
+        """Ends the fork servers that there are."""
         with self._lock:
-            if self.server is not None:
-                self.server.close()
-                self.server = None
-
-
-def why_not_a_module(command: Sequence[str]) -> str:
-    """Why a command is none that the fork server runs; empty if it is."""
-    if command[0] != sys.executable:
-        return f"{command[0]} is another program"
-    if len(command) < 3 or command[1] != "-m" or not FORKED.fullmatch(command[2]):
-        return f"{' '.join(command[1:3])} is no module that is forked"
-    return ""
+            while self.servers:
+                self.servers.popitem()[1].close()
 
 
 def why_exec(env: Mapping[str, str], base: Mapping[str, str], inherited_before: object) -> str:
@@ -387,4 +378,4 @@ def inherited() -> object:
 
 
 _start_guard = guarded_process.start_guard
-STARTS = Starts()
+STARTS = Starts([own_origin(), *real_origins()])
