@@ -11,6 +11,7 @@ from engines.protocol import Endpoint
 from rollout.router.http.engine_connection import EngineConnection, OutgoingRequest
 from rollout.router.http.head_cache import HeadCache
 from rollout.router.http.read_pacing import ReadPacing
+from tests.rollout.router.http.reply_handler import Handler
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODY = b"".join(b"data: %d\n\n" % number for number in range(20_000))
@@ -72,35 +73,6 @@ class Pool:
         outgoing = OutgoingRequest(Endpoint("127.0.0.1", 1), list(parts) or SENT, False)
         self.connection.send(handler, outgoing, 0.0)
         return handler
-
-
-class Handler:
-    """What a request learns of its reply."""
-
-    def __init__(self, is_decoding):
-        self.is_decoding = is_decoding
-        self.upstream = None
-        self.pieces = []
-        self.end = None
-
-    def on_reply(self, head, length, is_alone):
-        assert head.status == 200
-
-    def on_reply_data(self, data, is_end):
-        assert self.end is None
-        self.pieces.append(bytes(data))
-        if is_end:
-            self.end = "end"
-
-    def on_engine_lost(self, why, *, was_sent=True):
-        assert self.end is None
-        self.end = why
-
-    def may_reconnect(self):
-        return False
-
-    def on_router_error(self, error):
-        raise error
 
 
 async def ticks(num=99):

@@ -11,7 +11,7 @@ import pytest
 
 from engines.protocol import Endpoint
 from rollout.router.http.engine_pool import KEEPALIVE_S, EnginePool
-from tests.rollout.router.http.test_engine_connection import Handler
+from tests.rollout.router.http.reply_handler import Handler
 from tests.support.waits import until
 
 REPLY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
