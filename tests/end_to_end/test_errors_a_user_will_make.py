@@ -116,7 +116,7 @@ def test_without_ray_the_ray_back_end_says_how_to_install_it(tmp_path: Path) -> 
         env=os.environ | {"PYTHONPATH": str(blocker)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert done.returncode == 2, done.stderr
