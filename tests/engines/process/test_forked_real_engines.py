@@ -29,7 +29,7 @@ from tests.support.forking.guarded_witness import (
 )
 from tests.support.forking.origins import Origin, own_origin, real_origins
 from tests.support.forking.starts import ForkServerDied, Starts
-from tests.support.processes import wait_until
+from tests.support.processes import sockets_of, wait_until
 
 KINDS = [
     pytest.param("sglang", marks=pytest.mark.sglang),
@@ -41,7 +41,7 @@ PROGRAMS = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.a
 OPEN = {"sglang": ["anon_inode:"], "vllm": ["pipe:", "pipe:"]}
 SET_BY_AN_IMPORT = {"sglang": "TRITON_CACHE_DIR", "vllm": "PYTORCH_NVML_BASED_CUDA_CHECK"}
 READ_AT_AN_IMPORT = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "vllm": "OMP_NUM_THREADS"}
-READ_LATE = {"sglang": "SGLANG_VLM_CACHE_SIZE_MB", "vllm": "VLLM_CPU_OMP_THREADS_BIND"}
+READ_LATE = {"sglang": "SGLANG_VLM_CACHE_SIZE_MB", "vllm": "RAY_TMPDIR"}
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -134,6 +134,7 @@ async def test_it_has_the_same_processes_and_answers_the_same(
             "token": "ENGINE_GUARD_TOKEN" in root.environ(),
             "sessions": {os.getsid(one.pid) == root.pid for one in processes},
             "is_under_guard": psutil.Process(root.ppid()).name(),
+            "folders_of_sockets": len({one.parent for one in sockets_of(root.pid)}),
             "tokens": reply.output_ids,
         }
         await running.stop(20.0)

@@ -1,8 +1,8 @@
 """What vLLM's server and its engine core import, for a fork server in its interpreter.
 
-The server spawns the core when it has threads, so it cannot fork it.  What it spawns is forked by
-a process that was forked while it had one thread: the start method ``forkserver`` of Python, with
-the environment of the process that spawns.
+The server spawns the core when it has threads, so it cannot fork it.  What it and the core spawn is
+forked by a process that was forked while it had one thread: the start method ``forkserver`` of
+Python, with the environment of the process that spawns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from functools import partial
-from multiprocessing import forkserver, resource_tracker, spawn, util
+from multiprocessing import connection, forkserver, resource_tracker, spawn, util
 from multiprocessing.context import BaseContext
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +26,7 @@ from tests.support.forking import program
 get_context = multiprocessing.get_context
 get_preparation_data = spawn.get_preparation_data
 prepare = spawn.prepare
+spawnv_passfds = util.spawnv_passfds
 
 
 def start_fork_server() -> None:
@@ -34,10 +35,12 @@ def start_fork_server() -> None:
     spawn.prepare = prepare_environment
     resource_tracker.ensure_running()
     forkserver.set_forkserver_preload([])
-    with patch.object(util, "spawnv_passfds", fork_server):
+    address = f"\0fork-server-{os.getpid()}"  # no file, which would be left by a kill
+    with (
+        patch.object(util, "spawnv_passfds", fork_server),
+        patch.object(connection, "arbitrary_address", return_value=address),
+    ):
         forkserver.ensure_running()
-    # What was forked by this server may ask it for more, and shall start none.
-    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
 
 
 def fork_server(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -45,6 +48,9 @@ def fork_server(path: str, arguments: Sequence[str], descriptors: Sequence[int])
     if pid := os.fork():
         return pid
     try:
+        util.spawnv_passfds = spawnv_passfds
+        # The core asks this server for its workers, too, and shall start none.
+        forkserver._forkserver.ensure_running = resource_tracker.ensure_running
         for number in descriptors:
             os.set_inheritable(number, True)
         serve = partial(forkserver.main, *descriptors, preload=[])
