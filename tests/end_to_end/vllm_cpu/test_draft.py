@@ -21,7 +21,7 @@ from rollout.runtime.local import launch_local
 from tests.support.contract import features_of
 from tests.support.real_policy import DEADLINES, one_engine, real_config
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exec, pytest.mark.vllm, pytest.mark.timeout(600)]
 SAMPLING = SamplingParams(max_new_tokens=25, temperature=0.0, ignore_eos=True)
 PROMPTS = [[60 + index, 61, 62] for index in range(20)]
 COUNTER = re.compile(
