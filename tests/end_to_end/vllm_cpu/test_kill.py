@@ -28,7 +28,7 @@ from tests.support.real_policy import (
 from tests.support.referee import Referee
 from tests.support.waits import until_begun
 
-pytestmark = [pytest.mark.exec, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 NUM = 64
 NUM_LATE = 16

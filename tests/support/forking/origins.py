@@ -40,7 +40,6 @@ class Origin:
         modules: that it imports.
         environment: that its children have, but for what may differ.
         read_late: variables that are not read at an import.
-        not_with: the beginning of an option with which a program is not forked.
         why_not: why there can be none; empty if there can.
     """
 
@@ -49,7 +48,6 @@ class Origin:
     modules: Sequence[str]
     environment: Callable[[], Mapping[str, str]]
     read_late: frozenset[str] = frozenset()
-    not_with: str | None = None
     why_not: Callable[[], str] = lambda: ""
 
     def is_of(self, command: Sequence[str]) -> bool:
@@ -58,7 +56,6 @@ class Origin:
             len(command) > 2
             and tuple(command[:2]) == (self.python, "-m")
             and self.programs.fullmatch(command[2]) is not None
-            and not (self.not_with and any(word.startswith(self.not_with) for word in command))
         )
 
 
@@ -83,8 +80,6 @@ def real_origins() -> list[Origin]:
                     [f"{__package__}.{kind}_modules"],
                     partial(_environment_of, kind),
                     _READ_LATE[kind],
-                    # vLLM's core waits for ever for workers that are forked as it is.
-                    not_with="--tensor-parallel-size" if kind == "vllm" else None,
                 )
             )
     return found
