@@ -68,8 +68,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .NOTPARALLEL:
 .PHONY: help system quickstart test test-text lint check format bench workflows constraints clean \
 	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle durations coverage explore \
-	docs \
-	audit dist screenshots
+	docs audit dist screenshots
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

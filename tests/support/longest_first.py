@@ -6,7 +6,7 @@ So the run does not end with one process at work and the others without.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,8 +32,11 @@ def longest_first(items: list[pytest.Item], durations: Durations) -> None:
         for file, tests in suite.items()
         for test, row in tests.items()
     }
-    files: Counter[str] = Counter()
+    files: defaultdict[str, float] = defaultdict(float)
     for item in items:
-        file = item.nodeid.partition("::")[0]
-        files[file] += took.get((file, item.name), _UNKNOWN_S)  # type: ignore[assignment]
-    items.sort(key=lambda item: -files[item.nodeid.partition("::")[0]])
+        files[_file_of(item)] += took.get((_file_of(item), item.name), _UNKNOWN_S)
+    items.sort(key=lambda item: -files[_file_of(item)])
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

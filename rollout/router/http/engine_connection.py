@@ -236,7 +236,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def has_something_to_read(self) -> bool:
-        """Of an idle connection: its end, or what nothing has asked for."""
+        """Whether an idle connection has bytes that nothing has asked for, or its end."""
         assert self._transport is not None
         poll = select.poll()
         poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)

@@ -94,26 +94,18 @@ class EnginePool:
         """Send ``parts`` to ``endpoint``; ``handler.upstream`` can drop the request."""
         outgoing = OutgoingRequest(endpoint, parts, is_head)
         idle = self._idle.get(endpoint)
+        now_s = self.now_s()
         while idle:
             connection, _ = idle.popitem()
             try:
-                if connection.is_usable and not self._may_be_closed(connection):
-                    connection.send(handler, outgoing, self.now_s())
+                if connection.is_usable and not _may_be_closed(connection, now_s):
+                    connection.send(handler, outgoing, now_s)
                     return
                 connection.close()
             except Exception:
                 connection.close()
                 raise
         self.send_on_new_connection(handler, outgoing)
-
-    def _may_be_closed(self, connection: EngineConnection) -> bool:
-        """Whether its engine may have closed it, although this process has not read that yet.
-
-        A process that is late has read the end of the last reply late, too, so the clock of the
-        engine may be ahead by as much.
-        """
-        idle_s = self.now_s() - connection.idle_since_s
-        return idle_s > KEEPALIVE_S or (idle_s > _FRESH_S and connection.has_something_to_read)
 
     def send_on_new_connection(self, handler: ReplyHandler, outgoing: OutgoingRequest) -> None:
         """Send on a new connection."""
@@ -214,6 +206,16 @@ class EnginePool:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+
+def _may_be_closed(connection: EngineConnection, now_s: float) -> bool:
+    """Whether its engine may have closed it, although this process has not read that yet.
+
+    A process that is late has read the end of the last reply late, too, so the clock of the engine
+    may be ahead by as much.
+    """
+    idle_s = now_s - connection.idle_since_s
+    return idle_s > KEEPALIVE_S or (idle_s > _FRESH_S and connection.has_something_to_read)
 
 
 _FEW = 1024
