@@ -35,6 +35,27 @@ NOT_COPIED = shutil.ignore_patterns(
     "runs",
 )
 
+# An offload and an onload of two engines, without torch.
+CYCLE = """
+from pathlib import Path
+import rollout
+from engines.fake import write_checkpoint
+from rollout.weights.format.manifest import read_checkpoint_manifest
+from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.shared_memory import ByPath
+
+write_checkpoint(Path("model"))
+groups = {"main": {"num_engines": 2, "engine": {"kind": "fake"}}}
+servers = {"policy": {"model_path": "model", "groups": groups}}
+with rollout.launch(rollout.RolloutConfig.from_dict({"servers": servers})) as deployment:
+    deployment.give_memory().result()
+    folder = str(Path("model").absolute())
+    push = WeightPush(1, read_checkpoint_manifest("model"), [{"path": folder}], ByPath())
+    deployment.serve_weights({"policy": push}).result()
+    status = deployment["policy"].status().result()
+    print(status.weight_version, status.phase)
+"""
+
 
 def run(*command: object, folder: Path, status: int = 0) -> str:
     # Not this environment's packages, and not the checkout's.
@@ -127,9 +148,8 @@ def test_it_works_in_an_empty_environment(
     path, cpu_s = run(python, "-c", code, folder=tmp_path).split()
     assert path.startswith(str(tmp_path))
     assert float(cpu_s) < 0.5
-    table = run(python.with_name("rollout"), "bench", folder=tmp_path)
-    assert "update_weights" in table
-    assert "lost per step" in table
+    (tmp_path / "cycle.py").write_text(CYCLE)
+    assert run(python, "cycle.py", folder=tmp_path).split() == ["1", "serving"]
     assert python.with_name("py-spy").exists()  # of `rollout doctor`
     refused = run(python.with_name("rollout"), "quickstart", folder=tmp_path, status=2)
     assert "the quickstart needs torch" in refused

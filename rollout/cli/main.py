@@ -16,7 +16,6 @@ import typer
 import rollout
 from engines.kinds import KINDS
 from rollout.cli import attach, doctor, plan, report, serve, status, stop, trace
-from rollout.cli.bench.command import bench
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.cli.trial.cpu_engine import commands_of
 from rollout.cli.trial.quickstart import quickstart
@@ -56,7 +55,7 @@ def version(as_json: AsJson = False) -> None:
 for command in (
     *(plan.validate, plan.plan, plan.schema, serve.serve, status.status, status.top),
     doctor.doctor,
-    *(stop.stop, attach.attach, trace.trace, report.report, bench),
+    *(stop.stop, attach.attach, trace.trace, report.report),
 ):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(quickstart)

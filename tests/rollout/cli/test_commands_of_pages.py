@@ -24,9 +24,6 @@ PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "engines/fak
 
 # Lines by their begin -> the test that runs them, or what they need.
 ELSEWHERE = {
-    "rollout bench rollout.yaml": "tests/rollout/cli/test_bench.py",
-    "rollout bench first": "tests/rollout/cli/test_bench.py",
-    "rollout bench stuck.yaml": "tests/rollout/cli/test_commands.py",
     "rollout serve rollout.yaml": "tests/rollout/cli/test_commands.py",
     "rollout serve fakes.yaml": "tests/engines/fake/test_readme_of_fake.py",
     "rollout stop --yes": "tests/rollout/cli/test_commands.py",

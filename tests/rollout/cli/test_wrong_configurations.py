@@ -360,7 +360,7 @@ def test_a_file_that_is_no_configuration_is_named_with_its_line(
     assert said in mistake["message"]
 
 
-@pytest.mark.parametrize("command", ["validate", "plan", "serve", "bench"])
+@pytest.mark.parametrize("command", ["validate", "plan", "serve"])
 def test_each_command_names_the_line(command: str, tmp_path: Path) -> None:
     name, content, said = FILES[-1]
     file = tmp_path / name
