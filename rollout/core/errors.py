@@ -235,8 +235,6 @@ class LogprobMismatch(RolloutError):
     """The engines' log-probs of their tokens are not those of the trainer's model.
 
     Attributes:
-        cause: what it looks like: ``engine``, ``version``, ``temperature``, ``shift``,
-            ``everywhere`` or ``not_finite``.
         engine_id, weight_version: the only ones that are off; empty if there are several.
         gap: average absolute difference of the tokens that are off, in nats.
     """
@@ -245,13 +243,11 @@ class LogprobMismatch(RolloutError):
         self,
         message: str,
         *,
-        cause: str = "",
         engine_id: str = "",
         weight_version: str = "",
         gap: float = 0.0,
     ) -> None:
         super().__init__(message)
-        self.cause = cause
         self.engine_id = engine_id
         self.weight_version = weight_version
         self.gap = gap

@@ -16,7 +16,6 @@ from rollout.core.samples import SampleGroup, all_samples
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import RolloutDriver
 from rollout.driver.logprobs.comparison import LogprobReport
-from rollout.driver.logprobs.gap_cause import GapCause
 from rollout.router import Backend, RouterHost
 
 torch = pytest.importorskip("torch")
@@ -133,9 +132,9 @@ async def test_equal_weights_agree_at_every_temperature(world: World) -> None:
 async def test_an_engine_a_version_behind_is_found_in_one_step(world: World) -> None:
     await world.load("main-0", world.train())
     await world.only_name_the_version("main-1")
-    report = await world.check(limit=0.5)  # the step changes less
+    report = await world.check()
     assert report.mismatch is not None
-    assert (report.mismatch.cause, report.mismatch.engine_id) == (GapCause.ENGINE, "main-1")
+    assert report.mismatch.engine_id == "main-1"
     assert report.mismatch.weight_version == "2"
     assert report.by_engine["main-0"].largest < 1e-3 < report.by_engine["main-1"].mean
     await world.load("main-1", world.folder / "step-2")
@@ -145,9 +144,7 @@ async def test_an_engine_a_version_behind_is_found_in_one_step(world: World) -> 
 async def test_a_wrong_temperature_is_found_in_one_step(world: World) -> None:
     report = await world.check(temperature=0.5, trainers=1.0)
     assert report.mismatch is not None
-    assert (report.mismatch.cause, report.mismatch.engine_id) == (GapCause.TEMPERATURE, "")
-    assert report.mismatch.temperature is not None
-    assert 0.4 < report.mismatch.temperature < 0.8
+    assert report.mismatch.engine_id == ""
 
 
 @pytest.mark.parametrize("in_both", [False, True])
@@ -165,5 +162,4 @@ async def test_a_swapped_tensor_is_found_in_one_step(world: World, in_both: bool
     await world.load("main-1", swapped)
     report = await world.check()
     assert report.mismatch is not None
-    expected = (GapCause.EVERYWHERE, "") if in_both else (GapCause.ENGINE, "main-1")
-    assert (report.mismatch.cause, report.mismatch.engine_id) == expected
+    assert report.mismatch.engine_id == ("" if in_both else "main-1")

@@ -18,14 +18,8 @@ from pydantic import SkipValidation
 from rollout.core.arguments import AboveZero, checked
 from rollout.core.errors import ConfigError, LogprobMismatch
 from rollout.core.samples import Sample, SampleGroup
-from rollout.driver.logprobs.gap_cause import (
-    ROUNDING,
-    LogprobRows,
-    Mismatch,
-    Place,
-    find_mismatch,
-)
 from rollout.driver.logprobs.gap_figures import Cell, GapFigures, GapSums, ratios, summed, total
+from rollout.driver.logprobs.mismatch import ROUNDING, LogprobRows, Mismatch, Place, find_mismatch
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 TIS_CAP = 2.0
@@ -80,13 +74,12 @@ class LogprobReport:
         """Raise if there is a mismatch.
 
         Raises:
-            LogprobMismatch: with its cause, engine, weight version and gap.
+            LogprobMismatch: with its engine, weight version and gap.
         """
         found = self.mismatch
         if found is not None:
             raise LogprobMismatch(
                 found.why,
-                cause=found.cause.value,
                 engine_id=found.engine_id,
                 weight_version=found.weight_version,
                 gap=found.gap,
@@ -134,8 +127,8 @@ def compare_logprobs(
             token under the trainer's model: lists, or one-dimensional arrays or tensors.
         temperature: at which the trainer's were computed.  It has to be the engine's: the one of
             the sampling parameters, or 1 if the engine reports them without a temperature.  With a
-            ``logprob_kind`` of ``cut`` they are behind top-p, top-k, min-p or penalties, which is
-            then the cause of a mismatch.
+            ``logprob_kind`` of ``cut`` they are behind top-p, top-k, min-p or penalties, which a
+            mismatch then says.
         dtype: in which engine and trainer compute, the narrower of the two: sets the limit.
         limit: nats that the average gap of the tokens of one engine and weight version may have; by
             default what rounding costs: 0.05 for bfloat16, 0.01 for float16, 0.001 for float32.

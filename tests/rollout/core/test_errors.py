@@ -47,7 +47,7 @@ ERRORS = [
     WeightMismatch("text", tensor="lm_head.weight", engine_id="main-1"),
     WeightsUnavailable("text"),
     RankFailure("text", ranks=(0, 3)),
-    LogprobMismatch("text", cause="engine", engine_id="main-1", weight_version="3", gap=0.5),
+    LogprobMismatch("text", engine_id="main-1", weight_version="3", gap=0.5),
     GenerationAborted("text", sample=Sample([1, 2], [3], [-0.5])),
     GenerationFailed("text", failures={1: "HTTP 400"}, replies=[None]),
     ActorLost("text", actor="group-main", may_have_executed=False),
