@@ -19,7 +19,7 @@ from pathlib import Path
 
 import rollout
 import torch
-from rollout.driver import PromptData, Replay, RolloutOptions, save_groups
+from rollout.driver import PromptData, RolloutOptions, groups_of, sample_rows
 
 from arithmetic import MAX_NEW_TOKENS, encode, judge, make_splits, make_warm_started_model
 from grpo import GrpoTrainer
@@ -81,7 +81,7 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
                 weight_version=policy.weight_version,
             ).result()
             if args.dump:
-                save_groups(args.dump / f"{step:06}.parquet", step, groups)
+                dump(args.dump / f"{step:06}.parquet", groups)
             learn(trainer, step, groups)
             policy.serve_weights(trainer.state_dict(), version=step).result()
             if args.checkpoint:
@@ -109,11 +109,18 @@ def load(folder: Path, trainer: GrpoTrainer) -> int:
     return int(state["step"])
 
 
+def dump(file: Path, groups: Sequence[rollout.SampleGroup]) -> None:
+    import datasets  # seconds, which a run without dumps saves
+
+    datasets.Dataset.from_list(sample_rows(groups)).to_parquet(file)
+
+
 def replay(args: argparse.Namespace, trainer: GrpoTrainer) -> None:
     """Repeat the training from dumped batches."""
-    dumps = Replay(args.replay)
-    for step in dumps.rollout_ids[: args.steps]:
-        learn(trainer, step, dumps.rollout(step))
+    import datasets
+
+    for file in sorted(args.replay.glob("*.parquet"))[: args.steps]:
+        learn(trainer, int(file.stem), groups_of(datasets.Dataset.from_parquet(str(file))))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -130,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="start from this model directory")
     parser.add_argument("--checkpoint", type=Path, help="save each step here, and continue there")
     parser.add_argument("--dump", type=Path, help="write each batch into this directory")
-    parser.add_argument("--replay", type=Path, help="train on a dump or a directory of them")
+    parser.add_argument("--replay", type=Path, help="train on a directory of dumped batches")
     parser.add_argument("--out", type=Path, default=Path("runs/async_grpo"))
     args = parser.parse_args(arguments)
     args.out = args.out.absolute()

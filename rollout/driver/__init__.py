@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.client.session import Session
-from rollout.driver.data.parquet_dump import Replay, load_groups, save_groups
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.prompt_data import PromptData
+from rollout.driver.data.sample_rows import groups_of, sample_rows
 from rollout.driver.driver import Driver, RolloutDriver
 from rollout.driver.evaluation import EvalDataset, EvalPlan, EvalResult
 from rollout.driver.stream.hooks import Hooks, drop_zero_std
@@ -38,15 +38,14 @@ __all__ = [
     "Hooks",
     "Prompt",
     "PromptData",
-    "Replay",
     "RetryPolicy",
     "RolloutDriver",
     "RolloutOptions",
     "Session",
     "drop_zero_std",
-    "load_groups",
+    "groups_of",
     "packed",
     "padded",
-    "save_groups",
+    "sample_rows",
     "train_data",
 ]

@@ -15,7 +15,7 @@ import pytest
 # What the extras of pyproject.toml install, by the name of the import; not those for development.
 OPTIONAL = (
     *("accelerate", "jinja2", "safetensors", "tokenizers", "torch", "transformers"),
-    *("math_verify", "matplotlib", "numpy", "opentelemetry", "pyarrow", "ray"),
+    *("math_verify", "matplotlib", "numpy", "opentelemetry", "ray"),
     *("datasets", "mooncake", "peft", "trl"),
 )
 REASON = re.compile(r"could not import '(\w+)")

@@ -25,12 +25,11 @@ from rollout.core.errors import ConfigError, LifecycleError, RolloutError, Weigh
 from rollout.core.pending import LoopThread, Pending
 from rollout.driver import (
     EvalPlan,
-    Replay,
     RetryPolicy,
+    groups_of,
     packed,
     padded,
     rewards,
-    save_groups,
 )
 from rollout.driver.client import http_client
 from rollout.driver.client.agent_session import AgentSession
@@ -240,8 +239,7 @@ CASES: list[Case] = [
         ConfigError,
         "no state of a PromptData: it has no epoch, num_rows, place",
     ),
-    (lambda on: save_groups(on.folder / "no" / "file", 1, []), ConfigError, "cannot write "),
-    (lambda on: Replay(on.folder), ConfigError, "has no .*parquet file"),
+    (lambda on: groups_of([{"prompt_ids": [1]}]), ConfigError, "it has no column 'rollout_id'"),
     (lambda on: packed([]), ValueError, "no samples to make a batch of"),
     (lambda on: padded([], pad_to_multiple=0), ConfigError, "pad_to_multiple = 0: must be"),
     (lambda on: rewards.in_thread(5), ConfigError, "reward = 5: must be a plain"),
@@ -489,7 +487,6 @@ REFUSED = [
     ("doctor http://127.0.0.1:1", "does not answer"),
     ("trace /nowhere", "there is no run /nowhere"),
     ("report /nowhere", "there is no run /nowhere"),
-    ("bench --engine fake --backend slurm", "must be 'local' or 'ray'"),
     ("status --ray", "--ray needs the id of the run"),
 ]
 
@@ -500,3 +497,11 @@ def test_a_command_that_is_refused_says_why(words: str, said: str) -> None:
     assert result.exit_code != 0
     assert isinstance(result.exception, RolloutError | SystemExit)
     assert said in f"{result.exception} {result.output}"
+
+
+def test_another_backend_than_those_two_is_refused(on: On, tmp_path: Path) -> None:
+    file = tmp_path / "rollout.json"
+    file.write_text(on.deployment.config.model_dump_json(exclude_defaults=True))
+    result = CliRunner().invoke(app, ["serve", str(file), "--backend", "slurm"])
+    assert isinstance(result.exception, ConfigError)
+    assert "must be 'local' or 'ray'" in str(result.exception)

@@ -1,0 +1,107 @@
+"""Sample groups as rows of plain values, one for each sample, which any library of tables saves.
+
+Always true: groups that are made of rows equal the groups that the rows were made of, floats bit
+for bit.  Groups keep their order.  Metadata is stored as JSON text, so it must be JSON.
+
+    datasets.Dataset.from_list(sample_rows(groups)).to_parquet("step-3.parquet")
+    groups = groups_of(datasets.Dataset.from_parquet("step-3.parquet"))
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from engines.protocol import FinishReason, VersionSpan
+from engines.protocol.logprob_kind import read_kind
+from rollout.core.errors import ConfigError
+from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
+
+Row = dict[str, Any]
+
+# Columns with the name and the value of a sample's field.
+_PLAIN_COLUMNS = (
+    *("prompt_ids", "output_ids", "output_logprobs", "loss_mask"),
+    *("text", "reward", "error", "traceback"),
+)
+
+
+def sample_rows(groups: Sequence[SampleGroup], rollout_id: int = 0) -> list[Row]:
+    """The samples of a step.
+
+    Args:
+        groups: of the step.
+        rollout_id: the step; rows of several steps may stand in one table.
+
+    Raises:
+        ConfigError: metadata of a sample is not JSON.
+        ValueError: a sample is damaged.
+    """
+    return [
+        _row(rollout_id, index, group, sample)
+        for index, group in enumerate(groups)
+        for sample in group.samples
+    ]
+
+
+def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
+    """The groups that ``sample_rows`` made these rows of, in order.
+
+    Raises:
+        ConfigError: a row lacks a column.
+    """
+    found = []
+    try:
+        for _, members in groupby(rows, key=lambda row: (row["rollout_id"], row["group"])):
+            of_group = list(members)
+            first = of_group[0]
+            metadata = json.loads(first["group_metadata"])
+            samples = [_sample(row) for row in of_group]
+            found.append(SampleGroup(int(first["prompt_index"]), samples, metadata))
+    except KeyError as error:
+        raise ConfigError(f"no row of sample_rows: it has no column {error}") from None
+    return found
+
+
+def _row(rollout_id: int, index: int, group: SampleGroup, sample: Sample) -> Row:
+    sample.check()
+    reason, experts = sample.finish_reason, sample.routed_experts
+    return {
+        "rollout_id": rollout_id,
+        "group": index,
+        "prompt_index": group.prompt_index,
+        **{name: getattr(sample, name) for name in _PLAIN_COLUMNS},
+        "weight_versions": [asdict(span) for span in sample.weight_versions],
+        "engines": [asdict(span) for span in sample.engines],
+        "finish_reason": json.dumps(None if reason is None else asdict(reason)),
+        "status": sample.status.value,
+        "logprob_kind": sample.logprob_kind and sample.logprob_kind.value,
+        "routed_experts": None if experts is None else b64encode(experts).decode(),
+        "metadata": _json(sample.metadata),
+        "group_metadata": _json(group.metadata),
+    }
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    reason, experts = json.loads(row["finish_reason"]), row["routed_experts"]
+    return Sample(
+        **{name: row[name] for name in _PLAIN_COLUMNS},
+        logprob_kind=read_kind(row["logprob_kind"]),
+        weight_versions=tuple(VersionSpan(**span) for span in row["weight_versions"]),
+        engines=tuple(EngineSpan(**span) for span in row["engines"]),
+        finish_reason=None if reason is None else FinishReason(**reason),
+        status=SampleStatus(row["status"]),
+        routed_experts=None if experts is None else b64decode(experts),
+        metadata=json.loads(row["metadata"]),
+    )
+
+
+def _json(metadata: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(metadata)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metadata of a saved sample must be JSON: {error}") from None
