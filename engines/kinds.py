@@ -9,11 +9,7 @@ from importlib import import_module, resources
 from typing import Any
 
 from engines.http import sglang_json
-from engines.protocol import Engine, Loads
-from engines.protocol.census.embedded import CENSUS as EMBEDDED_CENSUS
-from engines.protocol.census.fake import CENSUS as FAKE_CENSUS
-from engines.protocol.census.sglang import CENSUS as SGLANG_CENSUS
-from engines.protocol.census.vllm import CENSUS as VLLM_CENSUS
+from engines.protocol import Engine, Loads, old_state
 from engines.protocol.kind import Kind, ReadConfig
 from engines.protocol.logprob_kind import LogprobRule
 from engines.protocol.spec import spelled
@@ -78,7 +74,7 @@ _SGLANG = Kind(
     modules=("sglang",),
     cpu_python="sglang-cpu",
     quantises_at_start=True,
-    census=SGLANG_CENSUS,
+    old_state=old_state.SGLANG,
     num_stages=num_stages,
     nccl_cumem=nccl_cumem,
     preloads_saver=True,
@@ -106,7 +102,7 @@ _VLLM = Kind(
     name="vllm",
     title="vLLM",
     client=_late("engines.vllm.client", "VllmClient"),
-    census=VLLM_CENSUS,
+    old_state=old_state.VLLM,
     invocation=_late("engines.vllm.invocation", "invocation"),
     resume_path=routes.RESUME,
     is_numbered_at_start=False,
@@ -142,7 +138,6 @@ _EMBEDDED = Kind(
     client=_sglang_client,
     read_loads=_sglang_loads,
     invocation=_late("engines.embedded.command", "invocation"),
-    census=EMBEDDED_CENSUS,
     logprob_rule=_embedded_logprobs,
     has_part_of_prompt_logprobs=False,
     modules=("torch", "transformers"),
@@ -155,7 +150,7 @@ _FAKE = Kind(
     client=_sglang_client,
     read_loads=_sglang_loads,
     invocation=_late("engines.fake.command", "invocation"),
-    census=FAKE_CENSUS,
+    old_state=old_state.FAKE,
     spans_nodes=True,
 )
 # SGLang that another program launched.

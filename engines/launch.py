@@ -355,15 +355,15 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
 
     Raises:
         ValueError: an option that this library sets itself, one that its kind does not have, or
-            one that adds what its census refuses.
+            one that would keep state of old weights.
         InstallError: it needs the cached interpreter, and there is none.
     """
     kind = kind_of(spec.kind)
     if kind.invocation is None:
         raise ValueError(f"engine kind {spec.kind!r} cannot be launched; give its url")
     start, keeps = kind.invocation(spec, endpoint, inherited), spec.keeps_embeddings
-    env = kind.census.variables(keeps_embeddings=keeps) | dict(start.env)
-    kind.census.refuse(normalized(spec.options), env, keeps_embeddings=keeps)
+    env = kind.old_state.variables(keeps_embeddings=keeps) | dict(start.env)
+    kind.old_state.refuse(normalized(spec.options), env, keeps_embeddings=keeps)
     return replace(start, env=env)
 
 

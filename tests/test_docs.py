@@ -257,8 +257,9 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/how-to/trl.md": {"tests/end_to_end/test_trl.py": (0,)},
     "docs/how-to/verl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
     "docs/how-to/watch.md": {
-        "tests/end_to_end/test_pages.py": (0,),
-        "tests/rollout/driver/test_trackers.py": (1, 2, 3, 4),
+        "tests/end_to_end/test_pages.py": (1,),
+        "tests/rollout/cli/test_commands.py": (0,),
+        "tests/rollout/driver/test_trackers.py": (2, 3, 4, 5),
     },
     "engines/fake/README.md": {"tests/engines/fake/test_readme_of_fake.py": (0,)},
 }
@@ -268,9 +269,10 @@ NOT_RUN: dict[tuple[str, int], str] = {
     ("docs/how-to/trl.md", 1): "needs several ranks: test_trl.py has the same in trl_ranks.py",
     ("docs/how-to/trl.md", 2): "needs the names of a script: test_trl.py builds the same trainer",
 }
-# Blocks of ``py`` are parts of a class that has its place in another library.
+# Blocks of ``py`` are parts of a class that has its place in another library, or need one.
 FRAGMENTS = {
     "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
+    "docs/how-to/samples.md": "tests/rollout/driver/data/test_sample_rows.py",
     "docs/how-to/skyrl.md": "tests/end_to_end/test_other_trainers.py",
 }
 
@@ -303,6 +305,7 @@ SHELL = {
     "python -m engines.embedded": "tests/engines/embedded",
     "python -m engines.fake": "tests/engines/fake/test_readme_of_fake.py",
     "python examples/": "tests/examples",
+    "python stuck.py": "tests/rollout/cli/test_commands.py",
     "python3 -m verl": "needs a training of verl",
     "python3 .ci/gpu.py": "tests/test_gpu_sections.py",
     "ray get-auth-token": "tests/end_to_end/test_ray_job.py",

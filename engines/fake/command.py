@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from engines.fake.engine.fake_caches import CACHES
 from engines.protocol import Endpoint, WorkerType
-from engines.protocol.census.fake import CENSUS
 from engines.protocol.spec import (
     AT_LAUNCH,
     EngineSpec,
@@ -22,8 +22,7 @@ _OWNERS = {
     "no_memory_saver": "the group's needs_offload",
     "weights_cpu_backup": "engine.weights_cpu_backup",
 }
-_CACHES = {option for cache in CENSUS.caches for option in cache.options}
-_OPTIONS = frozenset({"drain_s", "fault", "reports_manifest", "token_s"} | _CACHES)
+_OPTIONS = frozenset({"drain_s", "fault", "reports_manifest", "token_s", *CACHES.values()})
 
 
 def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.protocol import Endpoint, Engine, Loads
-from engines.protocol.census.entries import EMPTY, Census
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
+from engines.protocol.old_state import NOTHING_KEPT, OldState
 from engines.protocol.spec import EngineSpec, Invocation
 
 Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
@@ -48,7 +48,7 @@ class Kind:
         cpu_python: as ``EngineSpec.python``, the cached interpreter in which it runs on CPUs.
         cpu_head_sizes: elements of an attention head that it takes there; empty for all.
         quantises_at_start: its options can quantise a checkpoint that is not.
-        census: what it has of its weights after a request.
+        old_state: what it keeps of old weights, and what is done about it.
         num_stages: its pipeline stages, by its options.
         nccl_cumem: its ``NCCL_CUMEM_ENABLE``, by options, environment and nodes of an engine; the
             result is None if only its hosts know.  None for a kind that leaves it to NCCL.
@@ -105,7 +105,7 @@ class Kind:
     cpu_python: str = ""
     cpu_head_sizes: tuple[int, ...] = ()
     quantises_at_start: bool = False
-    census: Census = EMPTY
+    old_state: OldState = NOTHING_KEPT
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
     nccl_cumem: Callable[[Mapping[str, Any], Mapping[str, str], int], str | None] | None = None
     preloads_saver: bool = False

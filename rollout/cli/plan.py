@@ -16,7 +16,7 @@ from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.config_file import ConfigPath, load_config
 from rollout.cli.lib.output import AsJson, console, print_json
-from rollout.cli.lib.start_values import caches_of, show_start, start_values
+from rollout.cli.lib.start_values import show_start, start_values
 from rollout.config import (
     EngineConfig,
     GroupConfig,
@@ -25,7 +25,7 @@ from rollout.config import (
     Transport,
     WeightUpdate,
 )
-from rollout.config.compatibility import of_window, why_unproved
+from rollout.config.compatibility import of_window
 from rollout.config.file import with_lines
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
@@ -147,7 +147,6 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
             *option_notes(config),
             *filter(None, backup_notes),
             *_push_notes(config),
-            *_cache_notes(config),
             *push_room_notes(config),
             *_window_notes(config),
             *_standby_notes(config),
@@ -226,7 +225,6 @@ def _group(
         "weights_from": weights_from,
         "host_bytes": (backup + asleep) * of_group.num_engines,
         "start": start_values(server, of_group, has_backup=has_backup),
-        "caches": caches_of(server, of_group),
     }
 
 
@@ -258,17 +256,6 @@ def _push_notes(config: RolloutConfig) -> Iterator[str]:
             yield f"servers.{name}: a push by shared memory is loaded in one call: {why}"
         if wanted in (Transport.AUTO, Transport.DISTRIBUTED) and (why := why_nccl_fails(server)):
             yield f"servers.{name}: a broadcast by NCCL from an environment like this fails: {why}"
-
-
-def _cache_notes(config: RolloutConfig) -> Iterator[str]:
-    """Options of engines that the census does not know."""
-    for name, server in config.servers.items():
-        for group, of_group in server.groups.items():
-            engine = of_group.engine
-            if server.weights.update is not WeightUpdate.FROZEN and (
-                why := why_unproved(engine.of_kind, engine.options)
-            ):
-                yield f"servers.{name}.groups.{group}: {why}"
 
 
 def _window_notes(config: RolloutConfig) -> Iterator[str]:
@@ -333,7 +320,8 @@ def _show(values: dict[str, Any]) -> None:
         )
     console().print(table)
     for group in values["groups"]:
-        show_start(f"{group['server']}/{group['group']}", group["start"], group["caches"])
+        if group["start"] is not None:
+            show_start(f"{group['server']}/{group['group']}", group["start"])
     for server in values["servers"]:
         console().print(
             f"{server['server']}: router {server['router']}, page {server['page']}, weights "

@@ -8,7 +8,7 @@ refuses what is wrong in itself; a kind of engine refuses options of its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from engines.protocol import ModelInfo, ServerInfo
 from engines.protocol.features import Features
@@ -215,7 +215,7 @@ def of_embeddings(
     Args:
         encoder: what pushes may change that computes embeddings, in words; empty if nothing.
     """
-    variable = config.of_kind.census.variable
+    variable = config.of_kind.old_state.embeddings_variable
     kinds = [kind for kind in ("image", "audio") if model.raw.get(f"has_{kind}_understanding")]
     # With this option SGLang keeps none.
     if encoder and kinds and info.raw.get("rl_on_policy_target") is None:
@@ -228,40 +228,17 @@ def of_embeddings(
         )
 
 
-def of_caches(
-    where: str,
-    kind: Kind,
-    options: Iterable[str],
-    info: ServerInfo | None = None,
-    *,
-    keeps_embeddings: bool = False,
-    is_strict: bool = True,
+def of_old_state(
+    engine_id: str, kind: Kind, info: ServerInfo, *, keeps_embeddings: bool
 ) -> Conflicts:
-    """When a group is launched, and when an engine of it runs: what its kind's census refuses.
+    """When an engine of a group runs: options that it was started with and that keep old state.
 
     Args:
-        where: names the engine, in the sentence.
-        options: that it is given.
-        info: its own report; None before it runs.
+        info: its own report.
         keeps_embeddings: no push changes what computes embeddings.
-        is_strict: what the census does not know is refused too.
     """
-    if info is not None:
-        for why in kind.census.why_refused(info.raw, keeps_embeddings=keeps_embeddings):
-            yield "engine", f"{where} was started with {why}"
-    if is_strict and (unproved := why_unproved(kind, options, info)):
-        yield "engine", f"{where}: {unproved}; leave it out, or set weights.strict_caches to false"
-
-
-def why_unproved(kind: Kind, options: Iterable[str], info: ServerInfo | None = None) -> str:
-    """What of an engine the census of its kind does not know; empty if it knows all."""
-    unproved = kind.census.unproved("" if info is None else info.version, options)
-    if not unproved:
-        return ""
-    return (
-        f"not in the census of what {kind.title} has of its weights: {', '.join(unproved)}; no "
-        "test shows that this engine has no state of old weights"
-    )
+    for why in kind.old_state.why_refused(info.raw, keeps_embeddings=keeps_embeddings):
+        yield "engine", f"engine {engine_id} was started with {why}"
 
 
 def of_window(weights: WeightsConfig, *, is_copy: bool, is_only_streamed: bool) -> Conflicts:

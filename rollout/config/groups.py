@@ -73,7 +73,7 @@ class EngineConfig(ConfigSection):
     @property
     def may_keep_embeddings(self) -> bool:
         """Its engines already run, and it does not say that they keep none."""
-        variable = self.of_kind.census.variable
+        variable = self.of_kind.old_state.embeddings_variable
         return self.is_attached and bool(variable) and self.env.get(variable) != "0"
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -116,7 +116,8 @@ class EngineConfig(ConfigSection):
         if len(set(self.urls)) < len(self.urls):
             yield "urls", "urls name an engine twice; list each address once"
         launching = [name for name in ("gpus", "python", "options") if getattr(self, name)]
-        launching += ["env"] if self.env.keys() - {self.of_kind.census.variable} else []
+        variable = self.of_kind.old_state.embeddings_variable
+        launching += ["env"] if self.env.keys() - {variable} else []
         launching += ["nodes"] if self.nodes > 1 else []
         if launching:
             yield (

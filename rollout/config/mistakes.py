@@ -40,6 +40,13 @@ _PATTERNS = {
 }
 
 
+GONE: Mapping[str, str] = {
+    "strict_caches": "leave it out: after each push the sentinel asks each engine whether it "
+    "answers from old state (lifecycle.sentinel)",
+}
+"""A setting of before -> what to do now."""
+
+
 def examine(model: type[M], values: Any) -> tuple[M | None, list[Mistake]]:
     """The configuration without its wrong values, if it can do without them, and all mistakes."""
     found: dict[str, list[Mistake]] = {}
@@ -150,6 +157,8 @@ def _short(value: Any) -> str:
 
 def _unknown_key(model: type[BaseModel], location: Location) -> str:
     *parents, key = (str(part) for part in location)
+    if key in GONE:
+        return f"{key!r} is gone; {GONE[key]}"
     known = _section_at(model, parents).model_fields
     near = _nearest(key, known)
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"

@@ -134,10 +134,6 @@ class WeightsConfig(ConfigSection):
     """Make the first ``serve_weights`` a ``checks.push_path``. Its weights must be those of
     ``model_path``, so not for a trainer that continues from another checkpoint. The engines keep a
     copy of the model in host memory meanwhile."""
-    strict_caches: bool = False
-    """Refuse engines that may have state of old weights: of a version whose source was not read, or
-    with an option that is not in the census (``rollout plan`` prints it). If false, a warning names
-    them."""
     adapters: Annotated[tuple[AdapterName, ...], Field(min_length=1)] = ("policy",)
     """Names of pushed adapters with ``update: lora``. Requests without ``lora_path`` get the first;
     with ``lora_path: null`` they get the base."""

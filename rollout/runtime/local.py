@@ -100,7 +100,6 @@ def group_settings(
         sources=tuple(sources),
         transport=of_server.weights.transport,
         not_pushed=of_server.weights.not_pushed,
-        strict_caches=of_server.weights.strict_caches,
     )
 
 

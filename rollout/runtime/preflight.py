@@ -31,7 +31,7 @@ from rollout.config import (
     Transport,
     wrong_paths,
 )
-from rollout.config.compatibility import of_caches, of_checkpoint
+from rollout.config.compatibility import of_checkpoint
 from rollout.control.engine.start import configured_spec
 from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.optional_deps import install_command
@@ -199,9 +199,6 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         check_spec(planned_spec(server, group))
     except (ValueError, EngineError) as error:
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
-    if server.weights.strict_caches:
-        for setting, why in of_caches("an engine", engine.of_kind, engine.options):
-            yield _wrong(f"{path}.{setting}", engine.kind.value, why)
     checkpoint = read_checkpoint_config(server.model_path)
     for setting, why in of_checkpoint(
         engine,

@@ -120,7 +120,8 @@ def test_a_push_of_a_rank_that_has_connected(policy: ServerHandle, model: Any) -
     names = {"rollout": rollout, "torch": torch, "model": model, "step": step}
     made = run_code(FROM_RANKS, **names)
     assert made["report"].weight_version == step
-    stages = run_code("how-to/watch.md", pusher=made["pusher"], model=model)["report"].push_stages
+    names = {"pusher": made["pusher"], "model": model}
+    stages = run_code("how-to/watch.md", number=1, **names)["report"].push_stages
     assert {stage.stage for stage in stages} >= {"copy", "engine"}
     made["pusher"].close()
 

@@ -12,9 +12,17 @@ from typing import Any
 
 from engines.fake.engine.fake_weights import FakeWeights, digest_of, logprob_of
 from engines.protocol import PromptImage
-from engines.protocol.census.fake import CENSUS, VARIABLE
+from engines.protocol.old_state import FAKE
 from engines.protocol.spec import EngineSpec, normalized
 
+CACHES = {
+    "prefix cache": "prefix_cache",
+    "storage tier": "storage_cache",
+    "embeddings of images": "image_cache",
+    "store of embeddings that engines share": "shared_image_store",
+    "copies of weights": "weight_copies",
+}
+"""What a fake may keep of old weights -> the option that adds it."""
 PAGE = 16
 """Tokens of a prompt that are cached together."""
 STORES: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
@@ -32,8 +40,8 @@ class FakeCaches:
         weight_copies: it computes with copies of its weights, made at the end of an update.
 
     Attributes:
-        forgets: entries of the census whose treatment has no effect, for tests; ``names`` if keys
-            of prefixes have none.
+        forgets: of ``CACHES``, those that keep old state whatever is called, for tests; ``names``
+            if keys of prefixes have none.
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class FakeCaches:
 
 def caches_of(spec: EngineSpec) -> FakeCaches:
     """The caches that a spec's options add, as far as its environment leaves them on."""
-    env = CENSUS.variables(keeps_embeddings=spec.keeps_embeddings) | dict(spec.env)
+    env = FAKE.variables(keeps_embeddings=spec.keeps_embeddings) | dict(spec.env)
     return caches_with(normalized(spec.options), env)
 
 
@@ -134,7 +142,7 @@ def caches_with(options: Mapping[str, Any], env: Mapping[str, str]) -> FakeCache
     return FakeCaches(
         prefix_cache=bool(options.get("prefix_cache")),
         storage_cache=str(options.get("storage_cache") or ""),
-        image_cache=bool(options.get("image_cache")) and env.get(VARIABLE) != "0",
+        image_cache=bool(options.get("image_cache")) and env.get(FAKE.embeddings_variable) != "0",
         shared_image_store=str(options.get("shared_image_store") or ""),
         weight_copies=bool(options.get("weight_copies")),
     )

@@ -17,7 +17,7 @@ from engines.launch import StartSettings, start_settings
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
 from rollout.cli.lib.output import console
-from rollout.config import GroupConfig, ServerConfig, WeightUpdate
+from rollout.config import GroupConfig, ServerConfig
 from rollout.runtime.preflight import planned_spec
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -47,16 +47,6 @@ def start_values(
     }
 
 
-def caches_of(server: ServerConfig, group: GroupConfig) -> dict[str, str]:
-    """What an engine has of its weights -> what is done about it; empty if it gets no weights."""
-    if server.weights.update is WeightUpdate.FROZEN:
-        return {}
-    return {
-        cache.name: f"{cache.treatment} ({cache.by})"
-        for cache in group.engine.of_kind.census.caches
-    }
-
-
 def _without_ids(settings: StartSettings) -> StartSettings:
     """Which GPUs an engine gets is known when it is placed."""
     env = dict(settings.env)
@@ -67,17 +57,8 @@ def _without_ids(settings: StartSettings) -> StartSettings:
     )
 
 
-def show_start(name: str, start: Mapping[str, Any] | None, caches: Mapping[str, str]) -> None:
+def show_start(name: str, start: Mapping[str, Any]) -> None:
     """Print the values of one group."""
-    if start is not None:
-        _show_values(name, start)
-    if caches:
-        console().print(f"{escape(name)}: what an engine has of its weights, after a push")
-    for cache, treatment in caches.items():
-        console().print(f"  {escape(cache)}: {escape(treatment)}")
-
-
-def _show_values(name: str, start: Mapping[str, Any]) -> None:
     own = [name for name in ("memory_saver", "weights_cpu_backup") if start[name]]
     lines = {
         "options": [*own, *(f"{key}={value}" for key, value in start["options"].items())],

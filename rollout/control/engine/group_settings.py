@@ -32,7 +32,6 @@ class GroupSettings:
         sources: weight sources for a restarted engine, tried before the disk.
         transport: how pushes reach its engines.
         not_pushed: patterns of tensors that a full push does not contain.
-        strict_caches: an engine that the census does not know is refused.
     """
 
     name: str
@@ -47,7 +46,6 @@ class GroupSettings:
     sources: tuple[WeightSource, ...] = ()
     transport: Transport = Transport.AUTO
     not_pushed: tuple[str, ...] = ()
-    strict_caches: bool = False
 
     @property
     def source(self) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol import PromptImage, SamplingParams, WorkerType
-from engines.protocol.census.entries import namespace
 from engines.protocol.errors import EngineRejected
+from engines.protocol.old_state import namespace
 from engines.protocol.plain_text import describe
 from rollout.config import Drain, WeightUpdate
 from rollout.control.engine.group_settings import GroupSettings
@@ -24,7 +24,6 @@ from rollout.control.engine.stale_answers import (
     NUM_ASKED,
     Answer,
     Answers,
-    Stale,
     find_stale,
     prompt_for,
     without_numbers,
@@ -97,8 +96,7 @@ class Sentinel:
         """Ask whether an engine answers from old state, if its weights are others than before.
 
         Raises:
-            LifecycleError: it does; the message names the entries of the census that are suspected.
-                Or its log-probs are not numbers.
+            LifecycleError: it does, or its log-probs are not numbers.
         """
         before = member.sentinel
         if before is None or before.made_of == _made_of(member):
@@ -122,17 +120,11 @@ class Sentinel:
             first, now = now, await self._ask(member, before.process, attempt=2)
             stale = find(now, is_exact=first.fresh == now.fresh)
         if stale is not None:
-            raise LifecycleError(self._text(stale))
+            raise LifecycleError(
+                f"it answers from state that older weights computed: {stale.why} "
+                "(lifecycle.sentinel)"
+            )
         return now
-
-    def _text(self, stale: Stale) -> str:
-        engine = self._settings.group.engine
-        suspects = engine.of_kind.census.suspects(stale.sign, engine.options)
-        named = ", ".join(f"{one.name} ({one.treatment} by {one.by})" for one in suspects)
-        return (
-            f"it answers from state that older weights computed: {stale.why}; suspected: "
-            f"{named or 'nothing that is known'} (lifecycle.sentinel)"
-        )
 
     async def _ask(self, member: EngineState, process: str, attempt: int = 1) -> Answers:
         # With the same name a second attempt would get the first one's prefix from the cache.

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
 from engines.protocol import WeightsReport
-from engines.protocol.census.entries import Sign
 
 NUM_CACHED, NUM_ASKED = 256, 32
 """Tokens whose KV may come from a cache, a whole page of any engine; tokens after them."""
@@ -72,12 +71,10 @@ class Stale:
     """Why an engine answers from old state.
 
     Attributes:
-        sign: what that shows of the cache.
         is_certain: no other request in the same batch can be the reason.
     """
 
     why: str
-    sign: Sign
     is_certain: bool = True
 
 
@@ -117,7 +114,7 @@ def find_stale(now: Answers, before: Answers, tolerance: float, *, is_exact: boo
     for name, through in now.through.items():
         if through.num_cached:
             tokens = f"{through.num_cached} tokens of the sentinel's {name} prompt"
-            return Stale(f"{tokens} came from a cache of the weights before", Sign.PREFIX)
+            return Stale(f"{tokens} came from a cache of the weights before")
         largest = min(_EXACT, tolerance) if is_exact else tolerance
         gap = _gap(through, now.fresh[name])
         if gap > largest:
@@ -125,12 +122,12 @@ def find_stale(now: Answers, before: Answers, tolerance: float, *, is_exact: boo
                 f"log-probs of the sentinel's {name} prompt differ by {gap:.3g} nats on average "
                 "from those past the caches"
             )
-            return Stale(why, Sign.IMAGE if name == "image" else Sign.PREFIX, gap > tolerance)
+            return Stale(why, is_certain=gap > tolerance)
     values = now.fresh["text"].logprobs
     is_same = len(values) >= _FEWEST_VALUES and values == before.fresh["text"].logprobs
     if is_same and _has_changed(before.report, now.report):
         why = "most weights are new, and each log-prob of the sentinel is as before"
-        return Stale(why, Sign.COPY)
+        return Stale(why)
     return None
 
 

@@ -28,11 +28,10 @@ from rollout.config import (
 )
 from rollout.config.compatibility import (
     Conflicts,
-    of_caches,
     of_embeddings,
     of_engine,
+    of_old_state,
     of_pushes,
-    why_unproved,
 )
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
@@ -164,7 +163,7 @@ class Starter:
         features = read_features(info, endpoints, KINDS.get(info.engine))
         self._check(slot.engine_id, features)
         kind = KINDS.get(info.engine, settings.group.engine.of_kind)
-        self._check_caches(slot.engine_id, info, kind)
+        self._check_old_state(slot.engine_id, info, kind)
         if settings.group.engine.may_keep_embeddings:
             model = await engine.model_info()
             encoder = self._pushed_encoder()
@@ -185,7 +184,7 @@ class Starter:
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             compares_weights="/weights_checker" in endpoints,
             fingerprint_method=info.fingerprints,
-            needs_names=kind.census.needs_names(
+            needs_names=kind.old_state.needs_names(
                 {**info.raw, **normalized(settings.group.engine.options)}
             ),
             logprobs=self._logprob_rule(slot.engine_id, info, kind),
@@ -229,24 +228,10 @@ class Starter:
         except ValueError as error:
             raise ConfigError(f"{settings.path}.engine: engine {engine_id}: {error}") from None
 
-    def _check_caches(self, engine_id: str, info: ServerInfo, kind: Kind) -> None:
-        """Refuse what its census refuses; what it does not know is a warning, or refused too."""
-        settings, config = self._settings, self._settings.group.engine
-        if settings.update is WeightUpdate.FROZEN:
-            return
-        options = tuple(config.options)
-        if not settings.strict_caches and (why := why_unproved(kind, options, info)):
-            logger.warning("engine %s: %s (weights.strict_caches refuses it)", engine_id, why)
-        self._refuse(
-            of_caches(
-                f"engine {engine_id}",
-                kind,
-                options,
-                info,
-                keeps_embeddings=not self._pushed_encoder(),
-                is_strict=settings.strict_caches,
-            )
-        )
+    def _check_old_state(self, engine_id: str, info: ServerInfo, kind: Kind) -> None:
+        if self._settings.update is not WeightUpdate.FROZEN:
+            keeps = not self._pushed_encoder()
+            self._refuse(of_old_state(engine_id, kind, info, keeps_embeddings=keeps))
 
     def _pushed_encoder(self) -> str:
         settings = self._settings
@@ -284,7 +269,8 @@ def configured_spec(
 ) -> EngineSpec:
     """The part of an engine's specification that settings decide alone."""
     config = group.engine
-    may_keep = any(cache.is_of_encoder for cache in config.of_kind.census.caches)
+    keeps = config.of_kind.old_state
+    may_keep = bool(keeps.embeddings_variable or keeps.refused_for_embeddings)
     return EngineSpec(
         engine_id="engine-0",
         kind=config.kind.value,

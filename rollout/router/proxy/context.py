@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
-from engines.protocol.census.entries import namespace
+from engines.protocol.old_state import namespace
 from rollout.config import RouterConfig, is_loopback
 from rollout.router.continuation.core import Decode
 from rollout.router.continuation.reply import Reply

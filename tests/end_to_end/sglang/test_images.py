@@ -111,7 +111,7 @@ def _push_to(config: rollout.RolloutConfig, weights: Path) -> None:
             pytest.raises(
                 rollout.RolloutError,
                 match=r"answers from state that older weights computed: log-probs of the "
-                r"sentinel's image prompt differ .*suspected: embeddings of images and sounds",
+                r"sentinel's image prompt differ ",
             ),
             policy.offloaded() as window,
         ):

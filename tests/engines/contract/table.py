@@ -44,17 +44,15 @@ _HEAD = (
 )
 
 
-_CENSUS_HEAD = (
-    "## What engines have of old weights\n\n"
-    "What an engine computes with its weights and has after a request, and why none of it reaches "
-    "a token of new weights.\n*cleared*: a call clears it at each push. *named*: its key has the "
-    "run and the weight version. *disabled*: engines\nare launched without it. *refused*: the "
-    "option that adds it is refused. *recomputed*: it is derived from the weights\nagain. An entry "
-    "about images or sounds counts only if a push may change what computes their embeddings. An "
-    "engine of\nanother version, or with an option that may add an entry and is in none, is a "
-    "warning, and an error with\n`weights.strict_caches`. After each push the [sentinel]"
-    "(../concepts.md#how-weights-are-verified) asks. Attached SGLang\nengines have SGLang's."
+_OLD_STATE_HEAD = (
+    "## What engines keep of old weights\n\n"
+    "A flush or a pause clears what an engine computed with its weights, at each push. What that "
+    "does not reach:\nafter each push the [sentinel](../concepts.md#how-weights-are-verified) "
+    "asks. Attached SGLang engines have SGLang's.\n\n"
+    "| | at 0, so that no embeddings are kept* | refused | refused* | a store of prefixes, which "
+    "names keep apart |\n|---|---|---|---|---|\n"
 )
+_OLD_STATE_END = "\n\\* if a push may change what computes embeddings of images and sounds."
 
 
 @dataclass(frozen=True)
@@ -120,21 +118,23 @@ def page() -> str:
         ),
     ]
     head = _HEAD.format(sglang=_pin("sglang"), vllm=_pin("vllm"))
-    return head + "\n" + "\n".join([*lines, "", *census()]) + "\n"
+    return head + "\n" + "\n".join([*lines, "", old_state()]) + "\n"
 
 
-def census() -> Iterator[str]:
-    """What each kind has of its weights after a request, and what is done about it."""
-    yield _CENSUS_HEAD
-    for kind in KINDS.values():
-        if kind.census is KINDS["sglang"].census and kind.name != "sglang":
-            continue
-        versions = ", ".join(kind.census.versions)
-        yield f"\n### {kind.title.removeprefix('the ')} {versions}\n"
-        yield "| what | treatment | by | in the engine's source |\n|---|---|---|---|"
-        for cache in kind.census.caches:
-            cells = (cache.name, cache.treatment.value, cache.by, f"`{cache.source}`")
-            yield f"| {' | '.join(cells)} |"
+def old_state() -> str:
+    """What each kind keeps of old weights, and what is done about it."""
+    rows = []
+    for name in ("embedded", "sglang", "vllm", "fake"):
+        row = KINDS[name].old_state
+        cells = (
+            (row.embeddings_variable,),
+            row.refused,
+            row.refused_for_embeddings,
+            row.named_stores,
+        )
+        texts = (", ".join(f"`{one}`" for one in cell if one) or "none" for cell in cells)
+        rows.append(f"| {KINDS[name].title} | {' | '.join(texts)} |")
+    return _OLD_STATE_HEAD + "\n".join(rows) + "\n" + _OLD_STATE_END
 
 
 def _pin(name: str) -> str:

@@ -37,6 +37,7 @@ from rollout.weights.routes.nccl import nccl_of_torch
 from tests.rollout.observability.timeline.spans import offload_step, rank_push
 from tests.support.builders import write_checkpoint
 from tests.support.paged import step, until
+from tests.support.pages import code_of
 from tests.support.processes import program
 from tests.support.served_fakes import config, engines_of, launched
 
@@ -139,9 +140,8 @@ def test_a_newcomer_finds_the_stuck_engine_with_what_the_documentation_says(
     (config,) = re.findall(r"```yaml\n(run_id: stuck\n.*?)```", page.read_text(), re.DOTALL)
     (shell,) = re.findall(r"```sh\n(mkdir .*?)```", page.read_text(), re.DOTALL)
     first, *commands = [line.partition("#")[0].strip() for line in shell.splitlines()]
-    (script,) = re.findall(r"`stuck.py`:\n\n```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert commands == ["python stuck.py", "rollout doctor"]
-    (tmp_path / "stuck.py").write_text(script)
+    (tmp_path / "stuck.py").write_text(code_of("how-to/watch.md"))
     (tmp_path / "stuck.yaml").write_text(config)
     subprocess.run(first, shell=True, cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)

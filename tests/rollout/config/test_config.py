@@ -28,6 +28,10 @@ def test_a_minimal_config_gives_one_offloading_cpu_engine() -> None:
     [
         ({"server": {}}, "unknown key 'server' in the config; did you mean 'servers'?"),
         (
+            {"servers": {"policy": {"model_path": "m", "weights": {"strict_caches": True}}}},
+            r"'strict_caches' is gone; leave it out: after each push the sentinel asks",
+        ),
+        (
             with_group(num_engine=2),
             "unknown key 'num_engine' in servers.policy.groups.main; did you mean 'num_engines'?",
         ),

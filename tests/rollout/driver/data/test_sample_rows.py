@@ -13,6 +13,7 @@ from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError
 from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 from rollout.driver.data.sample_rows import groups_of, sample_rows
+from tests.support.pages import run_code
 
 
 def group(index: int = 0, **sample) -> SampleGroup:
@@ -85,6 +86,16 @@ def test_a_parquet_file_of_datasets_gives_back_its_groups(tmp_path: Path) -> Non
     datasets.Dataset.from_list(sample_rows(GROUPS)).to_parquet(file)
     read = datasets.Dataset.from_parquet(file, cache_dir=str(tmp_path / "cache"))
     assert groups_of(read) == GROUPS
+
+
+def test_the_page_writes_and_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    made = run_code("how-to/samples.md", "py", groups=GROUPS)
+    assert made["groups"] == GROUPS
+    assert made["groups"] is not GROUPS
+    assert (tmp_path / "step-3.parquet").exists()
 
 
 def test_rows_of_several_steps_keep_their_groups_apart() -> None:

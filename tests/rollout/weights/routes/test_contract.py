@@ -89,7 +89,7 @@ class Recorder:
 
 
 async def test_the_last_bucket_alone_clears_what_old_weights_computed(row: RouteRow) -> None:
-    """The census names it as the treatment of each entry that is cleared."""
+    """Each engine then clears the prefixes that it cached."""
     if row.transport == ADAPTER:
         pytest.skip("a version of an adapter has a name of its own")
     engine, route = Recorder(), row.route(chosen(row))
