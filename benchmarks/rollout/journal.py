@@ -17,32 +17,22 @@ NUM_TOKENS, IN_FLIGHT = 256, 64
 
 
 def measure(folder: Path, num_steps: int, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
-    """CPU milliseconds per request of so many tokens, 64 in flight, and bytes on disk.
-
-    ``failover`` is what the journal needs of the router, without the journal.
-    """
+    """CPU milliseconds per request of so many tokens, 64 in flight, and bytes on disk."""
     result: dict[str, Any] = {}
-    for name, failover, journal in (
-        ("plain", "off", False),
-        ("failover", "on", False),
-        ("journal", "asked", True),
-    ):
+    for name in ("plain", "journal"):
         place = folder / name
         place.mkdir(parents=True)
-        result[f"{name}_cpu_ms"] = _cpu_ms(place, num_steps, num_tokens, failover, journal)
+        result[f"{name}_cpu_ms"] = _cpu_ms(place, num_steps, num_tokens, name == "journal")
     sizes = [path.stat().st_size for path in folder.glob("journal/journal/*/*.jsonl")]
     result["journal_bytes"] = sum(sizes) / ((num_steps + 1) * IN_FLIGHT)
     return result
 
 
-def _cpu_ms(
-    folder: Path, num_steps: int, num_tokens: int, failover: str, has_journal: bool
-) -> float:
+def _cpu_ms(folder: Path, num_steps: int, num_tokens: int, has_journal: bool) -> float:
     engine = {"kind": "fake", "gpus": 0, "options": {"token-s": 0.02}}
     policy = {
         "model_path": write_checkpoint(folder),
         "groups": {"main": {"num_engines": 2, "needs_offload": False, "engine": engine}},
-        "router": {"token_failover": failover},
         "weights": {"update": "frozen"},
     }
     config = rollout.RolloutConfig.from_dict(

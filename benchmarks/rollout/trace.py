@@ -19,8 +19,6 @@ from rollout.driver.client.generation_client import (
     FailureKind,
     GenerationError,
     GenerationRequest,
-    PartialReply,
-    SoFar,
 )
 
 MOST_TOKENS = 8192
@@ -119,9 +117,6 @@ class TraceClient:
         for rid, aborted in self._aborts.items():
             if rid in rids or (prefix and rid.startswith(prefix)):
                 _set(aborted)
-
-    async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
-        return {}
 
     async def load(self) -> EngineLoad | None:
         return EngineLoad(self._fleet.num_engines, weight_version=self._version)

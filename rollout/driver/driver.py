@@ -70,9 +70,9 @@ class RolloutDriver:
         max_prompt_tokens: a longer prompt in a list raises before generation begins.
         retry_policy: how many failures one sample survives.
         on_metrics: called with the metrics of every rollout and evaluation; its errors are logged.
-        journal: folder in which groups and samples are kept, within 2 s after each token, so that a
-            new launch continues them; for sources, each by its name, and a ``rollout_id`` that
-            rises by step.  None keeps none.
+        journal: folder in which finished groups are kept, within 2 s, so that a new launch
+            delivers them and generates only the others; for sources, each by its name, and a
+            ``rollout_id`` that rises by step.  None keeps none.
         num_shown_samples: samples of each step that the server's page and the report show, from
             the highest reward to the lowest, at most 16; 0 sends none.
         client: used instead of HTTP to ``url``.
@@ -313,7 +313,9 @@ class RolloutDriver:
         self._engines.note_version(version)
 
     def state_of(self, source: PromptSource) -> dict[str, Any]:
-        """The state of source and unfinished groups, as JSON for ``restore``.
+        """The state of source and pending groups, as JSON for ``restore``.
+
+        Those that are not finished begin again from their prompts.
 
         Args:
             source: one that ``rollout`` was called with.

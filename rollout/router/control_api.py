@@ -20,14 +20,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from rollout.core.errors import ConfigError
-from rollout.router.continuation.partial_replies import new_tokens
 from rollout.router.engine_queries import (
     EngineQueryClient,
     add_engine_queries,
     error_reply,
     tokenizer_folder,
 )
-from rollout.router.http.fast_json import dumps
 from rollout.router.metrics import metrics_text
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.turn_reply import generate
@@ -86,7 +84,6 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     app.state.chats = chats
     _add_state(app, proxy)
     _add_step_metrics(app, proxy)
-    _add_partial_replies(app, proxy)
     add_sessions(app, chats)
     add_engine_queries(app, proxy.gate, client)
     return app
@@ -151,15 +148,3 @@ def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:
         except (ValueError, RecursionError) as error:
             return error_reply(400, "bad_request", str(error))
         return JSONResponse({"kept": True})
-
-
-def _add_partial_replies(app: FastAPI, proxy: Proxy) -> None:
-    @app.post("/partial_replies")
-    async def partial_replies(request: Request) -> Response:
-        """What token failover keeps of replies in flight, for a driver's journal."""
-        try:
-            replies = (live.partial_reply() for live in proxy.live)
-            new = new_tokens(filter(None, replies), await request.body())
-        except ValueError as error:
-            return error_reply(400, "bad_request", str(error))
-        return Response(dumps(new), media_type="application/json")

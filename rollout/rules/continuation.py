@@ -61,20 +61,6 @@ class Part:
             ),
         )
 
-    def behind(self, num: int, num_characters: int) -> Part:
-        """A copy of what is behind so many tokens and characters."""
-        return Part(
-            self.text[num_characters:],
-            max(0, self.num - num),
-            self.ids[num:],
-            {name: values[num:] for name, values in self.columns.items()},
-            tuple(
-                VersionSpan(span.version, max(0, span.start - num), span.end - num)
-                for span in self.spans
-                if span.end > num
-            ),
-        )
-
 
 def join_spans(
     first: Iterable[VersionSpan], second: Iterable[VersionSpan], begin: int

@@ -164,7 +164,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "standby": RECOVERY | {"asleep_bytes"},
         "boot_s": None,
         "lost_actors": dict.fromkeys(("none", "router", "group", "server"), LOST_ACTOR),
-        "driver_journal": {"plain_cpu_ms", "failover_cpu_ms", "journal_cpu_ms", "journal_bytes"},
+        "driver_journal": {"plain_cpu_ms", "journal_cpu_ms", "journal_bytes"},
         "step_delay_s": {
             "generate",
             "pause_generation",

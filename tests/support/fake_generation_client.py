@@ -21,8 +21,6 @@ from rollout.driver.client.generation_client import (
     FailureKind,
     GenerationError,
     GenerationRequest,
-    PartialReply,
-    SoFar,
 )
 
 
@@ -107,9 +105,6 @@ class FakeGenerationClient:
 
     async def report(self, figures: Mapping[str, Any]) -> None:
         self.reports.append(figures)
-
-    async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
-        return {}
 
     async def load(self) -> EngineLoad | None:
         serving = [engine for engine in self.engines if not engine.is_dead]

@@ -1,7 +1,8 @@
 """A training script over fake engines that may be killed at any moment, and started again.
 
-``python -m tests.support.journal_trainer FOLDER HOOK NUM_PROMPTS``: it trains until the source
-ends, saves a checkpoint in every second step, and continues from the last one.  ``FOLDER/tokens``
+``python -m tests.support.journal_trainer FOLDER HOOK NUM_PROMPTS``: it trains on two data sets in
+turns until both end, saves a checkpoint in every third step, and continues from the last one, so
+with either of them.  ``FOLDER/tokens``
 gets a byte for each token that an engine generates, ``FOLDER/checkpoint`` what was trained on.
 """
 
@@ -30,7 +31,8 @@ from tests.support.served_fakes import config
 
 # clock: a tool takes its time, so that a kill meets requests at all places.
 
-NUM_TOKENS, TOKEN_S, IN_FLIGHT = 60, 0.05, 16
+NUM_TOKENS, TOKEN_S, IN_FLIGHT = 24, 0.02, 16
+NAMES = ("left", "right")
 BATCH: dict[str, Any] = {
     "num_groups": 4,
     "group_size": 2,
@@ -57,15 +59,15 @@ def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 
 
 async def turns(session: Session) -> None:
-    """Turns of 20 tokens, with a slow tool between them."""
+    """Turns of 8 tokens, with a slow tool between them."""
     while session.num_left:
-        await session.generate(SamplingParams(max_new_tokens=20))
-        await asyncio.sleep(0.2)
+        await session.generate(SamplingParams(max_new_tokens=8))
+        await asyncio.sleep(0.1)
         session.observe(OBSERVED, " tool ")
 
 
 def main(folder: Path, hook: str, num_prompts: int) -> None:
-    """Train until the source ends."""
+    """Train until both sources end."""
     CountingEngine.descriptor = os.open(folder / "tokens", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     checkpoint = folder / "checkpoint"
     saved: dict[str, Any] = {"step": -1, "trained": []}
@@ -80,18 +82,23 @@ def main(folder: Path, hook: str, num_prompts: int) -> None:
         with rollout.Driver(
             policy.url, hooks=hooks, max_in_flight=IN_FLIGHT, journal=folder / "journal"
         ) as driver:
-            data = source(num_prompts, num_epochs=1)
+            sources = [source(num_prompts, num_epochs=1, name=name) for name in NAMES]
             print("begun", flush=True)
-            while groups := driver.rollout(step + 1, data, **BATCH).result(60):
+            ended = set[int]()
+            while len(ended) < len(sources):
                 step += 1
+                data = sources[step % 2]
+                groups = driver.rollout(step, data, **BATCH).result(60)
+                if not groups:
+                    ended.add(step % 2)
                 for sample in all_samples(groups):
                     sample.check()
-                    number = sample.metadata["number"]
-                    trained.append([number, sum(sample.mask), len(sample.engines)])
+                    trained.append([NAMES[step % 2], sample.metadata["number"], sum(sample.mask)])
                 stream = driver._inner.stream_of(data)
                 assert not (found := stream.auditor.findings(stream.pending)), found
-                if step % 2 == 0:
-                    driver.state_of(data)
+                if step % 3 == 2:
+                    for one in sources:
+                        driver.state_of(one)
                     save(checkpoint, {"step": step, "trained": trained})
             save(checkpoint, {"step": step, "trained": trained, "is_over": True})
 

@@ -10,67 +10,29 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.core.errors import LifecycleError
-from rollout.core.samples import EngineSpan, Sample, SampleStatus, version_number
+from rollout.core.samples import Sample, SampleStatus, version_number
 from rollout.driver.client.generation_client import (
-    PARTIAL_AT_ONCE,
     FailureKind,
     GenerationClient,
     GenerationError,
     GenerationRequest,
-    PartialReply,
-    SoFar,
 )
 from rollout.driver.client.limiter import Limiter
-from rollout.driver.client.partial import copy_of, extend, has_other_kind, remaining, restart
+from rollout.driver.client.partial import extend, has_other_kind, remaining, restart
 from rollout.driver.client.retry import RetryPolicy, RetryState
 from rollout.driver.client.sampling_check import why_not_trained
 
 _HALF_RID_BYTES = 8
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A request in flight.
-
-    Attributes:
-        sample: gets its reply.
-        so_far: a copy of the sample with the tokens that the router has of the reply; None before
-            the first.
-        known: how much of the reply that is.
-    """
-
-    sample: Sample
-    so_far: Sample | None = None
-    known: SoFar = field(default_factory=SoFar)
-
-    def take(self, partial: PartialReply) -> None:
-        """Take more tokens; those that cannot be used are left out, and come with the reply."""
-        if self.so_far is None or not partial.begin:
-            self.so_far, sample = None, copy_of(self.sample)
-        else:
-            sample = self.so_far
-        with suppress(ValueError):
-            extend(sample, partial.reply)
-            self.so_far = sample
-            begin, end = len(self.sample.output_ids), len(sample.output_ids)
-            engine_id = partial.reply.engine_id
-            span = (EngineSpan(engine_id, begin, end),) if engine_id else ()
-            sample.engines = self.sample.engines + span
-            num_characters = len(sample.text) - len(self.sample.text)
-            self.known = SoFar(end - begin, num_characters, partial.num_recomputed)
-
-
 class AbortScope:
     """Requests that are stopped together.
 
     Attributes:
-        rids: the requests in flight, by id.
-        keeps_tokens: the router keeps the tokens of their replies so far.
+        rids: ids of the requests in flight.
         prefix: common to all its request ids, and to no other's.
         num_lost: replies that were lost with their engine or connection.
         num_cut: replies that came back aborted.
@@ -81,16 +43,11 @@ class AbortScope:
 
     def __init__(self, on_error: Callable[[Exception], None] = lambda error: None) -> None:
         self._on_error = on_error
-        self.rids: dict[str, InFlight] = {}
-        self.keeps_tokens = False
+        self.rids = set[str]()
         self.prefix = os.urandom(_HALF_RID_BYTES).hex()
         self.num_lost = 0
         self.num_cut = 0
         self._stopped = asyncio.Event()
-
-    def partial_samples(self) -> dict[int, Sample]:
-        """Samples with their replies so far, by the ``id`` of the sample that gets the reply."""
-        return {id(one.sample): one.so_far for one in self.rids.values() if one.so_far is not None}
 
     @property
     def is_stopping(self) -> bool:
@@ -233,23 +190,11 @@ class Completer:
         affinity: str,
     ) -> GenerateReply:
         rid = scope.prefix + os.urandom(_HALF_RID_BYTES).hex()
-        scope.rids[rid] = InFlight(sample)
+        scope.rids.add(rid)
         try:
-            return await self.client.generate(
-                GenerationRequest(rid, ids, sampling, affinity, fails_over=scope.keeps_tokens)
-            )
+            return await self.client.generate(GenerationRequest(rid, ids, sampling, affinity))
         finally:
-            del scope.rids[rid]
-
-    async def read_partial_replies(self, scope: AbortScope) -> None:
-        """Take over what the router has got of the replies in flight."""
-        rids = list(scope.rids)
-        for begin in range(0, len(rids), PARTIAL_AT_ONCE):
-            some = rids[begin : begin + PARTIAL_AT_ONCE]
-            known = {rid: scope.rids[rid].known for rid in some if rid in scope.rids}
-            for rid, partial in (await self.client.partial_replies(known)).items():
-                if rid in scope.rids:
-                    scope.rids[rid].take(partial)
+            scope.rids.remove(rid)
 
     async def _wait_or_raise(
         self, error: GenerationError, scope: AbortScope, state: RetryState

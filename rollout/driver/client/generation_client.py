@@ -10,9 +10,6 @@ from typing import Any, Protocol
 from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.logprob_kind import LogprobRule
 
-PARTIAL_AT_ONCE = 64
-"""Replies in flight that one query for their tokens is of; the router answers no more."""
-
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -94,30 +91,6 @@ class EngineLoad:
     why_closed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SoFar:
-    """How much of a reply in flight is known; ``num_recomputed`` is the router's count then."""
-
-    num_tokens: int = 0
-    num_characters: int = 0
-    num_recomputed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PartialReply:
-    """More of a reply in flight.
-
-    Attributes:
-        begin: tokens of the reply in front of these; 0 also where known ones are void.
-        reply: as if it was aborted now.
-        num_recomputed: see ``SoFar``.
-    """
-
-    begin: int
-    reply: GenerateReply
-    num_recomputed: int
-
-
 class GenerationClient(Protocol):
     """The driver's connection to the engines."""
 
@@ -136,14 +109,6 @@ class GenerationClient(Protocol):
 
         Args:
             prefix: those whose ids begin with it, too; empty for none.
-        """
-        ...
-
-    async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
-        """What is kept of the replies to these request ids, and is not known yet.
-
-        Args:
-            known: at most ``PARTIAL_AT_ONCE``.
         """
         ...
 

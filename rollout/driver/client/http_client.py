@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -30,8 +30,6 @@ from rollout.driver.client.generation_client import (
     FailureKind,
     GenerationError,
     GenerationRequest,
-    PartialReply,
-    SoFar,
 )
 from rollout.driver.client.sample_requests import weights_field
 from rollout.rules.routing import JUST_STARTED
@@ -216,16 +214,6 @@ class HttpGenerationClient:
         if response.status != 200:
             raise _error_of_status(response.status, content, "")
 
-    async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
-        """From the router's ``/partial_replies``.  A single engine keeps none."""
-        names = ("tokens", "characters", "recomputed")
-        body = {rid: dict(zip(names, astuple(one), strict=True)) for rid, one in known.items()}
-        try:
-            partial = orjson.loads(await self._post("/partial_replies", body))
-            return {rid: _read_partial(one) for rid, one in partial.items()}
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return {}
-
     async def load(self) -> EngineLoad | None:
         """From the router's ``/engines``, and from each engine it can reach."""
         try:
@@ -368,11 +356,6 @@ async def _read_stream(response: aiohttp.ClientResponse) -> AsyncGenerator[Gener
                 yield (reply := _read_reply(payload, response))
     if reply is None or reply.finish_reason is None:
         raise GenerationError("the stream ended before its reply", kind=FailureKind.LOST)
-
-
-def _read_partial(answer: Any) -> PartialReply:
-    reply = replace(read_generate(answer), engine_id=answer["engine_id"])
-    return PartialReply(answer["begin"], reply, answer["meta_info"]["num_recomputed_tokens"])
 
 
 def _read_rule(engine: Mapping[str, Any]) -> LogprobRule:

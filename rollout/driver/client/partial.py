@@ -82,16 +82,6 @@ def has_other_kind(sample: Sample, reply: GenerateReply) -> bool:
     return len(kinds) > 1 and len(reply.output_ids) > 0
 
 
-def copy_of(sample: Sample) -> Sample:
-    """A sample with lists of its own for the output."""
-    return replace(
-        sample,
-        output_ids=list(sample.output_ids),
-        output_logprobs=list(sample.output_logprobs),
-        loss_mask=list(sample.mask),
-    )
-
-
 def is_begun_by(sample: Sample, other: Sample) -> bool:
     """Whether the output of ``sample`` begins with all of ``other``'s."""
     num = len(other.output_ids)
@@ -139,10 +129,7 @@ def _experts(sample: Sample, reply: GenerateReply) -> bytes | None:
 
 
 def restart(sample: Sample) -> None:
-    """Discard the output; prompt and metadata stay.
-
-    The lists are new, so that the saved state sees that these are other tokens.
-    """
+    """Discard the output; prompt and metadata stay."""
     sample.output_ids, sample.output_logprobs, sample.loss_mask = [], [], []
     sample.text = sample.error = sample.traceback = ""
     sample.weight_versions = ()

@@ -24,10 +24,12 @@ from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
 Row = dict[str, Any]
 
 # Columns with the name and the value of a sample's field.
-_PLAIN_COLUMNS = (
-    *("prompt_ids", "output_ids", "output_logprobs", "loss_mask"),
-    *("text", "reward", "error", "traceback"),
-)
+_LISTS = ("prompt_ids", "output_ids", "output_logprobs", "loss_mask")
+_PLAIN_COLUMNS = ("text", "reward", "error", "traceback")
+
+
+# Values whose form differs from row to row: text, because tables have one type for a column.
+_AS_TEXT = ("finish_reason", "metadata")
 
 
 def sample_rows(groups: Sequence[SampleGroup], rollout_id: int = 0) -> list[Row]:
@@ -67,41 +69,57 @@ def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     return found
 
 
+def sample_values(sample: Sample) -> Row:
+    """A sample as values of JSON, as long as its metadata is."""
+    reason, experts = sample.finish_reason, sample.routed_experts
+    return {
+        **{name: getattr(sample, name) for name in (*_LISTS, *_PLAIN_COLUMNS)},
+        "weight_versions": [asdict(span) for span in sample.weight_versions],
+        "engines": [asdict(span) for span in sample.engines],
+        "finish_reason": None if reason is None else asdict(reason),
+        "status": sample.status.value,
+        "logprob_kind": sample.logprob_kind and sample.logprob_kind.value,
+        "routed_experts": None if experts is None else b64encode(experts).decode(),
+        "metadata": sample.metadata,
+    }
+
+
+def sample_of(values: Mapping[str, Any]) -> Sample:
+    """The sample that ``sample_values`` made these of; more values change nothing."""
+    reason, experts = values["finish_reason"], values["routed_experts"]
+    lists: dict[str, Any] = {name: list(values[name]) for name in _LISTS}
+    return Sample(
+        **lists,
+        **{name: values[name] for name in _PLAIN_COLUMNS},
+        logprob_kind=read_kind(values["logprob_kind"]),
+        weight_versions=tuple(VersionSpan(**span) for span in values["weight_versions"]),
+        engines=tuple(EngineSpan(**span) for span in values["engines"]),
+        finish_reason=None if reason is None else FinishReason(**reason),
+        status=SampleStatus(values["status"]),
+        routed_experts=None if experts is None else b64decode(experts),
+        metadata=dict(values["metadata"]),
+    )
+
+
 def _row(rollout_id: int, index: int, group: SampleGroup, sample: Sample) -> Row:
     sample.check()
-    reason, experts = sample.finish_reason, sample.routed_experts
+    values = sample_values(sample)
     return {
         "rollout_id": rollout_id,
         "group": index,
         "prompt_index": group.prompt_index,
-        **{name: getattr(sample, name) for name in _PLAIN_COLUMNS},
-        "weight_versions": [asdict(span) for span in sample.weight_versions],
-        "engines": [asdict(span) for span in sample.engines],
-        "finish_reason": json.dumps(None if reason is None else asdict(reason)),
-        "status": sample.status.value,
-        "logprob_kind": sample.logprob_kind and sample.logprob_kind.value,
-        "routed_experts": None if experts is None else b64encode(experts).decode(),
-        "metadata": _json(sample.metadata),
+        **values,
+        **{name: _json(values[name]) for name in _AS_TEXT},
         "group_metadata": _json(group.metadata),
     }
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
-    reason, experts = json.loads(row["finish_reason"]), row["routed_experts"]
-    return Sample(
-        **{name: row[name] for name in _PLAIN_COLUMNS},
-        logprob_kind=read_kind(row["logprob_kind"]),
-        weight_versions=tuple(VersionSpan(**span) for span in row["weight_versions"]),
-        engines=tuple(EngineSpan(**span) for span in row["engines"]),
-        finish_reason=None if reason is None else FinishReason(**reason),
-        status=SampleStatus(row["status"]),
-        routed_experts=None if experts is None else b64decode(experts),
-        metadata=json.loads(row["metadata"]),
-    )
+    return sample_of({**row, **{name: json.loads(row[name]) for name in _AS_TEXT}})
 
 
-def _json(metadata: Mapping[str, Any]) -> str:
+def _json(value: Any) -> str:
     try:
-        return json.dumps(metadata)
+        return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"metadata of a saved sample must be JSON: {error}") from None

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,7 +74,6 @@ class Stream:
         self._engines = engines
         self._hooks = hooks
         self._scope = AbortScope(self._fail)
-        self._scope.keeps_tokens = files is not None
         self._journal = None if files is None else Journal(files, self._line, on_loss)
         self._writer: asyncio.Task[None] | None = None
         self._queue = WorkQueue()
@@ -211,15 +210,12 @@ class Stream:
     # -- across a restart -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to continue from, as JSON.
-
-        Samples in flight are saved as of their last reply.
-        """
+        """The state to continue from, as JSON; groups that are not finished begin again."""
         if self._journal is not None:
             self._journal.begin_file()
         line = self._line(Changes(), -1)
         assert line is not None  # the first one has everything
-        return state_of([line])
+        return deepcopy(state_of([line]))  # the caller of a batch may change its samples
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; only before the first batch.
@@ -246,8 +242,7 @@ class Stream:
 
     def _line(self, changes: Changes, step: int) -> dict[str, Any] | None:
         """The next line of the saved state."""
-        partial_samples = self._scope.partial_samples()
-        return changes.line(self._source, self._queue, self.auditor, partial_samples, step)
+        return changes.line(self._source, self._queue, self.auditor, step)
 
     async def _begin_journal(self, step: int) -> None:
         """Continue from the journal, if it has more than what was restored; then write it."""
@@ -272,7 +267,6 @@ class Stream:
             journal.note()
             await journal.write()
             await asyncio.sleep(SWEEP_S)
-            await self._engines.read_partial_replies(self._scope)
 
     # -- starting groups --------------------------------------------------------------------
 

@@ -8,19 +8,17 @@ Always true:
 
 from __future__ import annotations
 
-import base64
 from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.protocol import FinishReason, VersionSpan
-from engines.protocol.logprob_kind import read_kind
 from rollout.core.errors import ConfigError
-from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
+from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.partial import restart
 from rollout.driver.client.session import Session, Turn
 from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.sample_rows import sample_of, sample_values
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +29,8 @@ class WorkItem:
         rewarded: indices of the samples that have their reward.
         num_redone: how often the finished group was stale and was generated again.
         num_restarted: how many of its samples were stale when they were cut off.
-        is_accepted: it passed every filter.
+        num_accepted: how often it passed every filter.
+        is_accepted: it is finished, as of the last time.
         num_parked: how often it was interrupted unfinished.
         sessions: those that a generate hook has now, by the index of their sample.
         turns: of the samples of earlier sessions that were cut off, by index.
@@ -43,6 +42,7 @@ class WorkItem:
     rewarded: set[int] = field(default_factory=set)
     num_redone: int = 0
     num_restarted: int = 0
+    num_accepted: int = 0
     is_accepted: bool = False
     num_parked: int = 0
     sessions: dict[int, Session] = field(default_factory=dict)
@@ -81,25 +81,26 @@ class WorkItem:
         """The group for the trainer."""
         return SampleGroup(self.serial, self.samples, dict(self.prompt.metadata))
 
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Equal as long as nothing of ``state_dict`` has changed."""
+        return self.num_accepted if self.is_accepted else 0, self.num_redone
+
+    def state_dict(self) -> dict[str, Any]:
+        """What continues it, beside its prompt, as JSON; no samples before all are finished."""
+        samples = [sample_values(sample) for sample in self.samples] if self.is_accepted else None
+        return {"samples": samples, "num_redone": self.num_redone}
+
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> WorkItem:
+    def of_state(cls, state: Mapping[str, Any], group_size: int) -> WorkItem:
         """The item of a saved state."""
-        return cls(
-            serial=state["serial"],
-            prompt=Prompt(tuple(state["prompt"]["ids"]), state["prompt"]["metadata"]),
-            samples=[_sample_of_state(sample) for sample in state["samples"]],
-            rewarded=set(state["judged"]),
-            num_redone=state["num_redone"],
-            num_restarted=state["num_restarted"],
-            is_accepted=state["is_accepted"],
-            num_parked=state["num_parked"],
-            turns={
-                int(index): [
-                    Turn(num, length, status, _reason_of(why)) for num, length, status, why in turns
-                ]
-                for index, turns in state.get("turns", {}).items()
-            },
-        )
+        prompt = Prompt(tuple(state["prompt"]["ids"]), state["prompt"]["metadata"])
+        item = cls.begin(state["serial"], prompt, group_size)
+        item.num_redone = state["num_redone"]
+        if state["samples"] is not None:
+            item.samples = [sample_of(values) for values in state["samples"]]
+            item.rewarded = set(range(len(item.samples)))
+        return item
 
 
 class WorkQueue:
@@ -164,6 +165,7 @@ class WorkQueue:
         insort(self.waiting, item, key=lambda waiting: waiting.serial)
 
     def put_ready(self, item: WorkItem) -> None:
+        item.num_accepted += 1
         item.is_accepted = True
         self.ready[item.serial] = item
 
@@ -180,7 +182,7 @@ class WorkQueue:
         Raises:
             ConfigError: a group in it is larger than ``group_size``.
         """
-        items = [WorkItem.of_state(item) for item in state["works"]]
+        items = [WorkItem.of_state(item, group_size) for item in state["works"]]
         too_large = [item for item in items if len(item.samples) > group_size]
         if too_large:
             raise ConfigError(
@@ -190,30 +192,9 @@ class WorkQueue:
             )
         queue = cls()
         queue.num_taken = state["next_serial"]
-        queue.ready = {item.serial: item for item in items if item.is_accepted}
-        queue.waiting = [item for item in items if not item.is_accepted]
+        for item in items:
+            if item.rewarded:  # all of it was finished
+                queue.put_ready(item)
+            else:
+                queue.requeue(item)
         return queue
-
-
-def _sample_of_state(state: Mapping[str, Any]) -> Sample:
-    experts = state["routed_experts"]
-    return Sample(
-        **{
-            **state,
-            "prompt_ids": list(state["prompt_ids"]),
-            "output_ids": list(state["output_ids"]),
-            "output_logprobs": list(state["output_logprobs"]),
-            "loss_mask": list(state["loss_mask"]),
-            "metadata": dict(state["metadata"]),
-            "weight_versions": tuple(VersionSpan(**span) for span in state["weight_versions"]),
-            "engines": tuple(EngineSpan(**span) for span in state["engines"]),
-            "finish_reason": _reason_of(state["finish_reason"]),
-            "status": SampleStatus(state["status"]),
-            "logprob_kind": read_kind(state.get("logprob_kind")),
-            "routed_experts": None if experts is None else base64.b64decode(experts),
-        }
-    )
-
-
-def _reason_of(state: Mapping[str, Any] | None) -> FinishReason | None:
-    return None if state is None else FinishReason(**state)

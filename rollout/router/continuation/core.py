@@ -384,11 +384,6 @@ class Continuation:
         """Its client wants the log-probs of its tokens."""
         return bool(self._column)
 
-    def continuable(self) -> Part:
-        """What another engine would continue from now; nothing, if it would start over."""
-        is_open = not self.awaits_prompt_logprobs and not self.experts.is_wanted
-        return Part() if self.why_refused() or not is_open else self.base.plus(self._safe_part())
-
     def _safe_part(self) -> Part:
         return self.now.up_to(*self.safe_end[:2])
 

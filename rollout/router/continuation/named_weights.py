@@ -39,11 +39,6 @@ class NamedWeights:
     problem: str = ""
 
     @property
-    def has_base(self) -> bool:
-        """It names the base for one of its prompts."""
-        return None in self.names
-
-    @property
     def is_for_base(self) -> bool:
         """The base answers all of it."""
         return set(self.names) == {None}

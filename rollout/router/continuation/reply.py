@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
-from rollout.router.continuation.core import UNUSABLE, Continuation, Payload
+from rollout.router.continuation.core import Continuation, Payload
 from rollout.router.http.fast_json import Data, dumps, loads
-from rollout.rules.continuation import Part
 
 END = sys.maxsize
 _ONLY_SGLANG = frozenset({"sglang"})
@@ -109,11 +107,6 @@ class Reply(Continuation):
     def new_payloads(self) -> list[Payload]:
         """New events for a streaming client."""
         return self.route.chunks(self)
-
-    def continuable(self) -> Part:
-        with suppress(*UNUSABLE):  # what cannot be read is not kept
-            self.read_all()
-        return super().continuable()
 
     def payload(self) -> Payload:
         """The response so far, in the form of a single engine's reply."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from engines.protocol.old_state import namespace
 from rollout.config import RouterConfig, is_loopback
 from rollout.router.continuation.core import Decode
-from rollout.router.continuation.reply import Reply
 from rollout.router.gate.gate import Gate
 from rollout.router.http.auth import BearerKeys
 from rollout.router.http.engine_pool import EnginePool
@@ -86,10 +85,6 @@ class LiveRequest(Protocol):
 
     def stop(self) -> None:
         """The router stops now."""
-        ...
-
-    def partial_reply(self) -> tuple[str, str, Reply] | None:
-        """Its id, its engine and its reply so far, if another engine could continue that."""
         ...
 
 

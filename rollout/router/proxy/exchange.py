@@ -30,7 +30,6 @@ from engines.protocol.adapter_names import Names, resolved
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
-from rollout.router.continuation.reply import Reply
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import SentRequest
@@ -781,12 +780,6 @@ class Exchange:
             self._end_with(responses.refused(self._proxy.gate.aborted("aborted")))
         else:
             self._end_reply(end)
-
-    def partial_reply(self) -> tuple[str, str, Reply] | None:
-        """Its id, its engine and its reply so far, if another engine could continue that."""
-        if self._request is None or self._tokens is None or self._named.has_base:
-            return None
-        return self._request.rid, self.engine_id, self._tokens.reply
 
     def stop(self) -> None:
         """The router stops now."""

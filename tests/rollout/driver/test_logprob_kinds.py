@@ -14,7 +14,7 @@ from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import Sample, SampleStatus, all_samples
 from rollout.driver.client.completer import AbortScope, Completer
-from rollout.driver.client.generation_client import GenerationRequest, PartialReply, SoFar
+from rollout.driver.client.generation_client import GenerationRequest
 from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.limiter import Limiter
 from rollout.driver.client.retry import RetryPolicy
@@ -153,9 +153,6 @@ class Scripted:
         return self.replies[len(self.prompts) - 1]
 
     async def abort(self, rids: Sequence[str]) -> None: ...
-    async def partial_replies(self, known: Mapping[str, SoFar]) -> Mapping[str, PartialReply]:
-        return {}
-
     async def load(self) -> None: ...
     async def server_metrics(self) -> Mapping[str, float]:
         return {}

@@ -1,13 +1,10 @@
 """The driver over the real router and fake engines over HTTP."""
 
 import asyncio
-import json
-import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +12,14 @@ import pytest
 from engines.fake import FakeEngine
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, FinishReason, GenerateReply, SamplingParams
+from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.core.errors import RolloutError
-from rollout.core.samples import Sample, SampleStatus, all_samples
-from rollout.driver.client.completer import InFlight
-from rollout.driver.client.generation_client import PartialReply, SoFar
+from rollout.core.samples import all_samples
 from rollout.driver.driver import RolloutDriver
 from rollout.driver.stream.options import RolloutOptions
-from rollout.driver.stream.saved_state import SavedState
 from rollout.router import Backend, RouterHost
 from tests.support.driving import SAMPLING, always, numbers, prompts, source
-from tests.support.waits import until
 
 # The last is so slow that what it has is cut off, however busy the machine.
 SPEEDS = {"e0": 0.001, "e1": 0.001, "e2": 0.5}
@@ -185,68 +178,3 @@ async def test_metrics_of_the_servers_step_come_with_those_of_the_rollout() -> N
         await driver.rollout(1, prompts(1), group_size=1, sampling=SAMPLING)
     assert not any(name.startswith("server/") for name in found[0])
     assert found[1].items() >= of_step.items()
-
-
-LONG = SamplingParams(max_new_tokens=64)
-SAMPLES: dict[str, Any] = {"num_groups": 2, "group_size": 2, "sampling": LONG}
-
-
-def on_disk(folder: Path) -> list[dict[str, Any]]:
-    """Samples in the journal, as a new driver would have them."""
-    saved = SavedState(0)
-    for path in sorted(folder.glob("*/*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            saved.add(json.loads(line))
-    return [sample for work in saved.state()["works"] for sample in work["samples"]]
-
-
-async def until_kept(folder: Path, num: int) -> list[dict[str, Any]]:
-    def kept() -> list[dict[str, Any]]:
-        samples = on_disk(folder)
-        return samples if all(len(sample["output_ids"]) >= num for sample in samples) else []
-
-    return await until(kept)
-
-
-async def test_a_sample_in_flight_is_on_disk_and_continues_in_a_new_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SPEEDS, "e0", 0.05)
-    folder, crashed = tmp_path / "journal", tmp_path / "crashed"
-    async with routed("e0", journal=folder) as (driver, _, engines):
-        url = driver._engines.client._url
-        rollout = asyncio.create_task(driver.rollout(0, source(2, num_epochs=1), **SAMPLES))
-        first = await until_kept(folder, 1)
-        kept = await until_kept(folder, 20)
-        num_generated = engines["e0"].num_output_tokens
-        shutil.copytree(folder, crashed)
-        whole = await rollout
-        before = engines["e0"].num_output_tokens
-        async with RolloutDriver(url, always(1.0), journal=crashed) as again:
-            groups = await again.rollout(0, source(2, num_epochs=1), **SAMPLES)
-        num_again = engines["e0"].num_output_tokens - before
-    num_kept = sum(len(sample["output_ids"]) for sample in kept)
-    assert sum(len(sample["output_ids"]) for sample in first) < num_kept < 4 * 64
-    assert num_generated - num_kept <= 4 * 2 / SPEEDS["e0"]
-    assert num_again <= 4 * 64 - num_kept
-    for sample, uncut in zip(all_samples(groups), all_samples(whole), strict=True):
-        sample.check()
-        assert sample.output_ids[:20] == uncut.output_ids[:20]
-        assert (len(sample.output_ids), len(sample.engines)) == (64, 2)
-
-
-async def test_tokens_that_are_generated_again_replace_those_of_before(tmp_path: Path) -> None:
-    flight = InFlight(Sample([1], status=SampleStatus.PENDING))
-    for begin, ids, num_recomputed in ((0, (5, 6), 0), (2, (7,), 0), (0, (5, 9), 3)):
-        reply = GenerateReply(
-            rid="r",
-            text="x" * len(ids),
-            output_ids=ids,
-            output_logprobs=(-1.0,) * len(ids),
-            finish_reason=FinishReason("abort"),
-        )
-        flight.take(PartialReply(begin, reply, num_recomputed))
-    assert flight.so_far is not None
-    assert flight.so_far.output_ids == [5, 9]
-    assert flight.known == SoFar(2, 2, 3)
-    assert flight.sample.output_ids == []

@@ -22,7 +22,7 @@ from rollout.driver.stream import journal
 from rollout.driver.stream.journal import JournalFiles
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import SAMPLING, always, driving, engines, numbers, prompts, source
-from tests.support.waits import until
+from tests.support.waits import forever, until
 
 pytestmark = pytest.mark.clock
 
@@ -40,7 +40,7 @@ def files(tmp_path: Path) -> Iterator[JournalFiles]:
 
 def line(serial: int, **more: Any) -> bytes:
     """A line in which this many prompts were taken and dropped."""
-    empty = {"works": [], "samples": {}, "next_serial": serial, "source": {"at": serial}}
+    empty = {"works": [], "next_serial": serial, "source": {"at": serial}}
     return orjson.dumps(empty | more) + b"\n"
 
 
@@ -230,6 +230,22 @@ async def test_what_the_trainer_has_still_before_it_is_delivered_again_and_not_g
         assert not client.requests
         assert numbers(await driver.rollout(3, data, **BATCH)) == [7, 8]
     assert again == made[1:]
+
+
+async def test_a_finished_group_is_kept_and_the_others_begin_again(tmp_path: Path) -> None:
+    async def reward(sample: Any) -> float:
+        return 1.0 if sample.metadata["number"] == 1 else await forever()
+
+    async with driving(engines(0.001), reward, journal=tmp_path) as (driver, _):
+        call = asyncio.create_task(driver.rollout(0, source(2, num_epochs=1), **BATCH))
+        await until(lambda: any(b'"text"' in path.read_bytes() for path in files_in(tmp_path)))
+        call.cancel()
+        await asyncio.wait([call])
+    async with driving(engines(0.001), always(2.0), journal=tmp_path) as (driver, client):
+        groups = await driver.rollout(0, source(2, num_epochs=1), **BATCH)
+    assert numbers(groups) == [1, 2]
+    assert [group.rewards for group in groups] == [[1.0, 1.0], [2.0, 2.0]]
+    assert len(client.requests) == 2
 
 
 # -- several data sets ----------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_an_item_that_ends_early_leaves_no_unfinished_samples_behind() -> None:
     assert queue.num_unfinished == 0
 
 
-def test_after_a_restart_running_items_wait_and_ready_items_are_ready() -> None:
+def test_after_a_restart_unfinished_items_begin_again_and_ready_items_are_ready() -> None:
     queue = WorkQueue()
     ready, running, waiting = begun(queue, 3)
     queue.end(ready)
@@ -68,7 +68,8 @@ def test_after_a_restart_running_items_wait_and_ready_items_are_ready() -> None:
     waiting.samples[0].mask.append(1)
     waiting.samples[0].engines = (EngineSpan("main-0", 0, 1),)
     again = WorkQueue.of_state(state(queue), group_size=2)
-    assert again.waiting[1].samples == waiting.samples
+    assert [sample.output_ids for sample in again.waiting[1].samples] == [[], []]
+    assert again.ready[0].samples == ready.samples
     assert [item.serial for item in again.waiting] == [running.serial, waiting.serial]
     assert list(again.ready) == [ready.serial]
     assert again.take(Prompt((1,), {}), 2).serial == 3
@@ -76,7 +77,9 @@ def test_after_a_restart_running_items_wait_and_ready_items_are_ready() -> None:
 
 def test_groups_larger_than_the_group_size_are_rejected() -> None:
     queue = WorkQueue()
-    begun(queue, 1, group_size=4)
+    (item,) = begun(queue, 1, group_size=4)
+    queue.end(item)
+    queue.put_ready(item)
     with pytest.raises(ConfigError, match="group_size = 2: the state has groups of 4"):
         WorkQueue.of_state(state(queue), group_size=2)
 

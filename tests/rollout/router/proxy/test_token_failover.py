@@ -41,57 +41,6 @@ async def test_a_buffered_response_is_complete_though_its_engine_died(make_bench
     assert stats["num_tokens_kept"] <= 7
 
 
-def known(tokens=0, characters=0, recomputed=0):
-    return {"tokens": tokens, "characters": characters, "recomputed": recomputed}
-
-
-async def partial_replies(bench, **of_rids):
-    response = await bench.ask("/partial_replies", json=of_rids)
-    assert response.status == 200
-    return response.json
-
-
-async def test_a_client_gets_the_kept_tokens_of_its_request_once(make_bench):
-    hold = Hold()
-    first = counting(dies_after=7, hold=hold)
-    bench = await make_bench(first, counting(version="2"), config=ON)
-    await bench.host.set_members(2, [bench.member(0)])
-    pending = bench.begin(json={**ASK, "rid": "mine"})
-    await hold.entered.wait()
-    got = await partial_replies(bench, mine=known(), other=known())
-    assert list(got) == ["mine"]
-    assert (got["mine"]["begin"], got["mine"]["engine_id"]) == (0, "e-0")
-    ids = got["mine"]["output_ids"]
-    assert ids == list(range(3, 3 + len(ids)))
-    assert len(got["mine"]["meta_info"]["output_token_logprobs"]) == len(ids) >= 5
-    part = await partial_replies(bench, mine=known(3, 3))
-    assert (part["mine"]["begin"], part["mine"]["output_ids"]) == (3, ids[3:])
-    assert part["mine"]["meta_info"]["weight_versions"][0]["start"] == 0
-    assert await partial_replies(bench, mine=known(len(ids), len(ids))) == {}
-    again = await partial_replies(bench, mine=known(3, 3, recomputed=2))
-    assert (again["mine"]["begin"], again["mine"]["output_ids"]) == (0, ids)
-    await bench.host.set_members(3, [bench.member(0), bench.member(1)])
-    hold.opened.set()
-    check((await pending).json)
-    assert await partial_replies(bench, mine=known()) == {}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        [],
-        {"a": 1},
-        {"a": {"tokens": 1}},
-        {"a": known(-1)},
-        {str(one): known() for one in range(65)},
-    ],
-)
-async def test_a_wrong_question_for_kept_tokens_is_refused(make_bench, body):
-    bench = await make_bench()
-    response = await bench.ask("/partial_replies", json=body)
-    assert (response.status, response.json["error"]["type"]) == (400, "bad_request")
-
-
 async def events_of(response):
     events = [line for line in (await response.content.read()).split(b"\n\n") if line]
     assert events[-1] == b"data: [DONE]"
