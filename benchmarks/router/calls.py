@@ -22,7 +22,6 @@ from benchmarks.router import load
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router.host import RouterHost
-from rollout.router.state.state_file import StateFile
 from rollout.rules.routing import Backend
 from rollout.runtime.ray.handles import remote_router
 from rollout.runtime.ray.router_actor import RouterActor
@@ -42,8 +41,8 @@ async def measure_calls(engines: list[int], for_s: float) -> dict[str, float]:
 
 
 async def _measure(engines: list[int], for_s: float) -> dict[str, float]:
-    alone = {"run": "run", "number": 0, "state": StateFile.make(), "server": ("", "")}
-    actor = ray.remote(num_cpus=0)(RouterActor).remote(RouterConfig(), **alone)
+    alone = ray.remote(num_cpus=0)(RouterActor)
+    actor = alone.remote(RouterConfig(), run="run", server=("", ""))
     router = remote_router(actor, "router")
     endpoint = await router.start()
     members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(engines)]

@@ -22,14 +22,13 @@ from fastapi.responses import Response, StreamingResponse
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router import Backend, RouterHost
-from rollout.router.state.state_file import StateFile
 from rollout.runtime.worker_process import collect_in_sweeps, keep_freed_memory
 
 
 async def serve_ours(ports: list[int], *, has_failover: bool) -> None:
     keep_freed_memory()  # as the router's actor does
     config = RouterConfig.model_validate({"token_failover": "on"} if has_failover else {})
-    host = RouterHost(config, state=StateFile.make() if has_failover else None)
+    host = RouterHost(config)
     endpoint = await host.start()
     members = [Backend(f"e-{n}", Endpoint("127.0.0.1", port)) for n, port in enumerate(ports)]
     await host.set_members(1, members)

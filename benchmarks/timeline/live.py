@@ -101,9 +101,7 @@ def make_server(urls: list[str], folder: Path) -> RolloutServer:
     group = ServerGroup(settings, slots, LocalLauncher(), timeline=timeline)
     of_policy = config.servers["policy"]
     router = RouterHost(of_policy.router)
-    return RolloutServer(
-        "policy", of_policy, {"main": group}, [router], timeline=recorded("policy")
-    )
+    return RolloutServer("policy", of_policy, {"main": group}, router, timeline=recorded("policy"))
 
 
 async def measure(num_engines: int, num_pairs: int, num_requests: int, folder: Path) -> Any:

@@ -27,7 +27,6 @@ from rollout.router.gate.gate import ConnectionFailure, Gate, GateState
 from rollout.router.http.engine_pool import EnginePool, check_file_descriptors
 from rollout.router.proxy.client_connection import ClientConnection
 from rollout.router.proxy.context import Proxy
-from rollout.router.state.state_file import StateFile
 from rollout.rules.load_balancing import make_policy
 from rollout.rules.routing import Backend, RoutingPolicy
 
@@ -48,15 +47,16 @@ class RouterHost:
     """Starts, steers and stops one router.
 
     Attributes:
-        why_not_serving: another router serves in its place, and its methods raise ``ActorLost``;
-            empty if it may serve.
+        why_not_serving: it does not serve so far, and its methods raise ``ActorLost``; empty if it
+            may serve.
 
     Args:
         policy: chooses engines, instead of the policy that ``config`` names.
         on_engine_failure: called on the event loop that awaited ``start``, for every request
             that lost its engine.
-        run: names the prefixes that engines cache for it; the same for a router in the place of a
-            lost one, and for no other.  Default: one of its own.
+        run: names the prefixes that engines cache for it; the same for a router that is started
+            again, and for no other.  Default: one of its own.
+        is_successor: it is one that was started again.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RouterHost:
         policy: RoutingPolicy | None = None,
         on_engine_failure: Callable[[ConnectionFailure], None] | None = None,
         run: str = "",
-        state: StateFile | None = None,
+        is_successor: bool = False,
     ) -> None:
         self._config = config
         self._on_engine_failure = on_engine_failure
@@ -90,7 +90,14 @@ class RouterHost:
             connect_timeout_s=config.connect_timeout_s,
             max_connections=connections.engines,
         )
-        self._proxy = Proxy(self._gate, pool, config, run or new_run(), connections.clients, state)
+        self._proxy = Proxy(
+            self._gate,
+            pool,
+            config,
+            run or new_run(),
+            connections.clients,
+            is_successor=is_successor,
+        )
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()
         self._owner: asyncio.AbstractEventLoop | None = None
@@ -172,7 +179,7 @@ class RouterHost:
     async def begin_as(
         self, members: tuple[int, Sequence[Backend]] | None, state: str, why: Mapping[str, Any]
     ) -> None:
-        """Serve, with the members and the gate of the router in whose place this one is."""
+        """Serve, with the members and the gate that the lost router had."""
 
         async def begin() -> None:
             if members is not None:

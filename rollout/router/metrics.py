@@ -45,16 +45,6 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         "Tokens carried over to another engine, which only prefills them.",
     ),
     "router_tokens_recomputed": ("counter", (), "Tokens that were generated a second time."),
-    "router_resumed": (
-        "counter",
-        (),
-        "Requests that went on from what a lost router had kept of them.",
-    ),
-    "router_not_kept": (
-        "counter",
-        (),
-        "Records that did not fit, so that they are lost with the router that has them.",
-    ),
     "router_cut": ("counter", (), "Requests evicted from an engine that was lost."),
     "router_unusable_replies": ("counter", (), "Replies whose tokens the router could not read."),
     "router_broken_replies": ("counter", (), "Responses that were begun and not completed."),

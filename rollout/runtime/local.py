@@ -157,7 +157,7 @@ def build_servers(
                 group: group_of(group_settings(config, name, group, sources), slots[name, group])
                 for group in started_groups(config, name)
             },
-            [RouterHost(server.router)],
+            RouterHost(server.router),
             store=store,
             timeline=create_timeline(run.of_server(name), name, otel=server.timeline.otel),
             page=create_page(server, run, name),

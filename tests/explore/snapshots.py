@@ -206,7 +206,7 @@ def _add_server(
         server,
         config,
         ports,
-        [parts.routers[server]],
+        parts.routers[server],
         timeline=_NOTHING,
         actor_factory=cast(ActorFactory, Successors(parts)),
         journal=cast(ServerJournal | None, parts.records.get(server)),

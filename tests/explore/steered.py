@@ -467,7 +467,7 @@ class Parts:
             name,
             old._config,
             {one: factory.make(one, state) for one, state in lost.items()},
-            [self.routers[name]],
+            self.routers[name],
             timeline=old.timeline,
             actor_factory=factory,
             journal=old._journal,

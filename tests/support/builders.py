@@ -288,7 +288,7 @@ def make_server(
         for name, group in config.groups.items()
     }
     router = RecordingRouter()
-    return ServerBench(RolloutServer("policy", config, made, [router]), router, launcher, made)
+    return ServerBench(RolloutServer("policy", config, made, router), router, launcher, made)
 
 
 async def started_server(folder: Path, *args: Any, **kwargs: Any) -> ServerBench:

@@ -1,9 +1,9 @@
-"""The server's client of its routers: every call has a deadline, and one router is lost unnoticed.
+"""The server's client of its router: every call has a deadline, and outlives a lost router.
 
 Always true:
 - a call without a reply in time raises an error that names the router;
-- a router that serves in the place of a lost one begins with the last gate and members, or with a
-  gate that is shut where a call is under way that shuts it;
+- a router that serves again begins with the last gate and members, or with a gate that is shut
+  where a call is under way that shuts it;
 - a call that a router may have lost is repeated: the same call twice has the effect of one;
 - one call runs at a time, so that a late call cannot overtake a newer one.
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from engines.protocol import Endpoint
@@ -39,20 +38,17 @@ class RouterClient:
     """The methods of a ``RouterHost``, with deadlines.
 
     Args:
-        routers: the first one is started; the others stand by, and serve when it is lost.  One in
-            this process cannot be lost alone, and there is no other.
+        router: in this process, or an actor that Ray starts again.
     """
 
     def __init__(
         self,
         server: str,
-        routers: Sequence[RouterHost],
+        router: RouterHost,
         timeout_s: float,
     ) -> None:
         self._name = f"router of server {server}"
-        self._routers = routers
-        self._router = routers[0]
-        self._replaced = asyncio.Event()
+        self._router = router
         self._timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
         self._gate: tuple[str, dict[str, Any]] = ("closed", {})
@@ -73,26 +69,18 @@ class RouterClient:
     async def rejoin(self, endpoint: Endpoint) -> int:
         """Use the router that outlived a lost server; returns the epoch of its members."""
         self._endpoint = endpoint
-        epoch: int = await self._within("stats", self._find_serving(), _START_TIMEOUT_S)
-        return epoch
+        stats = await self._call("stats", lambda router: router.stats(), _START_TIMEOUT_S)
+        return int(stats["epoch"])
 
-    async def _find_serving(self) -> int:
-        while True:
-            for router in self._routers:
-                with suppress(ActorLost):  # it stands by
-                    epoch = int((await router.stats())["epoch"])
-                    self._router = router
-                    return epoch
-            await asyncio.sleep(_AGAIN_S)
+    def serves(self) -> tuple[int, Members | None, str, dict[str, Any]]:
+        """The router was lost and begins again: at which port, and see ``RouterHost.begin_as``.
 
-    def serves(self, number: int) -> tuple[Members | None, str, dict[str, Any]]:
-        """Another router serves now.  What it begins with: see ``RouterHost.begin_as``."""
-        logger.warning("%s was lost; another process serves at %s", self._name, self.url)
-        self._router = self._routers[number]
-        self._replaced.set()
-        self._replaced = asyncio.Event()
+        The port is 0 if it was lost before it had one.
+        """
+        logger.warning("%s was lost; another process begins to serve at %s", self._name, self.url)
         state, why = self._gate
-        return self._members, state, why | self._weights
+        port = self._endpoint.port if self._endpoint else 0
+        return port, self._members, state, why | self._weights
 
     async def stop(self, budget_s: float) -> None:
         self._endpoint = None
@@ -136,27 +124,17 @@ class RouterClient:
     async def _call(
         self, what: str, call: Callable[[RouterHost], Awaitable[T]], budget_s: float | None = None
     ) -> T:
-        """The reply of the router that serves at the end."""
+        """Its reply; the call is repeated to a router that was lost, until it serves again."""
         return await self._within(what, self._reply_to(call), budget_s or self._timeout_s)
 
     async def _reply_to(self, call: Callable[[RouterHost], Awaitable[T]]) -> T:
-        if len(self._routers) == 1:
-            return await call(self._router)
         while True:
-            replaced = self._replaced
-            calling = asyncio.ensure_future(call(self._router))
-            waiting = asyncio.ensure_future(replaced.wait())
             try:
-                await asyncio.wait([calling, waiting], return_when=asyncio.FIRST_COMPLETED)
-                if not replaced.is_set():
-                    return calling.result()
+                return await call(self._router)
             except ActorLost as error:
                 if error.is_dead:
                     raise
-                await asyncio.wait([waiting], timeout=_AGAIN_S)
-            finally:
-                calling.cancel()
-                waiting.cancel()
+            await asyncio.sleep(_AGAIN_S)
 
     async def _within(self, what: str, call: Awaitable[T], budget_s: float) -> T:
         try:

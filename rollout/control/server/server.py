@@ -101,7 +101,7 @@ class RolloutServer:
         name: str,
         config: ServerConfig,
         groups: Mapping[str, ServerGroup],
-        routers: Sequence[RouterHost],
+        router: RouterHost,
         *,
         store: WeightStore | None = None,
         timeline: Timeline | None = None,
@@ -112,7 +112,7 @@ class RolloutServer:
         """Nothing is started.
 
         Args:
-            routers: see ``RouterClient``.
+            router: see ``RouterClient``.
             actor_factory: replaces lost actors; None without actors.
         """
         self.name = name
@@ -121,7 +121,7 @@ class RolloutServer:
         self._config = config
         self._store = store
         self._actor_factory = actor_factory
-        client = self._router = RouterClient(name, routers, config.router.control_timeout_s)
+        client = self._router = RouterClient(name, router, config.router.control_timeout_s)
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
         registry = self._registry = GroupRegistry(name, config, groups)
         terms = {group: recovery_terms(config, group) for group in registry.groups}
@@ -554,9 +554,9 @@ class RolloutServer:
         statuses = self._registry.all_last_known()
         return frozenset(one.fingerprints for status in statuses for one in status.engines)
 
-    async def router_serves(self, number: int) -> tuple[Any, str, dict[str, Any]]:
-        """A router serves now in the place of a lost one; see ``RouterClient.serves``."""
-        return self._router.serves(number)
+    async def router_serves(self) -> tuple[int, Any, str, dict[str, Any]]:
+        """The router was lost and begins again; see ``RouterClient.serves``."""
+        return self._router.serves()
 
     # -- store ------------------------------------------------------------------------------
 

@@ -451,15 +451,6 @@ class FastReply(Reply):
         self.read_all()
         return super().take(data, begin, end)
 
-    @property
-    def is_cumulative(self) -> bool:
-        return self._is_cumulative
-
-    def restore(self, events: Sequence[bytes], *, has_gap: bool) -> None:
-        if not has_gap:
-            return super().restore(events, has_gap=False)
-        self._unread, self._has_gap = tuple((event, 0, END) for event in events), True
-
     def _pass_on(self, data: bytes, begin: int, end: int) -> bool:
         """Make the reply of the last event without parsing all of it, if that is possible."""
         if self.num_failovers or self.engine.is_translated:

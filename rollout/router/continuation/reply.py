@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,20 +72,6 @@ class Reply(Continuation):
     def absorb(self, event: Payload) -> None:
         """Take one event that was parsed."""
         self.engine.event(self, event)
-
-    @property
-    def is_cumulative(self) -> bool:
-        """The engine's events have all tokens so far, and the last ones are enough to go on."""
-        return False
-
-    def restore(self, events: Sequence[bytes], *, has_gap: bool) -> None:
-        """Take events of the engine once more.
-
-        Args:
-            has_gap: some are missing, which the others have all tokens of.
-        """
-        for event in events:
-            self.take(event)
 
     def own_id(self, reported: Any) -> Any:
         """An id in an engine's reply, with the request's own one in it."""

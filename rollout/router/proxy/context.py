@@ -23,8 +23,6 @@ from rollout.router.http.reading_process import ReadingProcess
 from rollout.router.http.request import Request, affinity_of, prompt_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
-from rollout.router.state.state_file import StateFile
-from rollout.router.state.stored_replies import StoredReplies
 from rollout.rules.routing import Hint
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,6 @@ class Counts:
         num_failovers_refused: why tokens of a lost engine could not be kept -> how often.
         num_tokens_kept: carried over to another engine, which only prefills them.
         num_tokens_recomputed: generated a second time.
-        num_resumed: requests that went on from what a lost router had kept.
     """
 
     num_retried: int = 0
@@ -67,7 +64,6 @@ class Counts:
     num_failovers_refused: dict[str, int] = field(default_factory=dict)
     num_tokens_kept: int = 0
     num_tokens_recomputed: int = 0
-    num_resumed: int = 0
 
     def refuse_failover(self, why: str) -> None:
         """Count a lost engine whose tokens could not be kept."""
@@ -94,10 +90,9 @@ class Proxy:
     Args:
         run: of its run alone; a part of the names of cached prefixes.
         max_clients: connections of clients.
-        state: outlives this router; None if it cannot be lost alone.
+        is_successor: of a router that was lost, with its sessions.
 
     Attributes:
-        kept: the replies in flight, for the router in the place of this one.
         is_loopback_only: only this machine can reach the router.
         bodies: of requests that have not arrived completely.
         reading: where what is long is read.
@@ -112,10 +107,9 @@ class Proxy:
         config: RouterConfig,
         run: str,
         max_clients: int = sys.maxsize,
-        state: StateFile | None = None,
+        *,
+        is_successor: bool = False,
     ) -> None:
-        self._state = state
-        self.kept = None if state is None else StoredReplies(state)
         # What names the prefixes that weights of a version computed in this run.
         self.namespace: Callable[[int | None], str] = lru_cache(_MANY_VERSIONS)(
             partial(namespace, run)
@@ -131,7 +125,7 @@ class Proxy:
             max_bytes=config.max_session_bytes,
             max_sessions=config.max_sessions,
             ttl_s=config.session_ttl_s,
-            state=state,
+            is_successor=is_successor,
             on_end=gate.unpin,
         )
         self.latencies = Latencies()
@@ -155,10 +149,6 @@ class Proxy:
         self.call_later = loop.call_later
         self.gate.call_soon = loop.call_soon
         self.pool.open()
-        if self._state is not None and self.kept is not None:
-            records = self._state.records()
-            self.kept.load(records, self.now_s())
-            self.sessions.load(records, self.now_s())
         self._sweeping = loop.create_task(self._sweep(), name="router-sweep")
 
     def close(self) -> None:
@@ -183,8 +173,7 @@ class Proxy:
         )
 
     def stats(self) -> dict[str, Any]:
-        num_lost = 0 if self._state is None else self._state.num_lost
-        return {**asdict(self.counts), "num_not_kept": num_lost}
+        return asdict(self.counts)
 
     async def _sweep(self) -> None:
         while True:
@@ -211,8 +200,6 @@ class Proxy:
 
     def _expire_sessions(self) -> None:
         self.sessions.expire(self.now_s())
-        if self.kept is not None:
-            self.kept.expire(self.now_s())
 
     def _collect(self) -> None:
         """Collect what is young while no request waits for it, and all of it after a long time.

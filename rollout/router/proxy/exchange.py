@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVarTuple
 
-from engines.protocol.adapter_names import Names, resolved
+from engines.protocol.adapter_names import Names
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
@@ -37,7 +37,7 @@ from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import signature_lines
 from rollout.router.http.incoming_body import IncomingBody
 from rollout.router.http.reading_process import MOST_BYTES_ON_LOOP, ReadingFailed
-from rollout.router.http.request import BodyFields, Request, affinity_of
+from rollout.router.http.request import Request
 from rollout.router.http.responses import RouterResponse
 from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
 from rollout.router.proxy.client_response import ClientResponse, Response
@@ -84,7 +84,6 @@ from rollout.router.proxy.token_reader import (
     Write,
 )
 from rollout.router.sessions.session_store import Session
-from rollout.router.state.stored_replies import StoredReplies, StoredReply
 from rollout.rules.routing import NO_HINT, Backend
 
 logger = logging.getLogger(__name__)
@@ -137,7 +136,6 @@ class Exchange:
     _named: NamedWeights = NOT_NAMED
     _pinned: Names = ()
     _tokens: TokenReader | None = None
-    _kept: StoredReply | None = None
     _entered: Admission | Refusal | Waiter | None = None  # until it is ``admission``
     _timer: asyncio.TimerHandle | None = None
     _num_attempts: int = 0
@@ -314,9 +312,6 @@ class Exchange:
             read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
             read.reply.passes_on &= self._http is not None
             tokens = TokenReader(read.reply)
-            # Until the server names its weights, a router in the place of a lost one refuses all.
-            if proxy.kept is not None and proxy.gate.state is not GateState.CLOSED:
-                self._keep(proxy.kept, tokens, body, fields)
         if tokens is None and proxy.gate.adapters is not None and not self._named.is_for_base:
             tokens = read_for_adapter(body, self._named)
         elif tokens is None and self._http is None:
@@ -327,25 +322,7 @@ class Exchange:
         self._tokens = tokens
         whole = body if fields.body is None else fields.body
         self._request = Request(self._head, whole, fields)
-        if self._kept is not None and self._kept.is_resumed:
-            self._pin(self._kept.names)
         self._enter("")
-
-    def _keep(
-        self, replies: StoredReplies, tokens: TokenReader, body: bytes, fields: BodyFields
-    ) -> None:
-        """Keep the reply for the case that this router is lost; go on where another one was."""
-        name = "" if fields.adds_rid else fields.rid
-        if self._http is None:  # a turn, whose body is the same when its client asks again
-            name = affinity_of(b"", self._head.headers)
-        if not name:
-            return
-        names = resolved(self._wanted_names(), self._proxy.gate.adapters or {})
-        self._kept = kept = replies.of((self._head.route.path, name, body), names)
-        tokens.keep = kept.add
-        if kept.earlier:
-            self._proxy.counts.num_resumed += 1
-            kept.restore(tokens.reply)
 
     def _enter(self, excluded_engine: str) -> None:
         request = self._request
@@ -440,11 +417,6 @@ class Exchange:
             pool.send(self._prefill, place, request.parts_for(place, namespace, more))
         if tokens is not None:
             request.body = tokens.body(version, kind.dialect)
-        if self._kept is not None:
-            if is_one_of_pair:  # what the prefill engine sends is not kept
-                self._drop_kept()
-            else:
-                self._kept.begin(version, kind.dialect, self._pinned, self._logprob_kind)
         parts = request.parts_for(endpoint, namespace, more, kind)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
 
@@ -857,13 +829,6 @@ class Exchange:
             self._proxy.gate.leave(admission)
             self.admission = None
 
-    def _drop_kept(self) -> None:
-        if self._kept is not None:
-            self._kept.end()
-            self._kept = None
-        if self._tokens is not None:
-            self._tokens.keep = None
-
     def _stop_receiving(self) -> None:
         self._body = b""
         if self._incoming is not None:
@@ -874,7 +839,6 @@ class Exchange:
         self._is_done = True
         self.drop()
         self._leave()
-        self._drop_kept()
         self._tokens = None
         pinned, self._pinned = self._pinned, ()
         self._proxy.gate.unpin(pinned)

@@ -12,7 +12,6 @@ ends its request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -152,7 +151,6 @@ class TokenReader:
         form: of what the client gets.
         has_answered: the current engine has begun to answer, and not with an error.
         waits_for_prompt: its reply has ended, and the prefill engine's has not.
-        keep: called with each event that was taken; see ``StoredReply.add``.
     """
 
     reply: Reply
@@ -160,7 +158,6 @@ class TokenReader:
     form: Form = AS_BYTES
     has_answered: bool = False
     waits_for_prompt: bool = False
-    keep: Callable[[bytes, bool], None] | None = None
     _buffer: list[bytes] = field(default_factory=list)
     _status: int = 0
     _content_type: bytes = b""
@@ -269,9 +266,6 @@ class TokenReader:
                 end = len(data) - 1
             if (error := self.reply.take(data, begin, end)) is not None:
                 return error
-            # Another engine goes on from the tokens of an abort.
-            if self.keep is not None and (not self.reply.is_finished or self.reply.is_aborted):
-                self.keep(data[begin : end + 1], self.reply.is_cumulative)
         return None
 
     def _stamped(self, payload: Any) -> Any:

@@ -160,7 +160,7 @@ class ChatSessions:
         self._num_running += 1
         self._num_bytes += num_bytes
         try:
-            plan = await self._planned(session, body)
+            plan = await self._planned(session_id, session, body)
             del body
             stays = plan.chat.stays or bool(session.names)
             replies = self._generate(session_id, plan.body, session if stays else None)
@@ -174,16 +174,21 @@ class ChatSessions:
             self._num_bytes -= num_bytes
             self.store.end_turn(session_id, session, self._now_s())
 
-    async def _planned(self, session: Session, body: bytes) -> Plan:
+    async def _planned(self, session_id: str, session: Session, body: bytes) -> Plan:
         """The turn; what holds the interpreter's lock for long is done in another process.
 
         Raises:
             BadChat: template or request do not fit.
+            ChatFailure: it goes on with a chat that a lost router had.
         """
         is_long = len(body) > _MOST_BYTES_IN_THREAD
         try:
             read = self._reading.call if is_long else self._in_thread
             history, begun = await read(history_in, body)
+            # What begins in the middle of a chat would be a sample without its first turns.
+            is_begun = not session.tree.turns and any(history.is_answer)
+            if is_begun and (why := self.store.why_lost(session_id)):
+                raise failure(410, "session_lost", why)
             tokenizer = await self._model.load(self._in_thread)
             known = session.tree.known(history, begun)
             if is_long or len(known.ids) > _MOST_BYTES_IN_THREAD:
@@ -227,7 +232,6 @@ class ChatSessions:
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
             turn = _keep(session, plan, generated, reply, message)
-            self.store.keep(session_id, session, turn)
             self.store.num_turns[plan.prompt.drift] += 1
         except ChatFailure as error:
             if not has_begun:

@@ -278,15 +278,11 @@ class TurnTree:
         exact, loose = history.plus(answer)
         made = _compact(prompt), compact_generated(generated)
         turn = Turn(len(self.turns), *made, exact, loose, history.loose[-1])
-        self.restore(turn)
-        return turn
-
-    def restore(self, turn: Turn) -> None:
-        """Keep a turn of this tree, or the next one of the same tree in another router."""
         self.turns.append(turn)
         self.num_bytes += turn.num_bytes
         self._exact[turn.exact] = self._loose[turn.loose] = turn
         self._answered.add(turn.asked)
+        return turn
 
 
 def _compact(prompt: Prompt) -> Prompt:

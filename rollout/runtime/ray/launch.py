@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from engines.launch import EngineLauncher, LocalLauncher, RunProcess
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.config import RolloutConfig, RouterConfig
+from rollout.config import RolloutConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment
 from rollout.control.server.journal import read
@@ -23,7 +23,6 @@ from rollout.core.errors import ConfigError, EngineFailure, RolloutError
 from rollout.core.pending import LoopThread, in_own_thread
 from rollout.core.types import EngineSlot
 from rollout.router.host import new_run
-from rollout.router.state.state_file import StateFile
 from rollout.rules.deadlines import kill_timeout_s
 from rollout.rules.placement import assign_slots, plan_of, trainer_slots
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
@@ -56,7 +55,6 @@ _STOP_MARGIN_S = 20.0
 _UNUSED_TIMEOUT_S = 5.0
 _LEFTOVER_TIMEOUT_S = 30.0
 # One serves, and one is ready to: a process that Ray restarts needs two seconds.
-_NUM_ROUTERS = 2
 
 
 def launch_ray(
@@ -179,12 +177,10 @@ def _make_server(
     undo.journals.append(journal.path)
     namespace = config.cluster.namespace
     make = ray.remote(**control | {"max_restarts": -1})
-    state, owner = undo.keeps(StateFile.make()), (namespace, full_name)
-    routers = make_routers(make(RouterActor).remote, server.router, state, owner)
-    for router in routers:
-        undo.owns(router)
+    owner = (namespace, full_name)
+    router = undo.owns(make(RouterActor).remote(server.router, run=new_run(), server=owner))
     parts = ServerParts(
-        routers=routers,
+        router=router,
         group_class=ray.remote(**control)(ServerGroupActor),
         groups={
             group: (group_settings(config, name, group, sources), slots[name, group])
@@ -197,17 +193,6 @@ def _make_server(
         .options(name=full_name, namespace=namespace)
         .remote(name, run, server, undo.keeps_ref(ray.put(parts)), journal, terms, agents)
     )
-
-
-def make_routers(
-    make: Callable[..., Any], config: RouterConfig, state: StateFile, server: tuple[str, str]
-) -> list[Any]:
-    """The actors of a server's routers, which outlive the server."""
-    run = new_run()
-    return [
-        make(config, number=number, run=run, state=state, server=server)
-        for number in range(_NUM_ROUTERS)
-    ]
 
 
 def _full_name(config: RolloutConfig, server: str) -> str:
@@ -246,18 +231,12 @@ class _Undo:
         self.placement_group: Any = None
         self.agents: list[RemoteAgents] = []
         self.journals: list[Path] = []
-        self._states: list[StateFile] = []
         self._object_refs: list[Any] = []
 
     def keeps_ref(self, object_ref: Any) -> Any:
         """Keep the arguments of an actor, which Ray needs to start it again."""
         self._object_refs.append(object_ref)
         return object_ref
-
-    def keeps(self, state: StateFile) -> StateFile:
-        """Keep a file that is in memory as long as this process has it."""
-        self._states.append(state)
-        return state
 
     def owns(self, actor: Any) -> Any:
         self._actors.append(actor)
@@ -276,8 +255,6 @@ class _Undo:
             if self.started_ray and is_unused:
                 self._shutdown()
         finally:
-            for state in self._states:
-                state.close()
             self._lock.release()
 
     def _shutdown(self) -> None:

@@ -45,12 +45,12 @@ class ServerParts:
     """The arguments for the actors of a server.
 
     Attributes:
-        routers: their actors; they outlive a lost server.
+        router: its actor, which outlives a lost server.
         group_class: a Ray actor class, with the options that place it.
         groups: settings and slots by group.
     """
 
-    routers: Sequence[Any]
+    router: Any
     group_class: Any
     groups: Mapping[str, tuple[GroupSettings, Sequence[EngineSlot]]]
     placement: EnginePlacement
@@ -82,9 +82,8 @@ class ServerActors:
             for group, actor in self._groups.items()
         }
 
-    def routers(self) -> list[RouterHost]:
-        """The first one is to serve, and another one in its place when it is lost."""
-        return [remote_router(router, f"{self._name}/router") for router in self._parts.routers]
+    def router(self) -> RouterHost:
+        return remote_router(self._parts.router, f"{self._name}/router")
 
     def host_engine(
         self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
@@ -115,7 +114,7 @@ class ServerActors:
     def end(self) -> None:
         """Kill all actors, after their server has stopped."""
         hosts = [actor for parts in self._hosts.values() for _, actor in parts]
-        for actor in (*hosts, *self._groups.values(), *reversed(self._parts.routers)):
+        for actor in (*hosts, *self._groups.values(), self._parts.router):
             ray.kill(actor)
 
 
@@ -162,7 +161,7 @@ class RolloutServerActor(RolloutServer):
             name,
             config,
             self._parts.groups(),
-            self._parts.routers(),
+            self._parts.router(),
             store=weight_store,
             timeline=create_timeline(run.of_server(name), name, otel=config.timeline.otel),
             page=create_page(config, run, name),

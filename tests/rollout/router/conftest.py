@@ -96,10 +96,17 @@ async def hold_one(
 async def make_bench() -> AsyncIterator[MakeBench]:
     benches: list[Bench] = []
 
-    async def make(*scripts: Script | None, config: RouterConfig | None = None) -> Bench:
+    async def make(
+        *scripts: Script | None, config: RouterConfig | None = None, is_successor: bool = False
+    ) -> Bench:
         """Engines ``e-0``, ``e-1`` ...; None resets connections while heads are read."""
         failures: list[ConnectionFailure] = []
-        host = RouterHost(config or router_config(), on_engine_failure=failures.append, run="run")
+        host = RouterHost(
+            config or router_config(),
+            on_engine_failure=failures.append,
+            run="run",
+            is_successor=is_successor,
+        )
         engines = [
             StubEngine(f"e-{index}", script or reply(), resets_heads=script is None)
             for index, script in enumerate(scripts)

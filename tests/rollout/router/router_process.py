@@ -22,7 +22,6 @@ from rollout.router import Backend, RouterHost
 from rollout.router.sessions.chat_sessions import ChatSessions
 from rollout.router.sessions.tool_calls import reader_of
 from rollout.router.sessions.tool_forms import FORMS
-from rollout.router.state.state_file import StateFile
 from rollout.runtime.worker_process import collect_in_sweeps
 from tests.rollout.router.conftest import router_config
 
@@ -83,13 +82,8 @@ def _use_form(chats: ChatSessions, name: str) -> None:
 
 
 async def main() -> None:
-    state = StateFile(*json.loads(sys.argv[2])) if len(sys.argv) > 2 else None
-    if state is not None:
-        state.lock()
-    host = RouterHost(router_config(**json.loads(sys.argv[1])), state=state)
+    host = RouterHost(router_config(**json.loads(sys.argv[1])))
     endpoint = await host.start()
-    if state is not None:
-        state.port = endpoint.port
     collect_in_sweeps()  # as the router's actor does
     watch, memory = LoopWatch(), Memory()
     await host._on_loop(watch.start)
@@ -139,14 +133,13 @@ async def main() -> None:
 class RouterProcess:
     """The other side: starts it, and calls it."""
 
-    def __init__(self, state: StateFile | None = None, **config: Any) -> None:
-        more = [] if state is None else [json.dumps(state.__reduce__()[1])]
-        self._arguments = [json.dumps(config), *more]
+    def __init__(self, **config: Any) -> None:
+        self._config = json.dumps(config)
         self.endpoint = Endpoint("127.0.0.1", 1)
 
     async def __aenter__(self) -> RouterProcess:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.rollout.router.router_process", *self._arguments),
+            *(sys.executable, "-m", "tests.rollout.router.router_process", self._config),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,
@@ -164,11 +157,6 @@ class RouterProcess:
             self._process.kill()
             await self._process.wait()
             raise
-
-    async def kill(self) -> None:
-        """End it with SIGKILL."""
-        self._process.kill()
-        await self._process.wait()
 
     async def call(self, *command: Any) -> Any:
         assert self._process.stdin is not None

@@ -366,7 +366,7 @@ def test_stop_leaves_no_actor_no_name_and_no_reserved_cpu(world: World, tmp_path
     before = sorted(world.live_actors())
     free = world.ray.available_resources().get("CPU")
     with launched(world.load("launch").launch_ray, tmp_path, ONE_ENGINE, run_id="brief"):
-        assert len(world.live_actors()) == len(before) + 5
+        assert len(world.live_actors()) == len(before) + 4
         assert world.ray.available_resources().get("CPU") < NUM_CPUS
     assert wait_until(lambda: sorted(world.live_actors()) == before, TIMEOUT_S)
     # More may come free meanwhile: what the test before reserved is given back in its own time.

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+import rollout
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.group_registry import lost_groups
@@ -18,6 +19,7 @@ from rollout.core.errors import ActorLost
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from tests.support.builders import make_group, push
+from tests.support.driving import numbers, source
 from tests.support.processes import kill_listener, wait_until
 from tests.support.ray_worlds import World
 from tests.support.served_fakes import TIMEOUT_S, ServedEngine, config, engines_of
@@ -63,6 +65,11 @@ def generate(url: str) -> int:
         return httpx.post(url + "/generate", json=body, timeout=30, trust_env=False).status_code
     except httpx.TransportError:
         return 0
+
+
+def num_running(policy: ServerHandle) -> int:
+    state = httpx.get(policy.url + "/engines", timeout=30, trust_env=False).json()
+    return sum(one["num_in_flight"] for one in state["engines"])
 
 
 def num_released(engine: ServedEngine) -> int:
@@ -269,15 +276,33 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
 
 
 @over_ray
-def test_a_server_whose_routers_are_both_lost_gets_them_back_from_ray(
-    world: World, policy: ServerHandle
-) -> None:
+def test_a_router_that_is_lost_twice_comes_back_twice(world: World, policy: ServerHandle) -> None:
     url = policy.url
     version = window(policy)
     before = {name: one.pid for name, one in engines(policy).items()}
     for _ in range(2):
         kill_listener(url)
         assert wait_until(lambda: generate(url) == 200, TIMEOUT_S)
-    assert world.live_actors().count("RouterActor") == 2
+    assert world.live_actors().count("RouterActor") == 1
     assert {name: one.pid for name, one in engines(policy).items()} == before
     assert window(policy) == version + 1
+
+
+@over_ray
+def test_requests_of_a_driver_and_of_a_handle_outlive_a_lost_router(
+    world: World, policy: ServerHandle
+) -> None:
+    """What the lost router had is generated again, and each group is delivered once."""
+    sampling = rollout.SamplingParams(max_new_tokens=40)
+    data = source(24, num_epochs=1)
+    with rollout.Driver(policy.url, reward=lambda sample: 1.0) as driver:
+        batch = {"num_groups": 24, "group_size": 2, "sampling": sampling}
+        call = driver.rollout(0, data, **batch)
+        replies = policy.generate([[1, 2, 3]] * 8, sampling)
+        assert wait_until(lambda: num_running(policy) >= 8, TIMEOUT_S)
+        kill_listener(policy.url)
+        assert numbers(call.result(TIMEOUT_S)) == list(range(1, 25))
+        assert [len(one.output_ids) for one in replies.result(TIMEOUT_S)] == [40] * 8
+        assert not driver.rollout(1, data, **batch).result(TIMEOUT_S)
+        stream = driver._inner.stream_of(data)
+        assert stream.auditor.findings(stream.pending) == []

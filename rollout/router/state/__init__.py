@@ -1,1 +1,0 @@
-"""What outlives a router, for the one in its place."""
