@@ -13,6 +13,10 @@ from tests.engines.embedded.engine_client import PROMPT, Asker, sampling
 
 pytestmark = pytest.mark.embedded
 
+ROUNDING = 1e-3
+"""Nats.  Of 250 replies the largest difference was 2e-5 in half and 8e-5 in one; another model or
+temperature is tenths away."""
+
 
 def some_prompts(count: int, longest: int = 60) -> list[list[int]]:
     draw = random.Random(7)
@@ -54,7 +58,7 @@ async def test_logprobs_are_those_of_a_forward_pass_at_the_temperature(
     triples = reply["meta_info"]["output_token_logprobs"]
     assert [triple[1] for triple in triples] == reply["output_ids"]
     expected = reference.logprobs(models["first"], PROMPT, reply["output_ids"], temperature)
-    assert [triple[0] for triple in triples] == pytest.approx(expected, abs=1e-4)
+    assert [triple[0] for triple in triples] == pytest.approx(expected, abs=ROUNDING)
 
 
 async def test_a_batch_is_answered_in_order(engine: Asker, models: dict[str, Path]) -> None:
@@ -197,7 +201,7 @@ async def test_logprobs_of_a_prompt_are_those_of_a_forward_pass(
         assert triples[0][0] is None
         before, after = PROMPT[: start + 1], PROMPT[start + 1 :]
         expected = reference.logprobs(models["first"], before, after, 1.0)
-        assert [triple[0] for triple in triples[1:]] == pytest.approx(expected, abs=1e-4)
+        assert [triple[0] for triple in triples[1:]] == pytest.approx(expected, abs=ROUNDING)
 
 
 async def test_logprobs_of_a_prompt_from_beyond_its_end_are_refused(engine: Asker) -> None:
