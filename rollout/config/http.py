@@ -23,8 +23,6 @@ class RouterConfig(ConfigSection):
     """How long a request may be held before it gets a 503."""
     connect_timeout_s: Seconds = 5.0
     """Deadline for connecting to an engine; after it, another engine is tried."""
-    control_timeout_s: Seconds = 15.0
-    """Deadline for the router's reply to a command of its server."""
     max_connections: Annotated[int, Field(ge=1)] = 16384
     """Most open connections to engines; each needs a file descriptor."""
     max_body_bytes: Annotated[int, Field(gt=0)] = 256 << 20

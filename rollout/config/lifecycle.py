@@ -85,38 +85,26 @@ class HealthConfig(ConfigSection):
     """Time between two probes of all engines; an engine that the router lost is probed at once."""
     probe_timeout_s: Seconds = 5.0
     """Deadline for the reply to a probe; probes use separate connections."""
-    probes_to_suspect: Annotated[int, Field(ge=1)] = 2
-    """Failed probes in a row after which an engine gets no new requests, if other engines are
-    healthy."""
     probes_to_dead: Annotated[int, Field(ge=1)] = 4
-    """Failed probes in a row after which an engine is killed and replaced."""
+    """Failed probes in a row after which an engine is killed and replaced; after two it gets no new
+    requests, if other engines are healthy."""
     patience: Annotated[int, Field(ge=1)] = 3
     """Factor on ``probes_to_dead`` for an engine without which its group has too few engines."""
     reports_to_dead: Annotated[int, Field(ge=1)] = 3
-    """Failures that the router reports of an engine that answers probes, before it is replaced."""
-    probes_to_trust: Annotated[int, Field(ge=1)] = 12
-    """Answered probes in a row after which earlier reports of the router no longer count."""
+    """Failures that the router reports of an engine that answers probes, before it is replaced; 12
+    answered probes in a row void earlier ones."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
-    """Restarts of one engine after which it stays fenced."""
+    """Restarts of one engine after which it stays fenced; they count no more when it has served for
+    ten minutes. Four engines of a server may restart at the same time."""
     backoff_s: Seconds = 2.0
     """Wait before the second restart of an engine in a row; doubles with each further restart."""
     max_backoff_s: Seconds = 120.0
     """Longest wait between two restarts of an engine."""
-    forget_after_s: Seconds = 600.0
-    """After serving this long, an engine's earlier restarts no longer count."""
-    max_parallel_restarts: Annotated[int, Field(ge=1)] = 4
-    """Engines of one server that may restart at the same time; loading many slows the others."""
     weights_path: PathText | None = None
     """Where each weight version is saved, for example ``/ckpt/{version}``. A restarted engine loads
     its weights from there instead of waiting for the next push."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.probes_to_suspect > self.probes_to_dead:
-            yield (
-                "probes_to_suspect",
-                f"probes_to_suspect {self.probes_to_suspect} is over probes_to_dead "
-                f"{self.probes_to_dead}",
-            )
         if self.weights_path is not None and "{version}" not in self.weights_path:
             yield (
                 "weights_path",

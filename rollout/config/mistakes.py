@@ -40,7 +40,13 @@ _PATTERNS = {
 }
 
 
+_FIXED = "leave it out: it is fixed, and no longer a setting"
 GONE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("control_timeout_s", "forget_after_s", "max_parallel_restarts", "probes_to_suspect"),
+        _FIXED,
+    ),
+    "probes_to_trust": _FIXED,
     "strict_caches": "leave it out: after each push the sentinel asks each engine whether it "
     "answers from old state (lifecycle.sentinel)",
 }

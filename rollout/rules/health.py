@@ -83,6 +83,16 @@ def max_detection_s(config: HealthConfig) -> float:
     return config.probes_to_dead * (config.probe_interval_s + config.probe_timeout_s)
 
 
+PROBES_TO_SUSPECT = 2
+"""Failed probes in a row after which an engine gets no new requests, if others are healthy."""
+PROBES_TO_TRUST = 12
+"""Answered probes in a row after which earlier reports of the router no longer count."""
+FORGET_AFTER_S = 600.0
+"""After serving this long, an engine's earlier restarts no longer count."""
+MAX_PARALLEL_RESTARTS = 4
+"""Engines of one server that restart at the same time; loading many slows the others."""
+
+
 # -- liveness ---------------------------------------------------------------------------------
 
 
@@ -92,7 +102,7 @@ class Streaks:
 
     Attributes:
         failed_probes: probes that failed in a row.
-        reports: times the router lost the engine; 0 again after ``probes_to_trust`` good probes.
+        reports: times the router lost the engine; 0 again after ``PROBES_TO_TRUST`` good probes.
         calm: probes answered in a row since the last report.
         is_certain: the engine is known to be dead.
     """
@@ -107,7 +117,7 @@ def observe(streaks: Streaks, result: ProbeResult, config: HealthConfig) -> Stre
     """The streaks after one more probe result."""
     if result is ProbeResult.ANSWERED:
         calm = streaks.calm + 1
-        reports = 0 if calm >= config.probes_to_trust else streaks.reports
+        reports = 0 if calm >= PROBES_TO_TRUST else streaks.reports
         return replace(streaks, failed_probes=0, calm=calm, reports=reports)
     if result is ProbeResult.FAILED:
         return replace(streaks, failed_probes=streaks.failed_probes + 1, calm=0)
@@ -133,7 +143,7 @@ def liveness(streaks: Streaks, config: HealthConfig, *, can_spare: bool = True) 
     ):
         return Liveness.DEAD
     has_not_answered_since_report = streaks.reports > 0 and streaks.calm == 0
-    if streaks.failed_probes >= config.probes_to_suspect or has_not_answered_since_report:
+    if streaks.failed_probes >= PROBES_TO_SUSPECT or has_not_answered_since_report:
         return Liveness.SUSPECT
     return Liveness.ALIVE
 
@@ -209,7 +219,7 @@ class EngineHealth:
 
     Attributes:
         reason: why it died; empty while it lives.
-        num_restarts: restarts since it last served for ``forget_after_s``.
+        num_restarts: restarts since it last served for ``FORGET_AFTER_S``.
         retry_at_s: it is not restarted before this time.
         since_s: the time at which it entered its state.
         is_fenced: it was killed or disconnected, and its group sends it nothing.
@@ -233,7 +243,7 @@ class EngineHealth:
 
     def died(self, reason: str, now_s: float, config: HealthConfig) -> EngineHealth:
         """The health after a death; the wait for the restart doubles with each restart."""
-        served_long = now_s - self.since_s >= config.forget_after_s
+        served_long = now_s - self.since_s >= FORGET_AFTER_S
         num = 0 if self.state is RecoveryState.SERVING and served_long else self.num_restarts
         return EngineHealth(
             state=next_state(self.state, RecoveryEvent.DIED),
@@ -346,9 +356,7 @@ def may_use_memory(group: GroupHealth) -> bool:
     return not (group.needs_offload and group.phase is Phase.OFFLOADED)
 
 
-def plan_recovery(
-    groups: Collection[GroupHealth], now_s: float, config: HealthConfig
-) -> list[Restart]:
+def plan_recovery(groups: Collection[GroupHealth], now_s: float) -> list[Restart]:
     """The engines to restart now.
 
     A group in the middle of a transition gets none, unless it has too few engines to continue.  (A
@@ -362,7 +370,7 @@ def plan_recovery(
         if _may_boot(group) or (not may_use_memory(group) and engine_id in group.standbys)
     ]
     num_booting = len(engines_in(RecoveryState.BOOTING, groups))
-    return plan[: max(config.max_parallel_restarts - num_booting, 0)]
+    return plan[: max(MAX_PARALLEL_RESTARTS - num_booting, 0)]
 
 
 def _may_boot(group: GroupHealth) -> bool:
@@ -370,15 +378,13 @@ def _may_boot(group: GroupHealth) -> bool:
     return may_use_memory(group) and (is_still or group.is_short)
 
 
-def plan_for_short(
-    groups: Iterable[GroupHealth], names: Collection[str], config: HealthConfig
-) -> list[Restart]:
+def plan_for_short(groups: Iterable[GroupHealth], names: Collection[str]) -> list[Restart]:
     """The engines to restart so that these groups can continue; ignores backoffs."""
     return [
         Restart(group.name, engine_id)
         for group in groups
         if group.name in names and group.is_short
-        for engine_id in due_restarts(group, math.inf)[: config.max_parallel_restarts]
+        for engine_id in due_restarts(group, math.inf)[:MAX_PARALLEL_RESTARTS]
     ]
 
 

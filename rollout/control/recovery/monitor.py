@@ -258,7 +258,7 @@ class RecoveryMonitor:
         )
 
     def _plan(self) -> list[Restart]:
-        return plan_recovery(self.tracker.groups(), _now(), self._config)
+        return plan_recovery(self.tracker.groups(), _now())
 
     async def restart_if_short(self, groups: Collection[str]) -> None:
         """Restart dead engines of groups that have too few to continue; ignores backoffs.
@@ -268,7 +268,7 @@ class RecoveryMonitor:
         health = self.tracker.groups()
         if self._config.recover and any(one.is_short for one in health if one.name in groups):
             await self.actions.fence_dead()
-            plan = plan_for_short(self.tracker.groups(), groups, self._config)
+            plan = plan_for_short(self.tracker.groups(), groups)
             self.actions.boot(plan, memory_is_free=True)
             await self.actions.wait_for_boots(groups)
             await self.actions.admit(groups)

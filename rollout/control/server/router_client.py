@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # A router starts a process and binds its port.
 _START_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 15.0
 # For the router's work before and after its own wait.
 _MARGIN_S = 15.0
 # Between two tries of a call that did not reach a router.
@@ -45,11 +46,9 @@ class RouterClient:
         self,
         server: str,
         router: RouterHost,
-        timeout_s: float,
     ) -> None:
         self._name = f"router of server {server}"
         self._router = router
-        self._timeout_s = timeout_s
         self._endpoint: Endpoint | None = None
         self._gate: tuple[str, dict[str, Any]] = ("closed", {})
         self._weights: dict[str, Any] = {}
@@ -122,10 +121,13 @@ class RouterClient:
         return await self._call("stats", lambda router: router.stats())
 
     async def _call(
-        self, what: str, call: Callable[[RouterHost], Awaitable[T]], budget_s: float | None = None
+        self,
+        what: str,
+        call: Callable[[RouterHost], Awaitable[T]],
+        budget_s: float = _CALL_TIMEOUT_S,
     ) -> T:
         """Its reply; the call is repeated to a router that was lost, until it serves again."""
-        return await self._within(what, self._reply_to(call), budget_s or self._timeout_s)
+        return await self._within(what, self._reply_to(call), budget_s)
 
     async def _reply_to(self, call: Callable[[RouterHost], Awaitable[T]]) -> T:
         while True:

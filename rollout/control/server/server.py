@@ -121,7 +121,7 @@ class RolloutServer:
         self._config = config
         self._store = store
         self._actor_factory = actor_factory
-        client = self._router = RouterClient(name, router, config.router.control_timeout_s)
+        client = self._router = RouterClient(name, router)
         self._lock = CommandLock(config.lifecycle.lock_timeout_s)
         registry = self._registry = GroupRegistry(name, config, groups)
         terms = {group: recovery_terms(config, group) for group in registry.groups}

@@ -142,7 +142,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{S}.lifecycle.canary_prompts", [[1]], f"{S}.lifecycle.canary_prompts.0", "at least one"),
     (f"{S}.lifecycle.pause_timeout_s", "1 min", "", "here 60 seconds"),
     (f"{S}.lifecycle.pause_timeout", 1, "", "did you mean 'pause_timeout_s'?"),
-    (f"{H}.probes_to_suspect", 9, "", "is over probes_to_dead 4"),
+    (f"{H}.probes_to_suspect", 9, "", "'probes_to_suspect' is gone; leave it out"),
     (f"{H}.weights_path", "/ckpt", "", "must contain {version}"),
     (f"{H}.max_restarts", -1, "", "greater than or equal to 0"),
     (f"{W}.update", "all", "", "'full', 'partial', 'lora' or 'frozen'"),

@@ -28,7 +28,6 @@ from tests.support.virtual_time import pass_time, virtual_time
 HEALTH = {
     "probe_interval_s": 1.0,
     "probe_timeout_s": 0.5,
-    "probes_to_suspect": 2,
     "probes_to_dead": 3,
     "patience": 2,
     "reports_to_dead": 3,

@@ -70,7 +70,7 @@ def begin_again(client: RouterClient, router: LostRouter) -> None:
 async def linked() -> tuple[RouterClient, LostRouter]:
     """A client that has sent its router something."""
     router = LostRouter()
-    link = RouterClient("policy", router, 15.0)
+    link = RouterClient("policy", router)
     await link.start()
     await link.set_members(7, MEMBERS)
     await link.set_gate("open", weight_version=3)
@@ -81,7 +81,7 @@ async def linked() -> tuple[RouterClient, LostRouter]:
 
 @virtual_time
 async def test_every_call_has_a_deadline_and_its_error_names_the_router() -> None:
-    link = RouterClient("policy", Silent(), 15.0)
+    link = RouterClient("policy", Silent())
     await link.start()
     calls = {
         "set_gate": lambda: link.set_gate("open"),
@@ -150,7 +150,7 @@ async def test_engines_that_failed_are_reported_by_a_router_that_was_lost() -> N
 
 @virtual_time
 async def test_a_router_that_was_lost_before_it_had_a_port_has_nothing_to_begin_with() -> None:
-    port, members, state, _ = RouterClient("policy", LostRouter(), 15.0).serves()
+    port, members, state, _ = RouterClient("policy", LostRouter()).serves()
     assert (port, members, state) == (0, None, "closed")
 
 
