@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 _PINS = "engines/cpu/sglang/pins.txt"
-_HOOKS = "engines/cpu/sglang/without_kernels"
+_HOOKS = "tests/support/gpu/without_kernels"
 # The only build for CUDA 13, and the oldest transformers that the embedded engine takes.
 _MORE = ("torch-memory-saver==0.0.10", "transformers==5.19.0")
 # Of the tests, in the version of constraints.txt, where the machine has none.

@@ -61,7 +61,7 @@ def contract(name: str, option: str) -> list[str]:
 
 def test_the_order_names_every_folder_without_folders() -> None:
     # What stands for others' packages is none of ours.
-    aside = {"shims", "on_path", "without_kernels"}
+    aside = {"shims", "on_path"}
     folders = {module_name(path.parent) for path in MODULES.values() if not aside & {*path.parts}}
     lowest = {one for one in folders if not any(two.startswith(f"{one}.") for two in folders)}
     assert set(contract("order", "layers")) == lowest

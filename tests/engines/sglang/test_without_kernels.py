@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HOOKS = Path(__file__).parents[3] / "engines/cpu/sglang/without_kernels"
+HOOKS = Path(__file__).parents[3] / "tests/support/gpu/without_kernels"
 
 
 @pytest.fixture
