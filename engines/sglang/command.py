@@ -36,6 +36,8 @@ _OWNERS = {
     "ssl_keyfile": "engines are reached over plain HTTP",
     "ssl_certfile": "engines are reached over plain HTTP",
 }
+# Allowed: with GPUs, it leaves them alone.
+_ON_CPU = ("device", "cpu")
 _ROLES: dict[WorkerType, dict[str, Any]] = {
     WorkerType.REGULAR: {},
     WorkerType.PREFILL: {"disaggregation_mode": "prefill"},
@@ -52,18 +54,15 @@ _CPU_DEFAULTS = {
 }
 
 
-def build_command(spec: EngineSpec, endpoint: Endpoint, python: str = "") -> list[str]:
+def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
     """The command that starts this engine, or this node of it, at this endpoint.
-
-    Args:
-        python: an interpreter that has SGLang; empty for this one.
 
     Raises:
         ValueError: an option that is set elsewhere, sizes that do not fit the GPUs, or a spec
             that no SGLang server can be.
     """
     options = normalized(spec.options)
-    refuse(options, _OWNERS)
+    refuse([name for name, value in options.items() if (name, value) != _ON_CPU], _OWNERS)
     sizes = divide(options, len(spec.gpu_ids) * spec.num_nodes).flags
     if spec.num_nodes > 1:
         _check_nodes(spec)
@@ -76,7 +75,7 @@ def build_command(spec: EngineSpec, endpoint: Endpoint, python: str = "") -> lis
         **_ROLES[spec.worker_type],
         **sizes,
     }
-    program = [python or spec.python or sys.executable, "-m", "sglang.launch_server"]
+    program = [spec.python or sys.executable, "-m", "sglang.launch_server"]
     return program + as_flags(ours | default_options(spec) | options)
 
 

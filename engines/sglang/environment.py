@@ -75,20 +75,18 @@ def build_environment(
     inherited: Mapping[str, str],
     parallel: Parallel,
     *,
-    python: str = "",
     cpu_ids: tuple[int, ...] = (0,),
 ) -> dict[str, str]:
     """The whole environment of the engine.
 
     Args:
         inherited: this process's own.
-        python: the interpreter it runs in, where that is another than this one.
         cpu_ids: cores this machine lets us use; an engine on the CPU is given its share.
 
     Raises:
         ValueError: a variable that would break the memory saver, or hide the control endpoints.
     """
-    env = inherited_environment(inherited, python)
+    env = inherited_environment(inherited, spec.python)
     env |= spec.visible_gpus
     # The health endpoints would generate, and fail a server for being paused.
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
@@ -100,7 +98,7 @@ def build_environment(
         env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(spec, parallel, cpu_ids))
     elif spec.memory_saver:
-        graphs = _PAUSABLE_GRAPHS if keeps_graphs(installed_version(python)) else {}
+        graphs = _PAUSABLE_GRAPHS if keeps_graphs(installed_version(spec.python)) else {}
         for name, value in (graphs | _BESIDE_A_TRAINER).items():
             env.setdefault(name, value)
     cumem = nccl_cumem(spec.options, spec.env, spec.num_nodes)
@@ -111,7 +109,7 @@ def build_environment(
         env.setdefault("HF_HUB_OFFLINE", "1")
     env.update(spec.env)
     _refuse(spec, env)
-    return with_runtime(env, python) if spec.memory_saver and not spec.is_on_cpu else env
+    return with_runtime(env, spec.python) if spec.memory_saver and not spec.is_on_cpu else env
 
 
 def bind_cores(spec: EngineSpec, parallel: Parallel, cpu_ids: tuple[int, ...]) -> str:

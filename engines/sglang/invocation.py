@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from engines.process.cached_environment import CachedEnvironment, recipe_of
 from engines.protocol import Endpoint
 from engines.protocol.spec import EngineSpec, Invocation, normalized
 from engines.sglang.command import build_command, default_options
@@ -18,16 +17,12 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
 
     Raises:
         ValueError: as ``build_command`` and ``build_environment`` do.
-        InstallError: it needs the cached interpreter, and there is none.
     """
-    recipe = recipe_of(spec.python)
-    python = str(CachedEnvironment(recipe).require()) if recipe else spec.python
-    command = build_command(spec, endpoint, python)
+    command = build_command(spec, endpoint)
     env = build_environment(
         spec,
         inherited,
         divide(normalized(spec.options), len(spec.gpu_ids) * spec.num_nodes),
-        python=python,
         cpu_ids=tuple(sorted(os.sched_getaffinity(0))),
     )
     return Invocation(command, env, CLEANUP, default_options(spec))

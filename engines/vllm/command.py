@@ -31,7 +31,7 @@ _OWNERS = {
     "tokens_only": "that server has no text",
 }
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     # The token-in, token-out route; servers before 0.30 have it, and not this flag.
     "enable_scale_out": True,
     # At the request's temperature, as SGLang returns them; but after top-p, top-k and min-p, which
@@ -39,16 +39,11 @@ _DEFAULTS: dict[str, Any] = {
     "logprobs_mode": PROCESSED,
     "enable_prompt_tokens_details": True,
 }
+"""What we choose where the spec's options do not; None there keeps vLLM's own choice."""
 
 
-def build_command(
-    spec: EngineSpec, endpoint: Endpoint, python: str = "", cpu: Mapping[str, Any] | None = None
-) -> list[str]:
+def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
     """The command that starts this engine at this endpoint.
-
-    Args:
-        python: an interpreter that has vLLM; empty for this one.
-        cpu: further options of an engine on the CPU.
 
     Raises:
         ValueError: an option that is set elsewhere, sizes that do not fit the GPUs, an address
@@ -69,18 +64,13 @@ def build_command(
         **_worker(spec),
         **_sizes(options, len(spec.gpu_ids)),
     }
-    program = [python or spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    return program + as_flags(ours | default_options(cpu) | options)
+    program = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    return program + as_flags(ours | DEFAULTS | options)
 
 
 def _worker(spec: EngineSpec) -> dict[str, str]:
     """On GPUs vLLM's worker with our checks; an engine on the CPU names its own."""
     return {} if spec.is_on_cpu else {"worker_cls": "engines.vllm_plugin.gpu_worker.GpuWorker"}
-
-
-def default_options(cpu: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What we choose where the spec's options do not; None there keeps vLLM's own choice."""
-    return _DEFAULTS | normalized(cpu or {})
 
 
 def _check(spec: EngineSpec, endpoint: Endpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,26 +12,21 @@ from engines.protocol.spec import EngineSpec, inherited_environment
 _DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
-def build_environment(
-    spec: EngineSpec,
-    inherited: Mapping[str, str],
-    *,
-    python: str = "",
-    cpu: Mapping[str, str] | None = None,
-) -> dict[str, str]:
+def build_environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of the engine.
 
     Args:
         inherited: this process's own.
-        python: the interpreter it runs in, where that is another than this one.
-        cpu: further variables of an engine on the CPU.
 
     Raises:
         ValueError: a variable that would break the release of memory, or hide the control
             endpoints.
     """
-    env = inherited_environment(inherited, python)
-    env |= spec.visible_gpus | {_DEV_MODE: "1"} | dict(cpu or {})
+    env = inherited_environment(inherited, spec.python)
+    env |= spec.visible_gpus | {_DEV_MODE: "1"}
+    if spec.is_on_cpu:
+        # More than there are free cores make a forward pass many times slower.
+        env["OMP_NUM_THREADS"] = str(max(1, math.ceil(spec.num_cpus)))
     if Path(spec.model_path).is_dir():
         env.setdefault("HF_HUB_OFFLINE", "1")
     env.update(spec.env)

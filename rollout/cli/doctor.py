@@ -18,7 +18,6 @@ from engines.kinds import kind_of
 from engines.process.cuda_runtime import runtime_text
 from engines.process.gpu_memory import memory_of_all_gpus
 from engines.protocol.plain_text import holder_text, size_text
-from engines.protocol.spec import CPU_PYTHONS
 from rollout.cli.lib import find_run, process_info
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.core.errors import RolloutError
@@ -155,7 +154,6 @@ def cuda_runtimes(now: dict[str, Any]) -> dict[str, str]:
         if kind_of(group["kind"]).preloads_saver
         and group["needs_offload"]
         and group["name"] in on_gpus
-        and group["python"] not in CPU_PYTHONS
     }
 
 

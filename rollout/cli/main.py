@@ -14,11 +14,9 @@ from typing import Annotated
 import typer
 
 import rollout
-from engines.kinds import KINDS
 from rollout.cli import attach, doctor, plan, report, serve, status, stop, trace
 from rollout.cli.lib.output import AsJson, console, print_json
-from rollout.cli.trial.cpu_engine import commands_of
-from rollout.cli.trial.quickstart import quickstart
+from rollout.cli.quickstart import quickstart
 from rollout.core.errors import ConfigError, RolloutError
 
 app = typer.Typer(
@@ -26,9 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for kind in KINDS.values():
-    if kind.cpu_python:
-        app.add_typer(commands_of(kind), name=kind.cpu_python)
 
 
 @app.callback(invoke_without_command=True)

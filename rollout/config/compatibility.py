@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from engines.protocol import ModelInfo, ServerInfo
 from engines.protocol.features import Features
 from engines.protocol.kind import Kind
-from engines.protocol.spec import CPU_PYTHONS, spelled
+from engines.protocol.spec import spelled
 from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
 from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
@@ -106,10 +106,10 @@ def of_checkpoint(
             "rollout.weights.tensors.fp8_block_quantiser, or leave quantization out (with "
             "load-format flash_rl it is accepted, and not tested)",
         )
-    sizes = kind.cpu_head_sizes if engine.python in CPU_PYTHONS else ()
+    sizes = () if engine.gpus else kind.cpu_head_sizes
     if head_size and sizes and head_size not in sizes:
         yield (
-            "engine.python",
+            "engine.kind",
             f"the model has attention heads of {head_size} elements, and {kind.title}'s CPU "
             f"kernels know those of {', '.join(map(str, sizes))}; use another model, or kind "
             "sglang or embedded",

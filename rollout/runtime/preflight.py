@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.launch import check_spec
-from engines.process.cached_environment import clean_environment
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
-from engines.protocol.spec import CPU_PYTHONS, EngineSpec, spelled
+from engines.protocol.spec import EngineSpec, inherited_environment, spelled
 from rollout.config import (
     EngineConfig,
     GroupConfig,
@@ -217,7 +216,7 @@ def _value_at(group: GroupConfig, setting: str) -> str:
 
 
 def _why_no_interpreter(python: str) -> str:
-    if not python or python in CPU_PYTHONS or shutil.which(python):
+    if not python or shutil.which(python):
         return ""
     reason = "cannot be executed" if Path(python).exists() else "does not exist"
     return f"it {reason}; give the path of a Python interpreter, or leave python out"
@@ -248,13 +247,13 @@ def _missing_modules(config: RolloutConfig) -> Iterator[Mistake]:
                 hint = install_command(extra) if extra else ""
                 hint = hint or (
                     "install it, or set engine.python to an interpreter that has it; without a "
-                    f"GPU, to {kind}-cpu"
+                    "GPU, to one that tools/cpu_engines/install.py of a clone makes"
                 )
                 yield _wrong(f"{path}.kind", kind, f"{missing} is not installed here; {hint}")
 
 
 def _first_missing(engine: EngineConfig) -> str:
-    if engine.is_attached or engine.python in CPU_PYTHONS:
+    if engine.is_attached:
         return ""
     needed, plugin = engine.of_kind.modules, engine.of_kind.plugin
     if not engine.python:
@@ -271,7 +270,7 @@ def _lacks(engine: EngineConfig, module: str) -> bool:
         # -P: what is in the working directory is not installed.
         asked = subprocess.run(
             [engine.python, "-P", "-c", code],
-            env=clean_environment() | dict(engine.env),
+            env=inherited_environment(os.environ, engine.python) | dict(engine.env),
             capture_output=True,
             text=True,
             timeout=_ASK_S,

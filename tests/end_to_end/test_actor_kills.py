@@ -21,7 +21,7 @@ from rollout.control.server.journal import read
 from rollout.core.errors import RolloutError
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
-from tests.support.contract import CPU_OPTIONS
+from tests.support.cpu_engines import cpu_engine
 from tests.support.processes import wait_until
 from tests.support.ray_worlds import RayWorld
 
@@ -157,8 +157,7 @@ def launched(world: RayWorld, folder: Path, kind: str = "embedded", **group: Any
     from rollout.testing.tiny_model import make_tiny_model
 
     model_path = make_tiny_model(folder / "model")
-    python = "" if kind == "embedded" else f"{kind}-cpu"
-    engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}
+    engine = cpu_engine(kind, cpus=0.5)
     policy = {
         "model_path": str(model_path),
         "groups": {"main": {"num_engines": 2, "engine": engine} | group},

@@ -19,7 +19,7 @@ import rollout
 from rollout.core.samples import all_samples
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.stream.options import RolloutOptions
-from tests.support.contract import CPU_OPTIONS
+from tests.support.cpu_engines import cpu_engine
 from tests.support.models import FOR_VLLM
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -80,8 +80,7 @@ def policy(kind: str, tmp_path: Path):
     from rollout.testing.tiny_model import make_tiny_model
 
     shape = FOR_VLLM if kind == "vllm" else {}
-    python = "" if kind == "embedded" else f"{kind}-cpu"
-    engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}
+    engine = cpu_engine(kind, cpus=0.5)
     config = rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(tmp_path),

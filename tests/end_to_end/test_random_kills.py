@@ -29,7 +29,7 @@ from rollout.core.samples import Sample, all_samples
 from rollout.core.types import EngineStatus
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.stream.options import RolloutOptions
-from tests.support.contract import CPU_OPTIONS
+from tests.support.cpu_engines import cpu_engine
 from tests.support.load import PROMPTS
 from tests.support.models import plain_models
 from tests.support.processes import shared_memory_of, wait_until
@@ -69,8 +69,7 @@ COMMAND_S = {
 
 
 def config(model_path: Path, folder: Path, kind: str) -> rollout.RolloutConfig:
-    python = "" if kind == "embedded" else f"{kind}-cpu"
-    engine = {"kind": kind, "python": python, "options": CPU_OPTIONS[kind], "cpus": 0.5}
+    engine = cpu_engine(kind, cpus=0.5)
     policy = {
         "model_path": str(model_path),
         "groups": {

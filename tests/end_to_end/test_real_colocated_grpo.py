@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import program, wait_until
+from tools.cpu_engines import install
 
 pytestmark = [pytest.mark.timeout(900)]
 FEW = ("--steps", "4", "--engines", "1")
+OPTIONS = {"sglang": {}, "vllm": {"max-num-seqs": 128}}
 
 
-def learns(out: Path, engine: str, *more: str) -> tuple[float, float]:
+def learns(out: Path, kind: str, *more: str) -> tuple[float, float]:
     """Accuracy before and after, of a run in which each step pushes and frees memory."""
-    how = ("--engine", engine, "--backend", "local", "--out", str(out), *more)
+    engine = out / "engine.yaml"
+    engine.write_text(json.dumps(install.engine(kind, options=OPTIONS[kind])))
+    how = ("--engine", str(engine), "--backend", "local", "--out", str(out), *more)
     with program("examples/colocated_grpo.py", *how) as example:
         assert example.finish(850) == 0, example.output
         assert wait_until(lambda: not example.descendants(), 20), example.descendants()

@@ -12,7 +12,8 @@ import pytest
 
 from engines.kinds import KINDS as ENGINE_KINDS
 from engines.launch import EngineSpec
-from tests.support.contract import CPU_OPTIONS, Bench, Models, Pool, faked, faked_vllm, pooled
+from tests.support.contract import Bench, Models, Pool, faked, faked_vllm, pooled
+from tests.support.cpu_engines import cpu_engine
 from tests.support.nvml import NvmlDouble, logical_gpu_environment, nvml_double
 from tests.support.toy_kind import TOY
 
@@ -73,21 +74,25 @@ def pools(
         kind = label.removesuffix(ON_GPU)
         return EngineSpec(
             engine_id=kind,
-            kind=kind,
             model_path=str(NOWHERE.first)
             if kind == TOY.name
             else str(request.getfixturevalue(models_of(kind)).first),
             log_path=str(logs / f"{label}-0.log"),
-            options=CPU_OPTIONS.get(kind, {}),
-            python=f"{kind}-cpu" if kind in ("sglang", "vllm") else "",
             gpu_ids=(0,) if label.endswith(ON_GPU) else (),
-            env=logical_gpu_environment(gpus) if label.endswith(ON_GPU) else {},
+            **(on_gpu(kind, gpus) if label.endswith(ON_GPU) else cpu_engine(kind)),
         )
 
     made: dict[str, Pool] = _Pools(spec_of)
     yield made
     for pool in made.values():
         pool.close()
+
+
+def on_gpu(kind: str, gpus: Path) -> dict[str, Any]:
+    """Settings of an engine whose memory is on a logical GPU."""
+    env = logical_gpu_environment(gpus)
+    found = cpu_engine(kind)
+    return found | {"env": env | found.get("env", {})}
 
 
 def models_of(kind: str) -> str:

@@ -10,10 +10,9 @@ import pytest
 
 from engines.kinds import KINDS, kind_of
 from engines.launch import check_spec
-from engines.process.cached_environment import recipe_of
 from engines.protocol import Endpoint
 from engines.protocol.kind import Kind
-from engines.protocol.spec import CPU_PYTHONS, EngineSpec
+from engines.protocol.spec import EngineSpec
 from rollout.config import EngineKind
 
 ROOT = Path(__file__).parents[2]
@@ -50,20 +49,14 @@ def test_the_settings_name_the_kinds_of_the_table() -> None:
     assert {kind.value for kind in EngineKind} == set(KINDS)
 
 
-def test_the_cached_interpreters_are_those_that_kinds_run_in() -> None:
-    assert {kind.cpu_python for kind in KINDS.values()} - {""} == CPU_PYTHONS.keys()
-    assert [recipe.name for name in CPU_PYTHONS if (recipe := recipe_of(name))] == [*CPU_PYTHONS]
-    assert recipe_of("python3") is None
-
-
 _NAMES = "vllm|sglang|embedded|fake|attached"
 BY_NAME = re.compile(
     r"\b(?:is_vllm|has_vllm|is_mixed|is_sglang|is_for_vllm|VLLM_CPU|SGLANG_CPU)\b"
-    r"|(?<!: EngineKind = )\bEngineKind\.[A-Z]|^(?:from|import) engines\.(?:sglang|vllm|cpu)\b"
+    r"|(?<!: EngineKind = )\bEngineKind\.[A-Z]|^(?:from|import) engines\.(?:sglang|vllm)\b"
     rf"|[=!]= [\"'](?:{_NAMES})[\"']"
 )
 """A question for one kind by its name, where a column of the table has the answer."""
-OF_KINDS = ("kinds.py", "cpu", "embedded", "fake", "sglang", "vllm", "vllm_plugin")
+OF_KINDS = ("kinds.py", "embedded", "fake", "sglang", "vllm", "vllm_plugin")
 DIALECTS = ROOT / "rollout" / "router" / "continuation" / "dialects"
 """What a kind speaks is in a row of the router's own table."""
 

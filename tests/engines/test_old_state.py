@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from engines.cpu.sglang.recipe import RECIPE as SGLANG
-from engines.cpu.vllm.recipe import RECIPE as VLLM
 from engines.kinds import KINDS
 from engines.launch import invocation
-from engines.process.cached_environment import CachedEnvironment, Recipe
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.kind import Kind
 from engines.protocol.old_state import OldState, is_on, namespace
 from engines.protocol.spec import EngineSpec
+from tests.support.cpu_engines import installed
 
 HERE = Endpoint("127.0.0.1", 4000)
 LAUNCHED = [kind for kind in KINDS.values() if kind.invocation is not None]
@@ -111,13 +109,6 @@ def test_no_two_runs_and_no_two_versions_share_a_name() -> None:
 # -- the source of the installed engines ----------------------------------------------------
 
 
-def installed(recipe: Recipe, package: str) -> Path:
-    """A package in the cached interpreter of an engine on CPUs."""
-    site = CachedEnvironment(recipe).require().parents[1] / "lib"
-    (found,) = site.glob(f"python3*/site-packages/{package}")
-    return found
-
-
 def fields_in(files: Iterable[Path]) -> list[str]:
     """Names of the annotated fields of classes, which are the engine's options."""
     return [
@@ -139,15 +130,15 @@ def unknown(kind: str, options: list[str]) -> set[str]:
 
 @pytest.mark.sglang
 def test_sglang_has_the_options_that_its_row_names() -> None:
-    options = fields_in((installed(SGLANG, "sglang/srt/arg_groups/fields")).glob("*.py"))
+    options = fields_in((installed("sglang", "sglang/srt/arg_groups/fields")).glob("*.py"))
     assert len(options) > 300
     assert unknown("sglang", options) == set()
     variable = KINDS["sglang"].old_state.embeddings_variable
-    assert variable in installed(SGLANG, "sglang/srt/environ.py").read_text()
+    assert variable in installed("sglang", "sglang/srt/environ.py").read_text()
 
 
 @pytest.mark.vllm
 def test_vllm_has_the_options_that_its_row_names() -> None:
-    options = fields_in([installed(VLLM, "vllm/engine/arg_utils.py")])
+    options = fields_in([installed("vllm", "vllm/engine/arg_utils.py")])
     assert len(options) > 150
     assert unknown("vllm", options) == set()

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.cpu import sglang
 from engines.process import gpu_memory
+from tools.cpu_engines.install import MEMORY_SAVER
 
 DOUBLE = Path(__file__).parent / "nvml_double"
-SAVER = Path(sglang.__file__).parent / "shims"
-"""Where the memory saver is that writes what it holds for the double."""
 
 
 class NvmlDouble:
@@ -79,7 +77,8 @@ def nvml_double(folder: Path) -> Iterator[NvmlDouble]:
 
 def logical_gpu_environment(folder: Path) -> dict[str, str]:
     """What an engine needs to have its memory on the GPUs of this folder."""
-    paths = [str(DOUBLE), str(SAVER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The memory saver writes what it holds for the double.
+    paths = [str(DOUBLE), str(MEMORY_SAVER), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"NVML_DOUBLE": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -87,7 +86,7 @@ def logical_gpu_environment(folder: Path) -> dict[str, str]:
 def logical_gpus(folder: Path, num_gpus: int, total_bytes: int) -> Iterator[NvmlDouble]:
     """GPUs that engines can be started on: what they release there stays in the host's memory.
 
-    SGLang's environment for CPUs has the memory saver; embedded engines find it by its path.
+    SGLang's settings for CPUs have the memory saver; embedded engines find it by its path.
     """
     with nvml_double(folder) as double, pytest.MonkeyPatch.context() as patch:
         for index in range(num_gpus):

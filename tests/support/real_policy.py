@@ -18,7 +18,7 @@ from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
-from tests.support.contract import CPU_OPTIONS
+from tests.support.cpu_engines import cpu_engine
 
 DEADLINES = Deadlines(control_s=60, pause_s=60, memory_s=60, update_s=60, check_s=60, ready_s=10)
 
@@ -31,11 +31,7 @@ TWO_WORKERS = {
 
 def one_engine(kind: str = "sglang", **engine: Any) -> dict[str, Any]:
     """A group of one SGLang or vLLM engine on the CPU."""
-    options = CPU_OPTIONS[kind] | engine.pop("options", {})
-    return {
-        "num_engines": 1,
-        "engine": {"kind": kind, "python": f"{kind}-cpu", "options": options, **engine},
-    }
+    return {"num_engines": 1, "engine": cpu_engine(kind, **engine)}
 
 
 def real_config(

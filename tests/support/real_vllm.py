@@ -13,6 +13,7 @@ import httpx
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.tensors.fingerprint import host_fingerprint
 from tests.support.contract import Background
+from tools.cpu_engines import install
 
 START_S = 600.0
 """It takes under a minute alone; other tests may use the cores."""
@@ -94,11 +95,10 @@ def real_vllm(model: Path, folder: Path) -> Iterator[RealVllm]:
     """Start one; it is gone at the end."""
     spec = EngineSpec(
         engine_id="vllm-0",
-        kind="vllm",
         model_path=str(model),
         log_path=str(folder / "vllm.log"),
-        python="vllm-cpu",
         start_timeout_s=START_S,
+        **install.engine("vllm"),
     )
     background = Background()
     running = background.run(LocalLauncher().launch(spec), START_S + 60)

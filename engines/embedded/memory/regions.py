@@ -5,7 +5,7 @@ What else is queued here on a GPU is done after ``finish_work``, which the gener
 after each command and before each step; a release waits by itself.
 
 On CPU a tag is a ``ReleasableMemory``.  On a GPU it is a region of ``torch_memory_saver``.  That
-was not run on a GPU; tests run it over logical GPUs, with the saver of ``engines/cpu/sglang/shims``
+was not run on a GPU; tests run it over logical GPUs, with the saver of ``tools/cpu_engines``
 and a double of NVML.
 """
 

@@ -11,16 +11,16 @@ import os
 
 import pytest
 
-from engines.cpu.vllm.recipe import RECIPE
 from tests.support.offload_load import offload_under_load
 from tests.support.real_policy import RealPolicy
+from tools.cpu_engines import install
 
 FEW_CYCLES = 6
 MANY_CYCLES = int(os.environ.get("ROLLOUT_CYCLES", "200"))
 FREED_BYTES = {
     "sglang": 1,
     # The KV caches of both engines, but for what was never written since.
-    "vllm": 2 * RECIPE.engine_options["kv-cache-memory-bytes"] * 3 // 4,
+    "vllm": 2 * install.OPTIONS["vllm"]["kv-cache-memory-bytes"] * 3 // 4,
 }
 
 

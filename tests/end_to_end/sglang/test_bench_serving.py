@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.cpu.sglang.recipe import RECIPE
-from engines.process.cached_environment import CachedEnvironment
 from tests.support.real_policy import RealPolicy
+from tools.cpu_engines import install
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -25,7 +24,7 @@ def test_sglangs_benchmark_runs_through_the_router(
     out = tmp_path / "figures.jsonl"
     # Lengths given in tokens of made-up ids: nothing is downloaded.
     command = [
-        *(str(CachedEnvironment(RECIPE).require()), "-m", "sglang.benchmark.serving"),
+        *(str(install.python_of("sglang")), "-m", "sglang.benchmark.serving"),
         *("--backend", backend, "--base-url", policy.handle.url),
         *("--dataset-name", "random-ids", "--tokenizer", str(policy.models[0])),
         *("--num-prompts", str(NUM_PROMPTS), "--random-input-len", "32"),
@@ -34,7 +33,9 @@ def test_sglangs_benchmark_runs_through_the_router(
     ]
     # It imports a library of data sets, which it uses for one that is not asked for here.
     (tmp_path / "datasets.py").write_text("load_dataset = None\n")
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tmp_path)}
+    variables = install.variables_of("sglang")
+    path = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
+    env = os.environ | variables | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (line,) = out.read_text().splitlines()

@@ -16,7 +16,7 @@ from engines.protocol.spec import EngineSpec
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.engines.attached_config import config as attached_config
-from tests.support.contract import CPU_OPTIONS
+from tests.support.cpu_engines import cpu_engine
 from tests.support.real_policy import one_engine, real_config
 from tests.support.vision_model import (
     PROMPT,
@@ -87,12 +87,10 @@ async def test_an_attached_engine_that_has_embeddings_although_it_says_not_is_fe
     models = [make_vision_model(tmp_path / f"weights-{seed}", seed) for seed in range(2)]
     spec = EngineSpec(
         "theirs-0",
-        "sglang",
-        str(models[0]),
-        str(tmp_path / "theirs.log"),
-        python="sglang-cpu",
-        options=CPU_OPTIONS["sglang"],
+        model_path=str(models[0]),
+        log_path=str(tmp_path / "theirs.log"),
         keeps_embeddings=True,
+        **cpu_engine("sglang"),
     )
     theirs = await LocalLauncher().launch(spec)
     claims = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}

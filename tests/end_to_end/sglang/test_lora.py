@@ -38,6 +38,7 @@ from tests.support.models import make_plain_model
 from tests.support.processes import ROOT
 from tests.support.real_policy import one_engine, real_config
 from tests.support.referee import Answer, Referee, Span
+from tools.cpu_engines import install
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -344,8 +345,8 @@ def test_the_page_on_lora_works_as_it_is_written(trainer: Trainer, tmp_path: Pat
     server["model_path"] = str(trainer.disk)
     server["groups"]["main"]["num_engines"] = 1
     engine = server["groups"]["main"]["engine"]
-    engine["python"] = "sglang-cpu"
-    engine["options"] |= {"dtype": "float32", "max-total-tokens": 2000}
+    options = engine["options"] | {"dtype": "float32", "max-total-tokens": 2000}
+    engine |= install.engine("sglang", options=options)
     rank = adapter_config["r"]
     with launch_local(rollout.RolloutConfig.from_dict(values)) as deployment:
         policy = deployment["policy"]

@@ -138,7 +138,7 @@ def old_state() -> str:
 
 
 def _pin(name: str) -> str:
-    pins = (ROOT / f"engines/cpu/{name}/pins.txt").read_text()
+    pins = (ROOT / f"tools/cpu_engines/{name}/pins.txt").read_text()
     found = re.search(rf"^{name}(?:-cpu)?==(\S+)", pins, re.MULTILINE)
     assert found
     return found[1]

@@ -65,9 +65,8 @@ def test_a_preloaded_library_starts_with_the_runtime_of_pip_only_by_the_environm
     """The memory saver's, in the scheduler of an SGLang server."""
     wheels = CudaWheels(tmp_path, f"{MAJOR}.0")
     _, saver = wheels.compile(f"cu{MAJOR}", MAJOR)
-    spec = EngineSpec("e-0", "sglang", "/nowhere", "/e.log", gpu_ids=(0,))
-    inherited = {"PATH": os.environ["PATH"]}
-    env = build_environment(spec, inherited, Parallel(1, {}), python=wheels.python)
+    spec = EngineSpec("e-0", "sglang", "/no", "/e.log", gpu_ids=(0,), python=wheels.python)
+    env = build_environment(spec, {"PATH": os.environ["PATH"]}, Parallel(1, {}))
 
     def start(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -18,7 +18,8 @@ from engines.launch import EngineSpec, LocalLauncher
 from engines.process import guarded_process
 from engines.process.guarded_process import KILL
 from tests.engines.conftest import models_of
-from tests.support.contract import CPU_OPTIONS, GREEDY, PROMPT, client
+from tests.support.contract import GREEDY, PROMPT, client
+from tests.support.cpu_engines import cpu_engine
 from tests.support.forking.guarded_witness import (
     WAYS,
     WITNESS,
@@ -112,11 +113,9 @@ async def test_it_has_the_same_processes_and_answers_the_same(
         choose(both, way)
         spec = EngineSpec(
             engine_id=f"{kind}-{way}",
-            kind=kind,
             model_path=str(model),
             log_path=str(tmp_path / f"{way}.log"),
-            options=CPU_OPTIONS[kind],
-            python=f"{kind}-cpu",
+            **cpu_engine(kind),
         )
         running = await LocalLauncher().launch(spec)
         assert was_forked(both) is (way == "fork")

@@ -173,6 +173,9 @@ def test_an_engine_on_the_cpu_gets_defaults_that_options_override() -> None:
     found = flags({"max-total-tokens": 99, "attention-backend": None})
     assert found["--max-total-tokens"] == ["99"]
     assert "--attention-backend" not in found
+    on_logical_gpus = flags({"device": "cpu"}, gpu_ids=(0, 1))
+    assert on_logical_gpus["--device"] == ["cpu"]
+    assert on_logical_gpus["--attention-backend"] == ["torch_native"]
 
 
 def test_an_engine_for_adapters_knows_all_modules_unless_some_are_named() -> None:

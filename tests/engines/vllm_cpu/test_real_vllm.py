@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -19,9 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engines.cpu.vllm.recipe import RECIPE
 from engines.kinds import KINDS
-from engines.process.cached_environment import CachedEnvironment
 from engines.protocol.spec import spelled
 from rollout.router.continuation.reply import Reply
 from rollout.testing.tiny_model import make_tiny_model
@@ -36,10 +35,11 @@ from tests.support.real_vllm import (
     real_vllm,
     write_buckets,
 )
+from tools.cpu_engines import install
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-KV_BYTES = RECIPE.engine_options["kv-cache-memory-bytes"]
+KV_BYTES = install.OPTIONS["vllm"]["kv-cache-memory-bytes"]
 # The model has 9.6 MB of weights; what else the processes take meanwhile is less than the rest.
 WEIGHT_BYTES = 8 << 20
 
@@ -52,8 +52,9 @@ def test_the_options_that_are_known_are_those_of_the_pinned_server() -> None:
         "words = [word for one in parser._actions for word in one.option_strings]\n"
         "print(*(word[2:] for word in words if word.startswith(chr(45) * 2)))"
     )
-    python = CachedEnvironment(RECIPE).require()
-    printed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    python, env = install.python_of("vllm"), os.environ | install.variables_of("vllm")
+    asked = [python, "-c", code]
+    printed = subprocess.run(asked, env=env, capture_output=True, text=True, check=True)
     known = {spelled(word) for word in printed.stdout.splitlines()[-1].split()} - {"help"}
     assert KINDS["vllm"].known_options() == known
 

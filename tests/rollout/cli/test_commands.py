@@ -623,24 +623,11 @@ def test_a_pipe_gets_each_fact_in_one_line(tmp_path: Path) -> None:
 
 def test_every_command_with_output_can_print_json() -> None:
     commands = dict(typer.main.get_command(app).commands)
-    of_sglang = commands.pop("sglang-cpu").commands
-    of_vllm = commands.pop("vllm-cpu").commands
-    # These become an engine and an example, and print nothing themselves.
-    assert of_sglang.pop("serve")
-    assert of_vllm.pop("serve")
+    # It becomes an example, and prints nothing itself.
     assert commands.pop("quickstart")
     assert commands.pop("schema")  # it prints nothing else
-    for name, command in [*commands.items(), *of_sglang.items(), *of_vllm.items()]:
+    for name, command in commands.items():
         assert any("--json" in option.opts for option in command.params), name
-
-
-def test_the_path_of_the_interpreter_of_sglang_has_a_json_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    result = invoke("sglang-cpu", "path", "--json")
-    assert result.exit_code == 1
-    assert "rollout sglang-cpu install" in result.output
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,6 @@ ELSEWHERE = {
     "rollout stop colocated-grpo-1 --ray": "tests/end_to_end/test_ray_job.py",
     "rollout doctor my-run --ray": "tests/end_to_end/test_ray_job.py",
     "rollout attach runs/my-run --clean-up": "tests/end_to_end/test_driver_crash.py",
-    "rollout sglang-cpu": "needs SGLang: make test-sglang",
-    "rollout vllm-cpu": "needs vLLM: make test-vllm",
 }
 ENDLESS = ("rollout top",)
 

@@ -26,7 +26,6 @@ def test_doctor_has_the_runtime_of_each_group_that_preloads_the_saver(tmp_path: 
         group | {"name": "attached", "kind": "attached"},
         group | {"name": "vllm", "kind": "vllm"},
         group | {"name": "serving", "needs_offload": False},
-        group | {"name": "cached", "python": "sglang-cpu"},
         group | {"name": "on_cpu"},
     ]
     engines = [{"group": one["name"], "num_gpus": int(one["name"] != "on_cpu")} for one in groups]

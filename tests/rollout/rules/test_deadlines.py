@@ -18,7 +18,7 @@ GB = 10**9
         ({}, 0, 300, 25),
         ({"kind": "sglang", "gpus": 8}, 0, 900, 150),
         ({"kind": "sglang", "gpus": 8}, 140 * GB, 1600, 150),
-        ({"kind": "sglang", "gpus": 8, "python": "sglang-cpu"}, 1 * GB, 305, 25),
+        ({"kind": "sglang"}, 1 * GB, 305, 25),
         ({"gpus": 1, "start_timeout_s": 60, "kill_timeout_s": 10}, 140 * GB, 60, 10),
     ],
 )

@@ -14,9 +14,9 @@ from functools import partial
 from importlib.util import find_spec
 
 from engines.launch import EngineSpec, invocation
-from engines.process.cached_environment import CachedEnvironment, recipe_of
 from engines.protocol import Endpoint
 from tests.support.forking import server
+from tools.cpu_engines import install
 
 FORKED = re.compile(r"engines\.embedded|tests\.([a-z_]+\.)*[a-z]+_(trainer|worker)")
 _PROGRAMS = {
@@ -69,13 +69,11 @@ def real_origins() -> list[Origin]:
     """Those of the real engines that are installed here."""
     found = []
     for kind, programs in _PROGRAMS.items():
-        recipe = recipe_of(f"{kind}-cpu")
-        assert recipe is not None
-        environment = CachedEnvironment(recipe)
-        if environment.is_made:
+        python = install.python_of(kind)
+        if python.exists():
             found.append(
                 Origin(
-                    str(environment.python),
+                    str(python),
                     programs,
                     [f"{__package__}.{kind}_modules"],
                     partial(_environment_of, kind),
@@ -87,9 +85,7 @@ def real_origins() -> list[Origin]:
 
 def _environment_of(kind: str) -> Mapping[str, str]:
     """Of an engine that is started now, without settings of its own."""
-    spec = EngineSpec(
-        engine_id=f"{kind}-0", kind=kind, model_path=os.curdir, log_path="", python=f"{kind}-cpu"
-    )
+    spec = EngineSpec(f"{kind}-0", model_path=os.curdir, log_path="", **install.engine(kind))
     return invocation(spec, Endpoint(spec.host, 1), os.environ).env
 
 

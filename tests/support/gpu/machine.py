@@ -1,6 +1,6 @@
 """The GPU of a test, or a logical one on the CPU: so a test of GPUs runs without any.
 
-On a logical GPU the memory saver is the one of ``engines/cpu/sglang/shims``, NVML is a double, and
+On a logical GPU the memory saver is the one of ``tools/cpu_engines``, NVML is a double, and
 sizes are a thousandth: what a test calls a GiB is a MiB there.
 """
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from engines.cpu.sglang.recipe import RECIPE
-from engines.process.cached_environment import CachedEnvironment
 from tests.support.gpu.machine import PROGRAM_TIMEOUT_S, program
 from tests.support.gpu.payload_reader import FILES
+from tools.cpu_engines import install
 
 SOURCES_VARIABLE = "SGLANG_SOURCES"
 
@@ -22,7 +21,8 @@ SOURCES_VARIABLE = "SGLANG_SOURCES"
 def sglang_sources() -> Path:
     """A folder with SGLang's files, installed or copied; the test is skipped without."""
     found = [Path(os.environ[SOURCES_VARIABLE])] if SOURCES_VARIABLE in os.environ else []
-    found += CachedEnvironment(RECIPE).folder.glob("venv/lib/python3*/site-packages/sglang/srt")
+    venv = install.python_of("sglang").parents[1]
+    found += venv.glob("lib/python3*/site-packages/sglang/srt")
     for folder in found:
         if all((folder / file).is_file() for file in FILES):
             return folder

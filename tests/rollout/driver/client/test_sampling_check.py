@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 import rollout
-from engines.cpu.sglang.recipe import RECIPE
 from engines.embedded.core.errors import Invalid
 from engines.embedded.generation.sampling_params import parse
-from engines.process.cached_environment import CachedEnvironment
 from engines.protocol import SamplingParams
 from rollout.core.errors import ConfigError
 from rollout.driver.client.sampling_check import check_sampling
 from rollout.driver.stream.options import BatchPlan
+from tests.support.cpu_engines import installed
 
 # ``sglang/srt/sampling/sampling_params.py`` of SGLang 0.5.23, without what is set inside of it.
 OF_SGLANG = {
@@ -105,8 +104,7 @@ LEFT_OUT = {"beam_width", "watermark", "stream_interval"}
 @pytest.mark.sglang
 def test_the_installed_sglang_has_no_other_parameter() -> None:
     """By its source: an import of it takes a minute."""
-    site = CachedEnvironment(RECIPE).require().parents[1] / "lib"
-    (source,) = site.glob("python3*/site-packages/sglang/srt/sampling/sampling_params.py")
+    source = installed("sglang", "sglang/srt/sampling/sampling_params.py")
     (found,) = [
         node
         for node in ast.parse(source.read_text()).body

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-SHIMS = Path(__file__).parents[4] / "engines/cpu/sglang/shims"
+SAVER = Path(__file__).parents[4] / "tools/cpu_engines/memory_saver"
 
 
 def say_that_there_is_a_gpu():
@@ -157,7 +157,7 @@ class Saver(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch_memory_saver":
             return None
-        return importlib.machinery.PathFinder.find_spec(name, [str(SHIMS)])
+        return importlib.machinery.PathFinder.find_spec(name, [str(SAVER)])
 
 
 if os.environ.get("EMULATE_CUDA") == "1":

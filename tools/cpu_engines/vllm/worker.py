@@ -17,8 +17,8 @@ import torch
 from vllm.model_executor.layers import utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from engines.cpu.sglang.shims.torch_memory_saver import Block, MemorySaver
 from engines.vllm_plugin.worker import KV_CACHE, WEIGHTS, CheckedWorker, WorkerExtension
+from tools.cpu_engines.memory_saver.torch_memory_saver import Block, MemorySaver
 
 _BACKED_UP = 1
 # As a float of any width it is 0.75: garbage, but finite.  NaN in the KV cache would get through

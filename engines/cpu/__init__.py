@@ -1,1 +1,0 @@
-"""What runs SGLang and vLLM on machines without a GPU, for tests and trials."""

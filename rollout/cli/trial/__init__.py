@@ -1,1 +1,0 @@
-"""Commands that need no trainer: the quickstart, and SGLang on a CPU."""

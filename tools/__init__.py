@@ -1,0 +1,1 @@
+"""What is used from a clone, and is not in the wheel."""

@@ -1,0 +1,1 @@
+"""SGLang and vLLM on machines without a GPU, for tests and trials."""
