@@ -21,11 +21,6 @@ _KILL_ON_GPUS_S = 150.0
 _MARGIN_S = 10.0
 
 
-def is_on_gpus(engine: EngineConfig) -> bool:
-    """Whether it uses GPUs."""
-    return engine.gpus > 0
-
-
 def start_timeout_s(engine: EngineConfig, checkpoint_bytes: int) -> float:
     """Seconds until an engine must report ready.
 
@@ -34,7 +29,7 @@ def start_timeout_s(engine: EngineConfig, checkpoint_bytes: int) -> float:
     """
     if engine.start_timeout_s is not None:
         return engine.start_timeout_s
-    least_s = _START_ON_GPUS_S if is_on_gpus(engine) else _START_ON_CPU_S
+    least_s = _START_ON_GPUS_S if engine.gpus else _START_ON_CPU_S
     return round(least_s + checkpoint_bytes / _LOAD_BYTES_PER_S)
 
 
@@ -42,7 +37,7 @@ def kill_timeout_s(engine: EngineConfig) -> float:
     """Seconds until a killed engine has ended and its memory is free."""
     if engine.kill_timeout_s is not None:
         return engine.kill_timeout_s
-    return _KILL_ON_GPUS_S if is_on_gpus(engine) else _KILL_ON_CPU_S
+    return _KILL_ON_GPUS_S if engine.gpus else _KILL_ON_CPU_S
 
 
 def group_margin_s(engine: EngineConfig) -> float:

@@ -53,7 +53,6 @@ from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStat
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Excerpt, Kind
 from rollout.rules import lifecycle
-from rollout.rules.deadlines import is_on_gpus
 from rollout.rules.fingerprint_check import Verification
 from rollout.rules.health import PROBE_KINDS
 from rollout.rules.lifecycle import STAGE, Command, Phase
@@ -117,7 +116,7 @@ class ServerGroup:
             self._memory,
             settings.health,
             is_attached=settings.group.engine.is_attached,
-            is_on_gpus=is_on_gpus(settings.group.engine),
+            is_on_gpus=settings.group.engine.gpus > 0,
         )
         self._scaling = EngineScaling(
             settings, self._engines, self._commands, self._memory, self._boots
@@ -145,7 +144,7 @@ class ServerGroup:
         """
         with self.timeline.span(Kind.GROUP, "start"):
             try:
-                if self._settings.group.standby and is_on_gpus(self._settings.group.engine):
+                if self._settings.group.standby and self._settings.group.engine.gpus:
                     await self._boots.stand_by_first()
                 await self._engines.start()
             except BaseException:
