@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -182,3 +183,10 @@ def ray_cluster() -> Iterator[RayWorld]:
     """One cluster for all tests of this process: a second one in it is not possible."""
     with ray_world() as world:
         yield world
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Save what ``make coverage`` measured: xdist ends a worker that takes ten seconds to exit."""
+    if (coverage := sys.modules.get("coverage")) and (measured := coverage.Coverage.current()):
+        measured.save()

@@ -1,6 +1,6 @@
 """Which engines and weight versions have log-probs that are not the trainer's.
 
-Always true: it tells facts of the tokens that are off: their places, gaps and kinds of log-probs,
+Always true: it reports facts of the tokens that are off: their places, gaps and kinds of log-probs,
 and on which side a value is not finite.  It does not guess why.
 """
 
