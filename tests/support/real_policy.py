@@ -12,6 +12,7 @@ import psutil
 
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
+from engines.launch import RunningEngine
 from engines.protocol import Endpoint, Engine, PauseMode
 from engines.vllm.client import VllmClient
 from rollout.config import RolloutConfig
@@ -53,7 +54,7 @@ def push_nonfinite(policy: ServerHandle, tensors: Any, version: int) -> None:
         trainer.close()
 
 
-def process_of(engine: EngineStatus, name: str) -> int:
+def process_of(engine: EngineStatus | RunningEngine, name: str) -> int:
     """The pid of its only process whose name begins so; of its API server for no name."""
     assert engine.pid is not None
     if not name:
