@@ -42,9 +42,9 @@ class Plan:
     search: Callable[[Explorer], None]
 
 
-def _step(explorer: Explorer, settings: Settings, budget: int, face: str = "sglang") -> None:
+def _step(explorer: Explorer, settings: Settings, budget: int, protocol: str = "sglang") -> None:
     """A whole step, phase by phase, with at most ``budget`` departures over all phases."""
-    frontier = [State(serving(face=face))]
+    frontier = [State(serving(protocol=protocol))]
     for phase in PHASES:
         one = Settings((phase,), settings.injections, settings.outcomes)
         reached: list[State] = []
@@ -111,7 +111,7 @@ def _command(
     recover: bool = False,
     frozen: dict[str, dict[str, Any]] | None = None,
     reports_released: bool = False,
-    face: str = "sglang",
+    protocol: str = "sglang",
     expect_version: int = 0,
     **settings: Any,
 ) -> Callable[[Explorer], None]:
@@ -123,7 +123,7 @@ def _command(
             recover=recover,
             frozen=frozen,
             reports_released=reports_released,
-            face=face,
+            protocol=protocol,
             expect_version=expect_version,
         )
         state = State(after(start, *begin) if begin else start)
@@ -136,7 +136,7 @@ def _command(
     return search
 
 
-def _recovering_cycle(face: str = "sglang") -> Callable[[Explorer], None]:
+def _recovering_cycle(protocol: str = "sglang") -> Callable[[Explorer], None]:
     return _command(
         "recover",
         "offload",
@@ -146,7 +146,7 @@ def _recovering_cycle(face: str = "sglang") -> Callable[[Explorer], None]:
         recover=True,
         launch_outcomes=2,
         injections=("cancel", "recover", "stop", *_DEATHS),
-        face=face,
+        protocol=protocol,
     )
 
 
@@ -189,7 +189,7 @@ DEFAULT: tuple[Plan, ...] = (
         "a step by phases over vLLM",
         "four outcomes of every call, cancel and two kill -9: any 1 in a whole step",
         lambda explorer: _step(
-            explorer, Settings((), ("cancel", *_DEATHS), FEW_OUTCOMES), 1, face="vllm"
+            explorer, Settings((), ("cancel", *_DEATHS), FEW_OUTCOMES), 1, protocol="vllm"
         ),
     ),
     Plan(
@@ -247,7 +247,7 @@ DEFAULT: tuple[Plan, ...] = (
     Plan(
         "cycle over vLLM",
         "everything, any 1",
-        _command("offload", "onload", face="vllm"),
+        _command("offload", "onload", protocol="vllm"),
     ),
     Plan(
         "cycle, raising",
@@ -446,7 +446,7 @@ DEFAULT: tuple[Plan, ...] = (
     Plan(
         "cycle over vLLM, recovering",
         "everything, any 1, and a death at any time; recovery before, between and after",
-        _recovering_cycle(face="vllm"),
+        _recovering_cycle(protocol="vllm"),
     ),
     Plan(
         "all die",
@@ -506,7 +506,7 @@ DEFAULT: tuple[Plan, ...] = (
     Plan(
         "a group of vLLM dies, or all",
         "a death of one group, or of all, at any time of each command of a step: any 1",
-        _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1, face="vllm"),
+        _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1, protocol="vllm"),
     ),
     Plan(
         "remove and add",

@@ -134,7 +134,7 @@ def serving(
     recover: bool = False,
     frozen: Mapping[str, Mapping[str, Any]] | None = None,
     reports_released: bool = False,
-    face: str = "sglang",
+    protocol: str = "sglang",
     expect_version: int = 0,
     has_journal: bool = False,
 ) -> bytes:
@@ -144,10 +144,10 @@ def serving(
         recover: dead engines are replaced when somebody says ``recover``.
         frozen: groups of a second server, whose model is never updated.
         reports_released: engines report what they hold, so that a lost release can be checked.
-        face: of the engines, ``sglang`` or ``vllm``.
+        protocol: of the engines, ``sglang`` or ``vllm``.
         has_journal: another server can take the place of a lost one.
     """
-    launcher = Launcher(reports_released, face)
+    launcher = Launcher(reports_released, protocol)
     parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
     if has_journal:
         parts.records["policy"] = Record("policy")

@@ -14,7 +14,6 @@ from engines.fake import FakeEngine, faults
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.engine.request import FakeRequest
 from engines.fake.launcher import FakeRunningEngine
-from engines.fake.vllm import FakeVllm, connect_in_memory
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, Engine, MemoryTag, ProcessIdentity
 from engines.protocol.errors import EngineRejected, EngineUnreachable
@@ -31,6 +30,8 @@ from rollout.core.types import GroupStatus
 from rollout.router.gate.gate import Gate, GateState
 from rollout.rules.routing import Backend
 from tests.explore.explorer import PROCESS, ExploredProcess
+from tests.support.vllm_stub.stub import StubVllm
+from tests.support.vllm_stub.wire import connect_to_stub
 
 if TYPE_CHECKING:
     from tests.explore.world import World
@@ -169,8 +170,8 @@ class SteeredEngine(FakeEngine):
             del world.hanging[self.engine_id]
 
 
-class SteeredVllm(SteeredEngine, FakeVllm):
-    """The same behind vLLM's face."""
+class SteeredVllm(SteeredEngine, StubVllm):
+    """The same behind vLLM's paths."""
 
 
 class SteeredProcess(FakeRunningEngine):
@@ -363,9 +364,9 @@ class Successor(Delayed):
 class Launcher:
     """Launches steered engines."""
 
-    def __init__(self, reports_released: bool = False, face: str = "sglang") -> None:
+    def __init__(self, reports_released: bool = False, protocol: str = "sglang") -> None:
         self.reports_released = reports_released
-        self.face = face
+        self.protocol = protocol
         self.processes: dict[str, SteeredProcess] = {}
         self.all: list[SteeredProcess] = []
         self.world: World | None = None
@@ -380,7 +381,7 @@ class Launcher:
                 raise EngineUnreachable("it ended while it started", engine=spec.engine_id)
             self.world.struck.pop(spec.engine_id, None)
         endpoint = Endpoint("127.0.0.1", len(self.all) + 1)
-        make = SteeredVllm if self.face == "vllm" else SteeredEngine
+        make = SteeredVllm if self.protocol == "vllm" else SteeredEngine
         engine = make(
             spec.engine_id,
             endpoint=endpoint,
@@ -404,7 +405,7 @@ class Launcher:
     def connect(self, endpoint: Endpoint, engine_id: str) -> Engine:
         engine = self.engine_at(endpoint)
         if isinstance(engine, SteeredVllm):
-            return connect_in_memory(engine, weights_cpu_backup=engine.settings.weights_cpu_backup)
+            return connect_to_stub(engine)
         return engine
 
 

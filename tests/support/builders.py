@@ -10,7 +10,6 @@ from typing import Any
 from engines import fake
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
-from engines.fake.vllm import VllmFakeLauncher
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, Transport, WeightUpdate
 from rollout.control.group.server_group import GroupSettings, ServerGroup
@@ -21,13 +20,14 @@ from rollout.rules.routing import Backend, BackendState
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.adapter import AsAdapter
+from tests.support.vllm_stub.wire import StubLauncher
 
 LAUNCHERS: Mapping[str, Callable[[], FakeLauncher]] = {
     "sglang": FakeLauncher,
-    "vllm": VllmFakeLauncher,
+    "vllm": StubLauncher,
 }
-face = "sglang"
-"""Whose HTTP the fakes of a test speak that brings no launcher of its own."""
+protocol = "sglang"
+"""Whose calls the engines of a test take that brings no launcher of its own."""
 TENSOR_NAMES = tuple(tensor.name for tensor in DEFAULT_TENSORS)
 
 
@@ -78,7 +78,7 @@ def make_group(
     **group: Any,
 ) -> tuple[ServerGroup, FakeLauncher]:
     """A group that is not started; its engines are ``<name>-0``, ``<name>-1`` ..."""
-    launcher = launcher or LAUNCHERS[face]()
+    launcher = launcher or LAUNCHERS[protocol]()
     config = server_config(
         {name: {"num_engines": num_engines, **group}}, update=update, health=health
     )
@@ -267,7 +267,7 @@ def make_server(
         model_path=write_checkpoint(folder),
         not_pushed=not_pushed,
     )
-    launcher = launcher or LAUNCHERS[face]()
+    launcher = launcher or LAUNCHERS[protocol]()
     made = {
         name: ServerGroup(
             GroupSettings(

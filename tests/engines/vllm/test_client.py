@@ -1,4 +1,4 @@
-"""The client of vLLM over the fake's second face: what it sends, in which order, and refuses."""
+"""The client of vLLM over a stub: what it sends, in which order, and refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from engines.fake import FakeTensor, faults, pack_tensors
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, write_checkpoint
-from engines.fake.vllm import FakeVllm, connect_in_memory
 from engines.kinds import KINDS
 from engines.protocol import Endpoint, MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected
@@ -22,7 +21,9 @@ from engines.vllm.client import VllmClient
 from engines.vllm.server_report import read_server_info
 from engines.vllm.update_info import update_info
 from tests.support.contract import features_of
-from tests.support.vllm_face import admitted, generating
+from tests.support.vllm_stub.asking import admitted, generating, stub_with
+from tests.support.vllm_stub.stub import StubVllm
+from tests.support.vllm_stub.wire import connect_to_stub
 
 W, KV, GRAPH = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 PROMPT = (5, 6, 7)
@@ -61,8 +62,8 @@ def test_a_server_reports_its_draft(reported: dict[str, Any] | None, found: str)
 
 
 async def test_it_is_still_paused_after_the_last_memory_is_awake() -> None:
-    engine = FakeVllm()
-    client = connect_in_memory(engine)
+    engine = StubVllm()
+    client = connect_to_stub(engine)
     await client.pause_generation()
     await client.release_memory_occupation([W, KV, GRAPH])
     assert engine.level == 2
@@ -76,8 +77,8 @@ async def test_it_is_still_paused_after_the_last_memory_is_awake() -> None:
 
 
 async def test_weights_are_woken_before_the_cache() -> None:
-    engine = FakeVllm()
-    client = connect_in_memory(engine, weights_cpu_backup=True)
+    engine = StubVllm(weights_cpu_backup=True)
+    client = connect_to_stub(engine)
     await client.release_memory_occupation([W, KV])
     assert engine.level == 1
     await client.resume_memory_occupation([KV, W])
@@ -90,8 +91,8 @@ async def test_weights_are_woken_before_the_cache() -> None:
 
 
 async def test_kept_requests_survive_a_release_and_go_on() -> None:
-    engine = FakeVllm(token_s=0.001)
-    client = connect_in_memory(engine, weights_cpu_backup=True)
+    engine = StubVllm(token_s=0.001, weights_cpu_backup=True)
+    client = connect_to_stub(engine)
     long = SamplingParams(max_new_tokens=50)
     whole = await client.generate(input_ids=PROMPT, sampling_params=long)
     running = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=long))
@@ -106,7 +107,7 @@ async def test_kept_requests_survive_a_release_and_go_on() -> None:
 
 
 async def test_a_version_is_published_when_the_update_is_finished() -> None:
-    client = connect_in_memory(FakeVllm())
+    client = connect_to_stub(StubVllm())
     await client.begin_weight_update()
     await client.update_weights_from_tensor(payload(7), weight_version="7")
     assert await client.weight_version() == "0"
@@ -116,8 +117,8 @@ async def test_a_version_is_published_when_the_update_is_finished() -> None:
 
 async def test_a_push_without_a_pause_has_one_of_its_own() -> None:
     """A token between start and finish would end the server."""
-    engine = FakeVllm(token_s=0.001)
-    client = connect_in_memory(engine)
+    engine = StubVllm(token_s=0.001)
+    client = connect_to_stub(engine)
     running = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=LONG))
     await generating(engine)
     await push(client, "1")
@@ -130,8 +131,8 @@ async def test_a_push_without_a_pause_has_one_of_its_own() -> None:
 
 
 async def test_a_push_from_files_without_a_pause_has_one_of_its_own(tmp_path: Path) -> None:
-    engine = FakeVllm(token_s=0.001)
-    client = connect_in_memory(engine)
+    engine = StubVllm(token_s=0.001)
+    client = connect_to_stub(engine)
     folder = str(write_checkpoint(tmp_path))
     running = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=LONG))
     await generating(engine)
@@ -143,7 +144,7 @@ async def test_a_push_from_files_without_a_pause_has_one_of_its_own(tmp_path: Pa
 
 
 async def test_a_push_in_a_pause_leaves_it_paused() -> None:
-    client = connect_in_memory(FakeVllm())
+    client = connect_to_stub(StubVllm())
     await client.pause_generation()
     await push(client, "1")
     assert not await client.is_ready()
@@ -151,8 +152,8 @@ async def test_a_push_in_a_pause_leaves_it_paused() -> None:
 
 @pytest.mark.parametrize("fails", [True, False])
 async def test_a_push_that_is_not_whole_leaves_it_paused(fails: bool) -> None:
-    engine = FakeVllm()
-    client = connect_in_memory(engine)
+    engine = StubVllm()
+    client = connect_to_stub(engine)
     await client.begin_weight_update()
     if fails:
         engine.faults.strike("update_weights_from_tensor", faults.reject())
@@ -167,8 +168,8 @@ async def test_a_push_that_is_not_whole_leaves_it_paused(fails: bool) -> None:
 
 
 async def test_buckets_from_files_are_one_session(tmp_path: Path) -> None:
-    engine = FakeVllm()
-    client = connect_in_memory(engine)
+    engine = StubVllm()
+    client = connect_to_stub(engine)
     folder = str(write_checkpoint(tmp_path))
     for version in ("1", "2"):
         await client.update_weights_from_disk(folder, flush_cache=False)
@@ -179,7 +180,7 @@ async def test_buckets_from_files_are_one_session(tmp_path: Path) -> None:
 
 
 async def test_a_push_from_files_that_was_given_up_does_not_block_the_next(tmp_path: Path) -> None:
-    client = connect_in_memory(FakeVllm())
+    client = connect_to_stub(StubVllm())
     folder = str(write_checkpoint(tmp_path))
     await client.update_weights_from_disk(folder, flush_cache=False)
     await push(client, "3")
@@ -187,8 +188,8 @@ async def test_a_push_from_files_that_was_given_up_does_not_block_the_next(tmp_p
 
 
 async def test_a_flush_is_repeated_until_nothing_holds_the_cache() -> None:
-    engine = FakeVllm(token_s=0.001)
-    client = connect_in_memory(engine)
+    engine = StubVllm(token_s=0.001)
+    client = connect_to_stub(engine)
     running = asyncio.create_task(
         client.generate(input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=100))
     )
@@ -201,7 +202,7 @@ async def test_a_flush_is_repeated_until_nothing_holds_the_cache() -> None:
 
 
 async def test_a_completion_has_tokens_logprobs_and_versions() -> None:
-    client = connect_in_memory(FakeVllm())
+    client = connect_to_stub(StubVllm())
     reply = await client.generate(
         input_ids=PROMPT,
         sampling_params=SHORT,
@@ -224,7 +225,7 @@ async def test_a_completion_has_tokens_logprobs_and_versions() -> None:
 
 async def test_a_request_for_no_tokens_is_one_that_vllm_takes() -> None:
     """vLLM 0.32 refuses ``max_tokens`` 0."""
-    client = connect_in_memory(FakeVllm())
+    client = connect_to_stub(StubVllm())
     reply = await client.generate(
         input_ids=PROMPT,
         sampling_params=SamplingParams(max_new_tokens=0),
@@ -238,8 +239,8 @@ async def test_a_request_for_no_tokens_is_one_that_vllm_takes() -> None:
 
 
 async def test_an_abort_names_the_request_as_the_server_does() -> None:
-    engine = FakeVllm(token_s=0.001)
-    client = connect_in_memory(engine)
+    engine = StubVllm(token_s=0.001)
+    client = connect_to_stub(engine)
     long = SamplingParams(max_new_tokens=10_000)
     one, ten = (
         asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=long, rid=rid))
@@ -257,7 +258,7 @@ async def test_an_abort_names_the_request_as_the_server_does() -> None:
 
 @pytest.mark.parametrize("has_plugin", [True, False])
 async def test_the_checker_sees_what_changed(has_plugin: bool) -> None:
-    client = connect_in_memory(FakeVllm(has_plugin=has_plugin))
+    client = connect_to_stub(stub_with(has_plugin=has_plugin))
     first = await client.weights_checker()
     await client.weights_checker("snapshot")
     await client.weights_checker("compare")
@@ -276,7 +277,7 @@ def test_the_checksum_of_nothing_is_refused() -> None:
 
 
 async def test_a_server_without_dev_mode_says_what_would_help() -> None:
-    client = connect_in_memory(FakeVllm(without=frozenset({"/server_info"})))
+    client = connect_to_stub(stub_with(without=frozenset({"/server_info"})))
     with pytest.raises(EngineRejected, match="VLLM_SERVER_DEV_MODE=1"):
         await client.server_info()
 
@@ -284,9 +285,9 @@ async def test_a_server_without_dev_mode_says_what_would_help() -> None:
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({"version": "0.26.1"}, "this drives vLLM 0.27 and later, below 0.34"),
-        ({"version": "0.34.0"}, "this drives vLLM 0.27 and later, below 0.34"),
-        ({"version": "dev"}, "is not a known version"),
+        ({"vllm_version": "0.26.1"}, "this drives vLLM 0.27 and later, below 0.34"),
+        ({"vllm_version": "0.34.0"}, "this drives vLLM 0.27 and later, below 0.34"),
+        ({"vllm_version": "dev"}, "is not a known version"),
         ({"without": frozenset({"/pause"})}, "VLLM_SERVER_DEV_MODE=1"),
         ({"without": frozenset({"/inference/v1/generate"})}, "--enable-scale-out"),
     ],
@@ -294,14 +295,14 @@ async def test_a_server_without_dev_mode_says_what_would_help() -> None:
 async def test_a_server_that_lacks_what_is_needed_is_refused(
     settings: dict[str, Any], advice: str
 ) -> None:
-    client = connect_in_memory(FakeVllm(**settings))
+    client = connect_to_stub(stub_with(**settings))
     found = await features_of(client)
     assert advice in found.undrivable
 
 
 async def test_a_server_of_a_known_version_is_driven() -> None:
     for version in ("0.27.0", "0.32.0+cpu", "0.33.1"):
-        client = connect_in_memory(FakeVllm(version=version))
+        client = connect_to_stub(stub_with(vllm_version=version))
         found = await features_of(client)
         assert found.undrivable == ""
         assert found.has_weight_session
@@ -311,7 +312,7 @@ async def test_a_server_of_a_known_version_is_driven() -> None:
 
 
 async def test_what_vllm_cannot_do_is_refused_in_words() -> None:
-    client = connect_in_memory(FakeVllm())
+    client = connect_to_stub(StubVllm())
     with pytest.raises(EngineRejected, match="loads adapters from a folder"):
         await client.load_lora_adapter_from_tensors("a", {}, [])
     with pytest.raises(ValueError, match="no sampling parameter stop_regex"):
@@ -319,8 +320,8 @@ async def test_what_vllm_cannot_do_is_refused_in_words() -> None:
 
 
 async def test_a_broadcast_through_a_group_is_a_bucket_of_the_session() -> None:
-    engine = FakeVllm()
-    client = connect_in_memory(engine)
+    engine = StubVllm()
+    client = connect_to_stub(engine)
     await client.pause_generation()
     where = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
     bucket: Any = {
@@ -345,18 +346,19 @@ async def test_a_broadcast_through_a_group_is_a_bucket_of_the_session() -> None:
         await client.destroy_weights_update_group("g")
 
 
-class OfEarlierPlugin(FakeVllm):
+class OfEarlierPlugin(StubVllm):
     """Its workers know nothing of groups."""
 
-    def _tell_state(self) -> Any:
-        return {name: value for name, value in super()._tell_state().items() if name != "groups"}
+    async def rollout_state(self) -> Any:
+        state = await super().rollout_state()
+        return {name: value for name, value in state.items() if name != "groups"}
 
 
 async def test_a_server_without_the_plugin_or_with_an_earlier_one_says_so() -> None:
-    client = connect_in_memory(FakeVllm(has_plugin=False))
+    client = connect_to_stub(stub_with(has_plugin=False))
     found = await features_of(client)
     assert "without the plugin" in found.why_no_groups
-    client = connect_in_memory(OfEarlierPlugin())
+    client = connect_to_stub(OfEarlierPlugin())
     found = await features_of(client)
     assert "or with an earlier one" in found.why_no_groups
 
@@ -375,9 +377,9 @@ async def test_no_pickle_reaches_the_server() -> None:
 
 
 async def test_the_log_prob_of_nan_is_read_as_nan() -> None:
-    engine = FakeVllm()
+    engine = StubVllm()
     engine.computes_nan = True
-    client = connect_in_memory(engine)
+    client = connect_to_stub(engine)
     two = SamplingParams(max_new_tokens=2)
     reply = await client.generate(input_ids=PROMPT, sampling_params=two, return_logprob=True)
     assert reply.output_logprobs is not None

@@ -1,4 +1,4 @@
-"""The lifecycle over both faces of the fake: SGLang's HTTP and vLLM's."""
+"""The lifecycle over fakes with SGLang's calls, and over stubs with vLLM's."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ OF_SGLANG = frozenset(
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     module = metafunc.module.__name__.rpartition(".")[2]
     if module in OVER_BOTH and metafunc.function.__name__ not in OF_SGLANG:
-        metafunc.parametrize("face", list(builders.LAUNCHERS), indirect=True)
+        metafunc.parametrize("protocol", list(builders.LAUNCHERS), indirect=True)
 
 
 @pytest.fixture(autouse=True)
-def face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Fakes that the test does not launch itself have this face."""
+def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Engines that the test does not launch itself speak this kind's."""
     chosen = getattr(request, "param", "sglang")
-    monkeypatch.setattr(builders, "face", chosen)
+    monkeypatch.setattr(builders, "protocol", chosen)
     return str(chosen)

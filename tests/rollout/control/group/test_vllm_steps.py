@@ -1,4 +1,4 @@
-"""A step over vLLM's face: its calls in order, and what its foolish replies would have hidden."""
+"""A step over vLLM: its calls in order, and what its foolish replies would have hidden."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from engines.fake import FakeEngine
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.http_fake import HttpFakeLauncher, ServedFake
 from engines.fake.launcher import make_engine
-from engines.fake.vllm import FakeVllm, VllmFakeLauncher
-from engines.fake.vllm.http_vllm import vllm_over_http
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.errors import EngineUnreachable
@@ -27,7 +25,9 @@ from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.rules.lifecycle import Command
 from rollout.runtime.local import launch_local
 from tests.support.builders import make_group, push, write_checkpoint
-from tests.support.vllm_face import endless
+from tests.support.vllm_stub.asking import endless
+from tests.support.vllm_stub.stub import StubVllm
+from tests.support.vllm_stub.wire import ServedStubs, StubLauncher
 
 STEP = [
     "pause_generation",
@@ -50,7 +50,7 @@ STEP = [
 
 
 async def test_a_step_pauses_again_before_it_continues() -> None:
-    group, launcher = make_group(2, launcher=VllmFakeLauncher())
+    group, launcher = make_group(2, launcher=StubLauncher())
     await group.start()
     engines = [launcher["main-0"], launcher["main-1"]]
     before = [len(engine.calls) for engine in engines]
@@ -68,14 +68,14 @@ async def test_a_step_pauses_again_before_it_continues() -> None:
 
 
 async def test_a_named_transport_that_vllm_does_not_take_is_refused_at_the_start() -> None:
-    group, _ = make_group(1, transport="cuda_ipc", launcher=VllmFakeLauncher())
+    group, _ = make_group(1, transport="cuda_ipc", launcher=StubLauncher())
     refusal = "weights.transport = cuda_ipc does not reach engine main-0: "
     with pytest.raises(PhaseFailed, match=refusal):
         await group.start()
 
 
 async def test_a_push_is_refused_before_the_pause() -> None:
-    group, launcher = make_group(1, launcher=VllmFakeLauncher())
+    group, launcher = make_group(1, launcher=StubLauncher())
     await group.start()
     before = len(launcher["main-0"].calls)
     with pytest.raises(LifecycleError, match="update_weights"):
@@ -85,12 +85,12 @@ async def test_a_push_is_refused_before_the_pause() -> None:
 
 async def test_an_engine_that_somebody_resumes_in_a_push_dies_and_is_fenced() -> None:
     """Only the router's gate keeps requests from it; this one is sent past the router."""
-    group, launcher = make_group(2, launcher=VllmFakeLauncher())
+    group, launcher = make_group(2, launcher=StubLauncher())
     await group.start()
     for command in (Command.PAUSE, Command.FLUSH):
         await group.run(command)
     engine = launcher["main-0"]
-    assert isinstance(engine, FakeVllm)
+    assert isinstance(engine, StubVllm)
     gate = engine.hold("update_weights_from_tensor")
     pushing = asyncio.create_task(group.run(Command.UPDATE_WEIGHTS, push=push(1)))
     await gate.entered.wait()
@@ -107,7 +107,7 @@ async def test_an_engine_that_somebody_resumes_in_a_push_dies_and_is_fenced() ->
 
 async def test_weights_that_sleep_at_level_2_are_not_served_without_a_push() -> None:
     """vLLM itself answers every call of this with 200, and serves garbage."""
-    group, launcher = make_group(1, launcher=VllmFakeLauncher())
+    group, launcher = make_group(1, launcher=StubLauncher())
     await group.start()
     for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE, Command.RESUME_WEIGHTS):
         await group.run(command)
@@ -116,25 +116,25 @@ async def test_weights_that_sleep_at_level_2_are_not_served_without_a_push() -> 
     assert launcher["main-0"].paused is not None
 
 
-class Forgetful(FakeVllm):
+class Forgetful(StubVllm):
     """Engine main-1 takes every tensor of a push but one, as vLLM does when a name is unknown to
     its loader."""
 
-    def _load(self, info: Mapping[str, Any]) -> None:
+    def load(self, info: Mapping[str, Any]) -> None:
         name = DEFAULT_TENSORS[0].name
         before = self.weights.digests[name]
-        super()._load(info)
+        super().load(info)
         if self.engine_id == "main-1":
             self.weights.digests[name] = before
 
 
-def forgetful(spec: EngineSpec, endpoint: Endpoint) -> FakeVllm:
+def forgetful(spec: EngineSpec, endpoint: Endpoint) -> StubVllm:
     return Forgetful(spec.engine_id, endpoint=endpoint)
 
 
 async def test_an_engine_that_lost_a_tensor_of_a_push_is_found() -> None:
     """vLLM keeps the old tensor and says nothing; the engines then differ."""
-    group, _ = make_group(3, launcher=VllmFakeLauncher(forgetful), min_engines=3)
+    group, _ = make_group(3, launcher=StubLauncher(forgetful), min_engines=3)
     await group.start()
     for command in (Command.PAUSE, Command.FLUSH):
         await group.run(command)
@@ -144,27 +144,29 @@ async def test_an_engine_that_lost_a_tensor_of_a_push_is_found() -> None:
 
 
 async def test_a_server_without_the_plugin_gets_no_pushes() -> None:
-    launcher = VllmFakeLauncher(without_plugin)
+    launcher = StubLauncher(without_plugin)
     group, _ = make_group(1, launcher=launcher)
     with pytest.raises(Exception, match=r"backend is nccl.*rollout_shm"):
         await group.start()
-    frozen, _ = make_group(1, launcher=VllmFakeLauncher(without_plugin), update="frozen")
+    frozen, _ = make_group(1, launcher=StubLauncher(without_plugin), update="frozen")
     await frozen.start()
 
 
-def without_plugin(spec: EngineSpec, endpoint: Endpoint) -> FakeVllm:
-    return FakeVllm(spec.engine_id, endpoint=endpoint, has_plugin=False)
+def without_plugin(spec: EngineSpec, endpoint: Endpoint) -> StubVllm:
+    engine = StubVllm(spec.engine_id, endpoint=endpoint)
+    engine.has_plugin = False
+    return engine
 
 
-def in_mode(mode: str) -> VllmFakeLauncher:
+def in_mode(mode: str) -> StubLauncher:
     """Servers whose ``--logprobs-mode`` somebody has chosen."""
 
-    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeVllm:
-        engine = FakeVllm(spec.engine_id, endpoint=endpoint)
+    def make(spec: EngineSpec, endpoint: Endpoint) -> StubVllm:
+        engine = StubVllm(spec.engine_id, endpoint=endpoint)
         engine.logprobs_mode = mode
         return engine
 
-    return VllmFakeLauncher(make)
+    return StubLauncher(make)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ class BothLauncher:
         self.engines: dict[str, FakeEngine] = {}
 
     async def launch(self, spec: EngineSpec) -> ServedFake:
-        launcher = vllm_over_http() if spec.kind == "vllm" else HttpFakeLauncher(make_engine)
+        launcher = ServedStubs() if spec.kind == "vllm" else HttpFakeLauncher(make_engine)
         running = await launcher.launch(spec)
         self.engines[spec.engine_id] = running.engine
         return running
@@ -225,7 +227,7 @@ def test_both_engines_serve_in_one_deployment_and_one_server(tmp_path: Path) -> 
         tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
         policy.give_memory().result(30)
         policy.serve_weights(tensors, 1).result(30)
-        assert {type(engine) for engine in launcher.engines.values()} == {FakeEngine, FakeVllm}
+        assert {type(engine) for engine in launcher.engines.values()} == {FakeEngine, StubVllm}
         replies = [ask(policy.status().result(30).router_url) for _ in range(4)]
         assert {reply["meta_info"]["weight_version"] for reply in replies} == {"1"}
         served = {name for name, engine in launcher.engines.items() if engine._num_requests}

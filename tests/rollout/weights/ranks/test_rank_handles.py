@@ -21,8 +21,6 @@ from engines.embedded.weights.payload_tensors import read_payload
 from engines.fake import FakeEngine
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.http_fake import HttpFakeLauncher
-from engines.fake.vllm import FakeVllm
-from engines.fake.vllm.http_vllm import vllm_over_http
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, ServerInfo
 from engines.vllm_plugin.pushed_handles import tensors_behind
@@ -38,6 +36,8 @@ from rollout.weights.tensors.payload import flattened_bucket
 from tests.support import cuda_double, served_fakes
 from tests.support.cuda_double import CudaDouble
 from tests.support.thread_ranks import Messages
+from tests.support.vllm_stub.stub import StubVllm
+from tests.support.vllm_stub.wire import ServedStubs
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(120)]
 # As torch and NVML name the GPUs of the fakes: the engine's rank 0 is on GPU 0.
@@ -281,7 +281,7 @@ def test_where_such_segments_cannot_be_switched_off_the_push_goes_by_shared_memo
     assert "expandable_segments, and they cannot be switched off" in caplog.text
 
 
-class VllmWithWorkers(FakeVllm):
+class VllmWithWorkers(StubVllm):
     """Its two workers open handles with the plugin's code, if they are on GPUs.
 
     Attributes:
@@ -292,12 +292,12 @@ class VllmWithWorkers(FakeVllm):
     num_ranks = 2
     opened: list[list[tuple[int, dict[str, torch.Tensor]]]]
 
-    def _tell_state(self) -> Any:
-        return {**super()._tell_state(), "opens_handles": self.is_on_gpus}
+    async def rollout_state(self) -> Any:
+        return {**await super().rollout_state(), "opens_handles": self.is_on_gpus}
 
-    def _load(self, info: Any) -> None:
+    def load(self, info: Any) -> None:
         if "path" in info:
-            super()._load(info)
+            super().load(info)
             return
         found = []
         for index in (1, 0):  # torch counts the engine's GPUs in the other order here
@@ -306,7 +306,7 @@ class VllmWithWorkers(FakeVllm):
             tensors = tensors_behind(info["layout"], info["handles"], device)
             found.append((cuda_double.opened[0], tensors))
         self.opened.append(found)
-        super()._load({"content": base64.b64encode(save(found[0][1])).decode()})
+        super().load({"content": base64.b64encode(save(found[0][1])).decode()})
 
 
 def launched_vllm(
@@ -323,7 +323,7 @@ def launched_vllm(
         engines.append(made)
         return made
 
-    return launch_local(config, launcher=vllm_over_http(make))
+    return launch_local(config, launcher=ServedStubs(make))
 
 
 @pytest.mark.parametrize("transport", ["auto", "cuda_ipc"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from engines.fake import FakeEngine
-from engines.fake.vllm import FakeVllm, connect_in_memory
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.fanout import EngineReply
@@ -19,6 +18,8 @@ from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weight
 from rollout.weights.routes.broadcast import ByBroadcast
 from rollout.weights.routes.route import BroadcastMember
 from tests.support.builders import manifest
+from tests.support.vllm_stub.stub import StubVllm
+from tests.support.vllm_stub.wire import connect_to_stub
 
 
 def a_push(server: PushStreamServer, version: int = 1) -> WeightPush:
@@ -66,8 +67,8 @@ async def test_each_engine_gets_its_ranks_and_leaves_in_the_end() -> None:
 
 async def test_vllm_engines_get_the_same_calls() -> None:
     server = a_server()
-    engine = FakeVllm()
-    targets = {"a": PushTarget(connect_in_memory(engine))}
+    engine = StubVllm()
+    targets = {"a": PushTarget(connect_to_stub(engine))}
     answers = await push_weights(a_push(server, 4), targets, budget_s=20)
     assert answers["a"].failure is None
     assert [one for one in engine.operations() if "group" in one or "update" in one] == [
