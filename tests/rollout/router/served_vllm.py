@@ -13,14 +13,14 @@ import aiohttp
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.fake.launcher import Make, make_engine
-from engines.fake.vllm import FakeVllm, make_vllm
-from engines.fake.vllm.http_vllm import vllm_over_http
 from engines.protocol import Endpoint
 from engines.protocol.logprob_kind import LogprobRule
 from engines.protocol.spec import EngineSpec
 from engines.vllm.features import LOGPROB_RULES, PROCESSED
 from rollout.router import Backend, RouterHost
 from tests.rollout.router.conftest import router_config
+from tests.support.vllm_stub.stub import StubVllm
+from tests.support.vllm_stub.wire import ServedStubs, make_stub
 
 PROMPT = [5, 6, 7]
 
@@ -53,13 +53,13 @@ async def served(
     *kinds: str,
     model_path: str = "/models/m",
     token_s: float = 0.002,
-    make: Make = make_vllm,
+    make: Make = make_stub,
     logprobs_mode: str = PROCESSED,
     **config: Any,
 ) -> AsyncIterator[Served]:
     """Engines of these kinds, all at weight version 3, behind an open gate."""
     launchers = {
-        "vllm": vllm_over_http(partial(make, token_s=token_s)),
+        "vllm": ServedStubs(partial(make, token_s=token_s)),
         "sglang": HttpFakeLauncher(partial(make_engine, token_s=token_s)),
     }
     running = [
@@ -69,7 +69,7 @@ async def served(
         for index, kind in enumerate(kinds)
     ]
     for one in running:
-        if isinstance(one.engine, FakeVllm):
+        if isinstance(one.engine, StubVllm):
             one.engine.logprobs_mode = logprobs_mode
     # The engines name the folder of the tokenizer.
     host = RouterHost(router_config(**{"tokenizer_path": ""} | config))

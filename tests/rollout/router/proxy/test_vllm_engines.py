@@ -12,10 +12,10 @@ import pytest
 
 from engines.fake import faults
 from engines.fake.launcher import settings_of
-from engines.fake.vllm import FakeVllm
 from engines.protocol import Endpoint
 from engines.protocol.spec import EngineSpec
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
+from tests.support.vllm_stub.stub import StubVllm
 from tests.support.waits import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,11 +82,13 @@ async def test_each_version_has_its_span_after_a_failover() -> None:
         assert (new["version"], new["start"], new["end"]) == ("4", old["end"], 20)
 
 
-class Late(FakeVllm):
+class Late(StubVllm):
     """vLLM 0.33, whose requests take a while from its port to its scheduler."""
 
+    vllm_version = "0.33.0"
+
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, version="0.33.0", **settings)
+        super().__init__(*args, **settings)
         self.entered, self.opened = asyncio.Event(), asyncio.Event()
 
     async def stream(self, *args: Any) -> AsyncGenerator[dict[str, Any], None]:
@@ -96,7 +98,7 @@ class Late(FakeVllm):
             yield event
 
 
-def make_late(spec: EngineSpec, endpoint: Endpoint, **settings: Any) -> FakeVllm:
+def make_late(spec: EngineSpec, endpoint: Endpoint, **settings: Any) -> StubVllm:
     return Late(spec.engine_id, **settings_of(spec, endpoint), **settings)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engines.fake import faults
-from engines.fake.vllm.forms import ids_of, logprob_of, text_of
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
+from tests.support.vllm_stub.forms import ids_of, logprob_of, text_of
 from tests.support.waits import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -112,7 +112,7 @@ async def test_a_completion_goes_on_with_its_tokens() -> None:
         reply = json.loads(await lost_one(whole, COMPLETIONS, completion()))
         (choice,) = reply["choices"]
         check_completion(choice, reply["metadata"])
-        assert reply["usage"] == counts(len(PROMPT))
+        assert reply["usage"].items() >= counts(len(PROMPT)).items()
 
 
 async def test_a_streamed_completion_goes_on_with_its_tokens() -> None:
@@ -121,7 +121,7 @@ async def test_a_streamed_completion_goes_on_with_its_tokens() -> None:
         content = await lost_one(whole, COMPLETIONS, body)
         *events, usage = events_of(content)
         assert content.endswith(b"data: [DONE]\n\n")
-        assert usage["usage"] == counts(len(PROMPT))
+        assert usage["usage"].items() >= counts(len(PROMPT)).items()
         assert {event["id"] for event in events} == {events[0]["id"]}
         check_completion(joined(events), events[-1]["metadata"])
 
@@ -134,7 +134,7 @@ async def test_a_chat_goes_on_with_its_tokens(has_ids: bool) -> None:
         check_chat(choice, choice["message"]["content"], reply["metadata"], has_ids=has_ids)
         assert choice["message"]["role"] == "assistant"
         assert reply.get("prompt_token_ids") == (list(BEGUN) if has_ids else None)
-        assert reply["usage"] == counts(len(BEGUN))
+        assert reply["usage"].items() >= counts(len(BEGUN)).items()
 
 
 @pytest.mark.parametrize("has_ids", [False, True])
@@ -144,7 +144,7 @@ async def test_a_streamed_chat_goes_on_with_its_tokens(has_ids: bool) -> None:
         content = await lost_one(whole, CHAT, body)
         *events, usage = events_of(content)
         assert content.endswith(b"data: [DONE]\n\n")
-        assert usage["usage"] == counts(len(BEGUN))
+        assert usage["usage"].items() >= counts(len(BEGUN)).items()
         assert [event.get("prompt_token_ids") for event in events] == [
             list(BEGUN) if has_ids else None,
             *[None] * (len(events) - 1),
@@ -199,9 +199,9 @@ def joined(events: list[Any]) -> dict[str, Any]:
         whole["text"] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
         for name, values in (choice["logprobs"] or {}).items():
             whole["logprobs"].setdefault(name, []).extend(values)
-        if "token_ids" in choice:
+        if choice.get("token_ids"):
             whole.setdefault("token_ids", []).extend(choice["token_ids"])
-        if "prompt_token_ids" in choice:
+        if choice.get("prompt_token_ids"):
             assert "prompt_token_ids" not in whole
             whole["prompt_token_ids"] = choice["prompt_token_ids"]
         if choice["finish_reason"]:
