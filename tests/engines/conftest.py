@@ -12,7 +12,7 @@ import pytest
 
 from engines.kinds import KINDS as ENGINE_KINDS
 from engines.launch import EngineSpec
-from tests.support.contract import Bench, Models, Pool, faked, faked_vllm, pooled
+from tests.support.contract import Bench, Models, Pool, faked, pooled
 from tests.support.cpu_engines import cpu_engine
 from tests.support.nvml import NvmlDouble, logical_gpu_environment, nvml_double
 from tests.support.toy_kind import TOY
@@ -26,7 +26,6 @@ KINDS = [
     pytest.param("embedded-gpu", marks=[pytest.mark.embedded, pytest.mark.slow]),
     pytest.param("sglang-gpu", marks=[pytest.mark.sglang, pytest.mark.chaos]),
 ]
-FAKE_VLLM = "fake-vllm"
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
 """Not among ``KINDS``: what kills SGLang, and its broadcast groups, are not vLLM's."""
 ON_GPU = "-gpu"
@@ -124,10 +123,7 @@ async def bench(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Benc
         if kind.endswith(ON_GPU):
             stack.enter_context(nvml_double(request.getfixturevalue("gpus")))
         if kind.startswith("fake"):
-            is_vllm = kind == FAKE_VLLM
-            opened = (
-                faked_vllm(NOWHERE) if is_vllm else faked(NOWHERE, is_served=kind == "fake-http")
-            )
+            opened = faked(NOWHERE, is_served=kind == "fake-http")
         elif kind == TOY.name:
             stack.enter_context(patch.dict(ENGINE_KINDS, {TOY.name: TOY}))
             opened = pooled(request.getfixturevalue("pools")[kind], NOWHERE, like="fake")

@@ -23,7 +23,6 @@ from engines.fake import FakeLauncher
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeTensor, pack_tensors
 from engines.fake.http_fake import HttpFakeLauncher
-from engines.fake.vllm import VllmFakeLauncher, make_vllm
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
 from engines.kinds import KINDS, kind_of
@@ -157,22 +156,17 @@ class InFlight:
 
 @dataclass
 class Bench:
-    """One engine under test.
-
-    Attributes:
-        face: whose HTTP a fake answers, if not SGLang's.
-    """
+    """One engine under test."""
 
     kind: str
     engine: Engine
     running: RunningEngine
     models: Models
-    face: str = ""
 
     @property
     def is_in_memory(self) -> bool:
         """There is no wire between the test and the engine."""
-        return bool(self.face) or not isinstance(self.engine, EngineClient | VllmClient)
+        return not isinstance(self.engine, EngineClient | VllmClient)
 
     async def held_bytes(self) -> int:
         """Memory that a release gives back: of its GPUs, or of the host if it has none."""
@@ -297,13 +291,6 @@ async def pooled(pool: Pool, models: Models, like: str = "") -> AsyncIterator[Be
         await engine.aclose()
 
 
-def _slow_vllm(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-    """Its tokens take a moment each."""
-    return make_vllm(
-        spec, endpoint, token_s=0.001, vocab_size=VOCABULARY, context_length=CONTEXT_LENGTH
-    )
-
-
 def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
     """Its tokens take a moment each."""
     return FakeEngine(
@@ -314,14 +301,6 @@ def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
         vocab_size=VOCABULARY,
         context_length=CONTEXT_LENGTH,
     )
-
-
-@asynccontextmanager
-async def faked_vllm(models: Models) -> AsyncIterator[Bench]:
-    """A fake vLLM in memory, behind the real client."""
-    launcher = VllmFakeLauncher(_slow_vllm)
-    inside = await launcher.launch(EngineSpec("fake-0", "fake", str(models.first), ""))
-    yield Bench("fake", launcher.connect(inside.endpoint, "fake-0"), inside, models, "vllm")
 
 
 @asynccontextmanager

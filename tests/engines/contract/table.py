@@ -17,7 +17,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from engines.kinds import KINDS
-from tests.engines.conftest import FAKE_VLLM
 from tests.engines.contract import test_contract as suite
 
 ROOT = Path(__file__).parents[3]
@@ -28,10 +27,9 @@ COLUMNS = {
     "embedded": "embedded",
     "fake": "fake",
     "fake-http": "fake over HTTP",
-    FAKE_VLLM: "fake vLLM",
 }
-_LEAVES_OUT = {"NOT_VLLM": {"vllm", FAKE_VLLM}}
-_ALIKE = {"vllm": {"vllm", FAKE_VLLM}, "fake": {"fake", "fake-http"}}
+_LEAVES_OUT = {"NOT_VLLM": {"vllm"}}
+_ALIKE = {"fake": {"fake", "fake-http"}}
 _SUITE = Path(suite.__file__)
 _HEAD = (
     "# Engines and features\n\n"
@@ -87,7 +85,7 @@ def _row(node: ast.AsyncFunctionDef, lines: list[str], body: str) -> Row:
     for mark in node.decorator_list:
         found, line = ast.unparse(mark), lines[mark.lineno - 1]
         if found.startswith("pytest.mark.parametrize('kind'"):
-            outside = {"fake", "fake-http", FAKE_VLLM}  # KINDS[2:] and VLLM
+            outside = {"fake", "fake-http"}  # KINDS[2:] and VLLM
         else:
             outside = _left_out(mark)
         cells |= dict.fromkeys(outside, "no")
@@ -101,8 +99,7 @@ def _left_out(mark: ast.expr) -> set[str]:
     if isinstance(mark, ast.Name):
         return _LEAVES_OUT[mark.id]
     if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "not_for":
-        names = [ast.unparse(one).strip("'") for one in mark.args]
-        return {FAKE_VLLM if name == "FAKE_VLLM" else name for name in names}
+        return {ast.unparse(one).strip("'") for one in mark.args}
     return set()
 
 

@@ -18,7 +18,7 @@ from engines.http import sglang_json
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected
-from tests.engines.conftest import FAKE_VLLM, KINDS, VLLM
+from tests.engines.conftest import KINDS, VLLM
 from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench, features_of
 from tests.support.kinds import not_for
 from tests.support.toy_kind import TOY
@@ -68,11 +68,11 @@ DIFFERENCES: dict[str, dict[str, str]] = {
 }
 """What SGLang does -> kind -> what that kind does in its place."""
 
-NOT_VLLM = not_for("vllm", FAKE_VLLM)
+NOT_VLLM = not_for("vllm")
 """Marks a test of what vLLM does not have."""
 
 
-@pytest.fixture(params=[*KINDS, FAKE_VLLM, VLLM, TOY.name])
+@pytest.fixture(params=[*KINDS, VLLM, TOY.name])
 def kind(request: pytest.FixtureRequest) -> str:
     """One kind of engine after the other."""
     return str(request.param)
@@ -80,7 +80,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def differs(bench: Bench, what: str) -> bool:
     """Whether this kind does it otherwise; ``what`` must be in the table."""
-    return (bench.face or bench.kind) in DIFFERENCES[what]
+    return bench.kind in DIFFERENCES[what]
 
 
 # -- generation -----------------------------------------------------------------------------
@@ -421,7 +421,7 @@ async def test_new_weights_in_a_pause_show_in_the_spans(bench: Bench) -> None:
     assert last.weight_version == "7"
 
 
-@not_for("fake", "fake-http", FAKE_VLLM, "toy")  # it has no cache, only a flag that it is stale
+@not_for("fake", "fake-http", "toy")  # it has no cache, only a flag that it is stale
 async def test_a_forgotten_flush_serves_the_old_prefix(bench: Bench) -> None:
     prompt = PROMPT * 4
     await bench.greedy(prompt)
@@ -515,7 +515,7 @@ async def test_the_checker_sees_what_changed(bench: Bench) -> None:
     assert (await bench.engine.weights_checker()).checksum != first.checksum
 
 
-@not_for("fake", "fake-http", FAKE_VLLM, "toy")  # no numbers travel to it
+@not_for("fake", "fake-http", "toy")  # no numbers travel to it
 async def test_a_trainer_broadcasts_weights_through_a_group(bench: Bench) -> None:
     import torch
 
@@ -615,7 +615,7 @@ async def test_tags_come_and_go_one_by_one(bench: Bench) -> None:
 async def test_an_engine_says_what_it_is(bench: Bench) -> None:
     info = await bench.engine.server_info()
     found = await features_of(bench.engine)
-    assert info.engine == (bench.face or bench.kind)
+    assert info.engine == bench.kind
     assert found.undrivable == ""
     assert found.has_weight_session
     assert found.is_retract_safe

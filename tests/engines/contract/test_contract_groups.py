@@ -15,7 +15,7 @@ import pytest
 
 from engines.protocol.errors import EngineRejected
 from rollout.weights.routes.broadcast import leave_group
-from tests.engines.conftest import FAKE_VLLM, KINDS, VLLM
+from tests.engines.conftest import KINDS, VLLM
 from tests.support.contract import PROMPT, Bench
 from tests.support.kinds import chaos_for, not_for
 
@@ -25,14 +25,14 @@ pytestmark = [pytest.mark.timeout(400), chaos_for("embedded-gpu")]
 NOWHERE = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
 
 
-@pytest.fixture(params=[*KINDS, FAKE_VLLM, VLLM])
+@pytest.fixture(params=[*KINDS, VLLM])
 def kind(request: pytest.FixtureRequest) -> str:
     """One kind of engine after the other."""
     return str(request.param)
 
 
 def is_vllm(bench: Bench) -> bool:
-    return "vllm" in (bench.kind, bench.face)
+    return bench.kind == "vllm"
 
 
 async def end_after_refusal(bench: Bench) -> None:
@@ -176,7 +176,7 @@ async def test_a_group_that_nobody_knows_is_refused(bench: Bench) -> None:
     await end_after_refusal(bench)
 
 
-@not_for("fake", "fake-http", FAKE_VLLM)  # there is no rank 0 beside it
+@not_for("fake", "fake-http")  # there is no rank 0 beside it
 async def test_with_rank_0_gone_a_broadcast_fails_at_once_and_the_group_can_be_left(
     bench: Bench,
 ) -> None:
