@@ -41,7 +41,16 @@ _CONFIG = {
     *("weight_transfer_config", "backend"),
 }
 _ALIKE = {
-    *("error", "finish_reason", "groups", "is_paused", "message", "object", "output_mode"),
+    *(
+        "aborted",
+        "error",
+        "finish_reason",
+        "groups",
+        "is_paused",
+        "message",
+        "object",
+        "output_mode",
+    ),
     *("released", "reply", "role", "status", "success", "tags", "type"),
 }
 _NUMBER = re.compile(r"\b\d\d?\b")
@@ -142,7 +151,7 @@ def differences(one: Json, other: Json, place: str = "") -> list[str]:
             pairs = [(*pair, place) for pair in zip(one, other, strict=False)]
             return [text for pair in pairs for text in differences(*pair)]
     elif type(one) is type(other):
-        texts = [_NUMBER.sub("#", str(value)) for value in (one, other)]
+        texts = [_NUMBER.sub("#", value) if type(value) is str else value for value in (one, other)]
         if name not in _ALIKE or texts[0] == texts[1]:
             return []
     return [f"{place}: {one}, {other}"]

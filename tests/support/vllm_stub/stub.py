@@ -146,11 +146,15 @@ class StubVllm(FakeEngine):
     async def on_abort_requests(self, asked: Asked) -> Any:
         ids = asked.get("request_ids")
         async with self._call("abort_request", rid=ids):
-            for rid, request in self.in_flight.items():
-                if not ids or routes.REQUEST_PREFIX + rid in ids:
-                    request.is_aborted = True
+            live = [
+                request
+                for rid, request in self.in_flight.items()
+                if not ids or routes.REQUEST_PREFIX + rid in ids
+            ]
+            for request in live:
+                request.is_aborted = True
             self._notify()
-        return recorded("abort")
+        return recorded("abort") | {"aborted": len(live)}
 
     def _abort_if_live(self, rid: str) -> None:
         """It forgets the id of a stream that has ended."""
