@@ -50,18 +50,14 @@ class HttpFakeLauncher:
     Args:
         make: makes the engine of a spec; a function of a module, so that it can be sent to an
             actor.
-        app: the routes of one engine; SGLang's without any.
     """
 
-    def __init__(
-        self, make: Make = make_engine, app: Callable[[], FakeHttpApp] | None = None
-    ) -> None:
+    def __init__(self, make: Make = make_engine) -> None:
         self._make = make
-        self._app = app or FakeHttpApp
 
     async def launch(self, spec: EngineSpec) -> ServedFake:
         """Start it; its endpoint is known only then."""
-        served = self._app()
+        served = FakeHttpApp()
         runner = web.AppRunner(served.app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         try:
@@ -92,14 +88,9 @@ class ServedFake(FakeRunningEngine):
 
 
 class FakeHttpApp:
-    """The routes of one engine.
-
-    Attributes:
-        generate_paths: those whose replies may be streamed.
-    """
+    """The routes of one engine."""
 
     engine: FakeEngine
-    generate_paths: frozenset[str] = frozenset({"/generate"})
 
     def __init__(self) -> None:
         self.app = web.Application(client_max_size=2**30)
@@ -157,38 +148,27 @@ class FakeHttpApp:
     def _serve(self, act: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def serve(request: web.Request) -> web.StreamResponse:
             arrived = time.monotonic()
-            if not request.can_read_body and self._wants_body(request):
+            if not request.can_read_body and _wants_body(request):
                 return web.Response(status=400, text="a JSON body is needed, if only {}")
             body = await request.json() if request.can_read_body else {}
             try:
-                if request.path in self.generate_paths and body.get("stream"):
+                if request.path == "/generate" and body.get("stream"):
                     return await self._stream(request, body)
-                if request.path in self.generate_paths:
+                if request.path == "/generate":
                     answer = await _while_connected(request, act(body))
                 else:
                     answer = act({**request.query, **body})
                     if isawaitable(answer):
                         answer = await answer
             except EngineRejected as error:
-                return self._refused(error)
+                return web.Response(status=error.status or 400, text=error.body)
             except EngineError:
                 return _broken(request)
             finally:
                 self._testers.requests.append((request.path, arrived, time.monotonic()))
-            return self._written(answer)
+            return web.json_response({"success": True} if answer in (None, True) else answer)
 
         return serve
-
-    def _written(self, answer: Any) -> web.Response:
-        return web.json_response({"success": True} if answer in (None, True) else answer)
-
-    def _refused(self, error: EngineRejected) -> web.Response:
-        return web.Response(status=error.status or 400, text=error.body)
-
-    def _wants_body(self, request: web.Request) -> bool:
-        path = request.path
-        needs_none = path in _NEED_NO_BODY or path.startswith("/fake/")
-        return request.method == "POST" and not needs_none
 
     # Queries
 
@@ -328,6 +308,12 @@ class TestersRoutes:
             parse_fault(body["fault"]).add_to(self._served.engine.faults)
         except ValueError as error:
             raise EngineRejected(str(error), status=400, body=str(error)) from None
+
+
+def _wants_body(request: web.Request) -> bool:
+    path = request.path
+    needs_none = path in _NEED_NO_BODY or path.startswith("/fake/")
+    return request.method == "POST" and not needs_none
 
 
 def _broken(request: web.Request) -> web.Response:
