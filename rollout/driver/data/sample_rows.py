@@ -53,6 +53,9 @@ def sample_rows(groups: Sequence[SampleGroup], rollout_id: int = 0) -> list[Row]
 def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     """The groups that ``sample_rows`` made these rows of, in order.
 
+    Args:
+        rows: a list, or a data set that was read from a file.
+
     Raises:
         ConfigError: a row lacks a column.
     """
