@@ -43,6 +43,15 @@ from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
 
 _RAISE = {"on_failure": "raise"}
+# An engine that is removed sleeps, because its process is not ours.
+_ATTACHED = {
+    "shared": {
+        "engine": {
+            "kind": "attached",
+            "urls": ["http://127.0.0.1:4000", "http://127.0.0.1:4001"],
+        }
+    }
+}
 _BESIDE_A_BOOT = (("boot", "offload", "onload", "recover"), ("kill shared-0",))
 _LATE_BOOT: dict[str, Any] = {
     "recover": True,
@@ -325,7 +334,7 @@ def _wait_for_boots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecoveryActions, "admit", admit)
 
 
-def _lend_a_busy_engine(patch: pytest.MonkeyPatch) -> None:
+def _remove_a_busy_engine(patch: pytest.MonkeyPatch) -> None:
     async def drain(self: EngineScaling, member: Any) -> None:
         """It will be idle soon."""
 
@@ -588,10 +597,11 @@ MUTATIONS = (
         **_LATE_BOOT,
     ),
     Mutation(
-        "lend an engine that is busy",
-        _lend_a_busy_engine,
+        "remove an engine that is busy",
+        _remove_a_busy_engine,
         "requests run",
-        ("lend shared-0",),
+        ("remove shared-0",),
+        groups=_ATTACHED,
     ),
     Mutation(
         "one server after the other",

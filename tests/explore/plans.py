@@ -521,10 +521,10 @@ DEFAULT: tuple[Plan, ...] = (
         ),
     ),
     Plan(
-        "cycle, lending",
-        "everything, any 1; an engine leaves or sleeps, another command comes between",
+        "cycle, an engine out",
+        "everything, any 1; an engine leaves and comes back, another command comes between",
         _command(
-            "lend shared-1",
+            "remove shared-1",
             "offload",
             "onload",
             "add shared-1",

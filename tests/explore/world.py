@@ -550,7 +550,6 @@ _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
     "boot": _boot,
     "recover": _recover,
     "remove": RolloutServer.remove_engine,
-    "lend": lambda server, engine_id: server.remove_engine(engine_id, True),
     "add": RolloutServer.add_engine,
 } | {
     one.value: lambda server, command=one: server.advance(command)
@@ -569,7 +568,6 @@ _BESIDE = frozenset(
         "boot",
         "recover",
         "remove",
-        "lend",
         "add",
         "kill",
         "lose",

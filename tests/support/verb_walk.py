@@ -29,7 +29,6 @@ VERBS: Mapping[str, int] = {
     "onload_kv": 2,
     "continue": 4,
     "remove": 1,
-    "lend": 1,
     "add": 2,
     "again": 6,
     "kill": 4,
@@ -220,7 +219,7 @@ class VerbWalk:
                 await self._call("add", 0, 0, slot)
 
     async def _repeat(self) -> None:
-        if self._last is not None and self._last[0] not in ("remove", "lend"):
+        if self._last is not None and self._last[0] != "remove":
             await self._call(*self._last)
 
     async def _push_again(self) -> None:

@@ -72,17 +72,16 @@ class EngineScaling:
 
     # -- remove -----------------------------------------------------------------------------
 
-    async def remove(self, engine_id: str, *, keep_process: bool) -> EngineReport:
+    async def remove(self, engine_id: str) -> EngineReport:
         """See ``ServerGroup.remove``.
 
-        Args:
-            keep_process: the engine sleeps with its memory released, and ``add`` wakes it;
-                otherwise its process is ended.  An attached engine is always kept.
+        An attached engine, whose process is not ours, sleeps with its memory released, and ``add``
+        wakes it.
         """
         if self._engines.get(engine_id) is None:
             raise LifecycleError(f"group {self._settings.name} has no engine {engine_id}")
         member, started = self._engines[engine_id], now()
-        keeps = keep_process or self._settings.group.engine.is_attached
+        keeps = self._settings.group.engine.is_attached
         await self._boots.end([engine_id])
         if member.fence_reason:
             await confirm_gone(member, self._engines.kill_timeout_s)

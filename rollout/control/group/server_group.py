@@ -47,7 +47,7 @@ from rollout.control.group.push_path_check import PushPathCheck, check_snapshots
 from rollout.control.group.scaling import EngineScaling
 from rollout.control.group.verify import collect_fingerprints, verify_group, why_no_engine_holds
 from rollout.control.group.weight_update import WeightUpdater
-from rollout.core.errors import EngineFailure, RolloutError
+from rollout.core.errors import EngineFailure, LifecycleError, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, run_to_completion
 from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.observability.timeline.recorder import Timeline
@@ -383,7 +383,7 @@ class ServerGroup:
 
     # -- remove and add engines -------------------------------------------------------------
 
-    async def remove(self, engine_id: str, keep_process: bool) -> EngineReport:
+    async def remove(self, engine_id: str) -> EngineReport:
         """Drain an engine that is out of routing, free its memory, and vacate its slot.
 
         Raises what ``RolloutServer.remove_engine`` raises.
@@ -391,7 +391,7 @@ class ServerGroup:
         budgets = self._settings.lifecycle
         budget_s = budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
         async with self._commands.in_order(None, "remove", budget_s):
-            return await self._scaling.remove(engine_id, keep_process=keep_process)
+            return await self._scaling.remove(engine_id)
 
     async def add(self, engine_id: str, version: int) -> EngineStatus:
         """Fill a vacant slot; bring the engine to this phase and, if possible, to ``version``.
@@ -403,9 +403,15 @@ class ServerGroup:
             member = await self._scaling.add(engine_id)
             try:
                 await self._recovery.readmit(engine_id, version)
-            except Exception as error:  # it is in the group, and its weights are unknown
-                failure = as_failure(error, engine_id, "add", started)
+            except BaseException as error:  # it is in the group, and its weights are unknown
+                if self._engines.get(engine_id) is None:
+                    why = f"engine {engine_id}: its group was stopped meanwhile"
+                    raise LifecycleError(why, command="add_engine") from error
+                cause = error if isinstance(error, Exception) else TimeoutError("it was cut off")
+                failure = as_failure(cause, engine_id, "add", started)
                 await self._engines.fence([failure])
+                if cause is not error:
+                    raise
                 raise failure from error
             return await member.status(self._commands.phase.value)
 

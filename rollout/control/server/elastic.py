@@ -40,7 +40,7 @@ class ElasticSlots:
         self._gate = gate
         self._recovery = recovery
 
-    async def remove(self, engine_id: str, keep_process: bool) -> EngineReport:
+    async def remove(self, engine_id: str) -> EngineReport:
         """See ``RolloutServer.remove_engine``."""
         statuses = await self._registry.statuses()
         group = next(
@@ -73,7 +73,7 @@ class ElasticSlots:
                 + budgets.stop_timeout_s
                 + 2 * group_margin_s(self._config.groups[group].engine)
             ):
-                report = await self._registry.groups[group].remove(engine_id, keep_process)
+                report = await self._registry.groups[group].remove(engine_id)
             self._recovery.tracker.remove(group, engine_id)
         except TimeoutError:
             raise _late(engine_id, "remove") from None

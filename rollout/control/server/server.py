@@ -424,22 +424,18 @@ class RolloutServer:
 
     # -- remove and add engines -------------------------------------------------------------
 
-    async def remove_engine(self, engine_id: str, keep_process: bool = False) -> EngineReport:
+    async def remove_engine(self, engine_id: str) -> EngineReport:
         """Remove an engine while the others serve, and vacate its slot.
 
         It gets no new requests and has ``drain_timeout_s`` to finish its requests.  Then its
-        memory is freed and measured.
-
-        Args:
-            keep_process: the engine only sleeps, and ``add_engine`` wakes it; by default its
-                process ends.
+        memory is freed and measured, and its process ended; an attached engine sleeps.
 
         Raises:
             LifecycleError: there is no such engine, or too few would remain.
             EngineFailure: its memory is not free; it is fenced.
         """
         async with self._lock.held("remove_engine"):
-            return await self._elastic.remove(engine_id, keep_process)
+            return await self._elastic.remove(engine_id)
 
     async def add_engine(self, engine_id: str) -> EngineStatus:
         """Start or wake an engine in the vacant slot of a removed one.

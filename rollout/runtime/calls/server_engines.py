@@ -16,18 +16,17 @@ class ServerEngines:
         self._caller = caller
 
     @checked
-    def remove(self, engine_id: str, *, keep_process: bool = False) -> Pending[EngineReport]:
+    def remove(self, engine_id: str) -> Pending[EngineReport]:
         """Remove an engine while the others serve: drain, free and measure its memory, end it.
 
         Args:
             engine_id: as in ``ServerHandle.status``.
-            keep_process: it only sleeps, with its memory released; ``add`` wakes it.
 
         Raises:
             LifecycleError: from ``result()`` or ``await``: there is no such engine, or too few
                 would remain.
         """
-        return self._caller.call(RolloutServer.remove_engine, engine_id, keep_process)
+        return self._caller.call(RolloutServer.remove_engine, engine_id)
 
     def add(self, engine_id: str) -> Pending[EngineStatus]:
         """Start or wake a removed engine; it serves after its weights are verified.

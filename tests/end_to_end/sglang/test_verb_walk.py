@@ -59,8 +59,8 @@ class SGLangRig:
         server = self._policy.handle
         if verb in PUSHES:
             await attrgetter(PUSHES[verb])(server)(push)
-        elif verb in ("remove", "lend"):
-            await server.engines.remove(engine_id, keep_process=verb == "lend")
+        elif verb == "remove":
+            await server.engines.remove(engine_id)
         elif verb == "add":
             await server.engines.add(engine_id)
         else:

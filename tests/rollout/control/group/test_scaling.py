@@ -15,6 +15,15 @@ from tests.support.builders import ServerBench, make_group, push, started_server
 from tests.support.virtual_time import virtual_time
 
 THREE = {"main": {"num_engines": 3}}
+# Their processes are not ours: they sleep while they are out.
+ATTACHED = {
+    "main": {
+        "engine": {
+            "kind": "attached",
+            "urls": [f"http://127.0.0.1:{port}" for port in (4000, 4001, 4002)],
+        }
+    }
+}
 KEEPING = {"main": {"num_engines": 3, "needs_offload": False}}
 # The commands of a step, and the phase a group is in after each.
 TO_PHASE = {
@@ -85,8 +94,9 @@ async def test_one_that_lacks_what_was_pushed_serves_after_the_next_push(tmp_pat
     assert bench["main-1"].operations()[-1] == "continue_generation"
 
 
-@pytest.mark.parametrize("keep_process", [False, True])
-@pytest.mark.parametrize("groups", [THREE, KEEPING], ids=["offloading", "keeping"])
+@pytest.mark.parametrize(
+    "groups", [THREE, KEEPING, ATTACHED], ids=["offloading", "keeping", "attached"]
+)
 @pytest.mark.parametrize("added_in", list(TO_PHASE))
 @pytest.mark.parametrize("removed_in", list(TO_PHASE))
 async def test_an_engine_leaves_and_comes_back_in_every_phase(
@@ -94,16 +104,15 @@ async def test_an_engine_leaves_and_comes_back_in_every_phase(
     removed_in: Phase,
     added_in: Phase,
     groups: dict[str, dict[str, Any]],
-    keep_process: bool,
 ) -> None:
     bench = await started_server(tmp_path, groups)
     await a_step(bench)
     await bring_to(bench, removed_in)
-    await bench.server.remove_engine("main-1", keep_process)
+    await bench.server.remove_engine("main-1")
     if removed_in is not Phase.SERVING:
         await bench.server.serve_weights(push(2))
     await bring_to(bench, added_in)
-    is_trainers = added_in is Phase.OFFLOADED and groups is THREE and not keep_process
+    is_trainers = added_in is Phase.OFFLOADED and groups is THREE
     if is_trainers:
         with pytest.raises(
             LifecycleError, match="offloaded and the trainer uses its memory; onload"
@@ -126,9 +135,9 @@ async def test_an_engine_leaves_and_comes_back_in_every_phase(
 
 
 async def test_one_that_sleeps_gives_its_memory_back_and_is_woken_as_it_is(tmp_path: Path) -> None:
-    bench = await started_server(tmp_path, THREE)
+    bench = await started_server(tmp_path, ATTACHED)
     engine = bench["main-1"]
-    report = await bench.server.remove_engine("main-1", keep_process=True)
+    report = await bench.server.remove_engine("main-1")
     assert engine.released == set(MemoryTag)
     assert report.freed_bytes == 3000
     # Without a backup its weights are lost, whatever version it says it holds.
@@ -139,15 +148,15 @@ async def test_one_that_sleeps_gives_its_memory_back_and_is_woken_as_it_is(tmp_p
 
 
 async def test_a_backup_brings_a_sleeping_engine_back_at_once(tmp_path: Path) -> None:
-    bench = await started_server(tmp_path, THREE, update="frozen")
-    await bench.server.remove_engine("main-1", keep_process=True)
+    bench = await started_server(tmp_path, ATTACHED, update="frozen")
+    await bench.server.remove_engine("main-1")
     assert (await bench.server.add_engine("main-1")).state == "serving"
     assert states(bench)["main-1"] == "serving"
 
 
 async def test_one_whose_backup_was_bad_is_fenced_when_it_wakes(tmp_path: Path) -> None:
-    bench = await started_server(tmp_path, THREE, update="frozen")
-    await bench.server.remove_engine("main-1", keep_process=True)
+    bench = await started_server(tmp_path, ATTACHED, update="frozen")
+    await bench.server.remove_engine("main-1")
     bench["main-1"].weights.lose()
     with pytest.raises(Exception, match=r"its tensor .* differs"):
         await bench.server.add_engine("main-1")
@@ -202,11 +211,11 @@ async def test_one_that_cannot_be_emptied_is_fenced_and_its_place_is_not_free(
 
 @virtual_time
 async def test_a_release_that_is_never_answered_ends_the_engine(tmp_path: Path) -> None:
-    bench = await started_server(tmp_path, THREE)
+    bench = await started_server(tmp_path, ATTACHED)
     engine = bench["main-1"]
     engine.faults.strike("release_memory_occupation", faults.hang())
     with pytest.raises(EngineFailure, match="engine main-1: remove failed"):
-        await bench.server.remove_engine("main-1", keep_process=True)
+        await bench.server.remove_engine("main-1")
     assert engine.death_reason == "killed"
 
 
@@ -233,8 +242,8 @@ async def test_one_that_does_not_start_leaves_its_place_free(tmp_path: Path) -> 
 
 
 async def test_one_that_cannot_be_woken_is_ended_and_its_place_stays_free(tmp_path: Path) -> None:
-    bench = await started_server(tmp_path, THREE)
-    await bench.server.remove_engine("main-1", keep_process=True)
+    bench = await started_server(tmp_path, ATTACHED)
+    await bench.server.remove_engine("main-1")
     old = bench["main-1"]
     old.faults.strike("resume_memory_occupation", faults.lose(executed=True))
     with pytest.raises(EngineFailure, match=r"main-1: add failed: .*its answer was lost"):
@@ -261,8 +270,8 @@ async def test_a_command_waits_until_the_engine_has_left(tmp_path: Path) -> None
 
 
 async def test_stopping_ends_engines_that_sleep(tmp_path: Path) -> None:
-    bench = await started_server(tmp_path, THREE)
-    await bench.server.remove_engine("main-1", keep_process=True)
+    bench = await started_server(tmp_path, ATTACHED)
+    await bench.server.remove_engine("main-1")
     await bench.server.stop()
     assert bench["main-1"].is_dead
 
@@ -294,7 +303,7 @@ async def test_a_group_alone_says_what_it_does_not_have() -> None:
     group, _ = make_group(2)
     await group.start()
     with pytest.raises(LifecycleError, match="group main has no engine main-9"):
-        await group.remove("main-9", keep_process=False)
+        await group.remove("main-9")
     with pytest.raises(LifecycleError, match=r"main-0: it has no vacant slot .* vacant: none"):
         await group.add("main-0", 0)
 

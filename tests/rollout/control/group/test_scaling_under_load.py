@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from engines.fake import FakeEngine
 from engines.fake.http_fake import HttpFakeLauncher
@@ -76,9 +75,8 @@ async def under_load(url: str) -> AsyncIterator[Load]:
         load.end()
 
 
-@pytest.mark.parametrize("keep_process", [False, True], ids=["ended", "asleep"])
 async def test_no_request_is_lost_while_an_engine_leaves_and_comes_back(
-    tmp_path: Path, keep_process: bool
+    tmp_path: Path,
 ) -> None:
     settings = config(tmp_path, GROUPS)
     policy = settings.servers["policy"]
@@ -90,7 +88,7 @@ async def test_no_request_is_lost_while_an_engine_leaves_and_comes_back(
         policy = handle["policy"]
         url = (await policy.status()).router_url
         async with under_load(url) as load:
-            await policy.engines.remove("main-1", keep_process=keep_process)
+            await policy.engines.remove("main-1")
             await load.more(50)
             assert (await policy.status()).groups[0].vacant_slots == ("main-1",)
             await policy.engines.add("main-1")

@@ -66,8 +66,8 @@ class FakeRig:
         server = self._bench.server
         if verb in PUSHES:
             await PUSHES[verb](server, push)
-        elif verb in ("remove", "lend"):
-            await server.remove_engine(engine_id, verb == "lend")
+        elif verb == "remove":
+            await server.remove_engine(engine_id)
         elif verb == "add":
             await server.add_engine(engine_id)
         else:
