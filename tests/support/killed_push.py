@@ -84,15 +84,18 @@ class Killer:
         self.has_killed = False
         self._victim = victim
         self._is_over = False
+        self._before: tuple[Any, Any] = None, None
 
     def __enter__(self) -> Killer:
+        self._before = sys.gettrace(), threading.gettrace()
         threading.settrace(self._trace)
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        # Another one measures coverage.
+        sys.settrace(self._before[0])
+        threading.settrace(self._before[1])  # type: ignore[arg-type]
         # A thread that a pool begins meanwhile is traced until it ends.
         self._is_over = True
 
