@@ -153,6 +153,8 @@ async def test_a_disk_that_fails_delays_no_sample_and_is_reported_once(
         await asyncio.sleep(0.3)
         assert len(losses(client)) == 1
         assert losses(client)[0] > 0
+        # From here on only a loaded host is slow, and that is no loss.
+        monkeypatch.setattr(journal, "_WITHIN_S", 60.0)
         disk.is_full = False
         disk.answers.set()
         await until_reported(client, 2)
