@@ -67,7 +67,7 @@ async def talk_with(
         kill_core: ends the engine core, and not the API server.
     """
     with reserve_port("127.0.0.1") as reservation:
-        port = reservation.port  # on which nobody listens
+        port = reservation.port  # no process listens on it
     text = json.dumps(TALK).replace("$MODEL", str(model)).replace('"$PORT"', str(port))
     running: asyncio.Task[httpx.Response] | None = None
     talk = []
@@ -106,7 +106,7 @@ def _read(answer: httpx.Response) -> Json:
 
 
 def _shorter(reply: Json) -> Json:
-    """Without what nobody reads, and with the first of many things of a kind."""
+    """Without what no client reads, and with the first of many things of a kind."""
     if isinstance(reply, list):
         # Of a stream, what comes before the tokens, the first and the last of them, and the rest.
         words = [one for one in reply if isinstance(one, dict) and one.get("choices")]
