@@ -55,7 +55,7 @@ ACTORS = {
     "server": "RolloutServerActor",
 }
 # A standby has a launcher, too, and may be missing for a time.
-LEAST = {"router": 2, "group": 1, "server": 1, "launcher": 2, "store agent": 1}
+LEAST = {"router": 1, "group": 1, "server": 1, "launcher": 2, "store agent": 1}
 ROLES = ("engine", "standby", *ACTORS)
 BACK_S = 240.0  # with boots
 DEADLINE_S = 120.0  # of each command
