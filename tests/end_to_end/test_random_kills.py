@@ -24,7 +24,7 @@ import pytest
 
 import rollout
 from engines.process.guarded_process import OUTLIVES_S
-from rollout.core.errors import ActorLost
+from rollout.core.errors import ActorLost, PhaseFailed
 from rollout.core.samples import Sample, all_samples
 from rollout.core.types import EngineStatus
 from rollout.driver.data.prompt_data import PromptData
@@ -210,7 +210,7 @@ class Run:
             try:
                 command()
                 break
-            except ActorLost as error:
+            except (ActorLost, PhaseFailed) as error:  # between two calls, or in one of its phases
                 if "call again" not in str(error):
                     raise
                 self.num_called_again[self.role] += 1
