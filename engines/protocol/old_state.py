@@ -133,7 +133,7 @@ SGLANG = OldState(
         "enable_linker_mla_dedup",
     ),
 )
-"""As read in SGLang 0.5.20 to 0.5.23."""
+"""What SGLang keeps, as read in 0.5.20 to 0.5.23."""
 
 _NO_SALT = "not all put cache_salt into their keys; use kv-offloading-size"
 
@@ -145,7 +145,8 @@ VLLM = OldState(
     },
     refused_for_embeddings=("ec_transfer_config", "ec_manager_config"),
 )
-"""As read in vLLM 0.32 and 0.33.  Its ``/pause`` clears all other caches before weights change."""
+"""What vLLM keeps, as read in 0.32 and 0.33.  Its ``/pause`` clears all other caches before weights
+change."""
 
 FAKE = OldState(
     embeddings_variable="FAKE_EMBEDDING_CACHE_MB",

@@ -404,14 +404,16 @@ class ServerGroup:
             try:
                 await self._recovery.readmit(engine_id, version)
             except BaseException as error:  # it is in the group, and its weights are unknown
-                if self._engines.get(engine_id) is None:
-                    why = f"engine {engine_id}: its group was stopped meanwhile"
-                    raise LifecycleError(why, command="add_engine") from error
                 cause = error if isinstance(error, Exception) else TimeoutError("it was cut off")
                 failure = as_failure(cause, engine_id, "add", started)
-                await self._engines.fence([failure])
+                was_stopped = self._engines.get(engine_id) is None  # its group, meanwhile
+                if not was_stopped:
+                    await self._engines.fence([failure])
                 if cause is not error:
                     raise
+                if was_stopped:
+                    why = f"engine {engine_id}: its group was stopped meanwhile"
+                    raise LifecycleError(why, command="add_engine") from error
                 raise failure from error
             return await member.status(self._commands.phase.value)
 

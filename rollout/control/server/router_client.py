@@ -74,7 +74,7 @@ class RouterClient:
     def serves(self) -> tuple[int, Members | None, str, dict[str, Any]]:
         """The router was lost and begins again: at which port, and see ``RouterHost.begin_as``.
 
-        The port is 0 if it was lost before it had one.
+        The port is 0 as long as this client knows none.
         """
         logger.warning("%s was lost; another process begins to serve at %s", self._name, self.url)
         state, why = self._gate

@@ -76,8 +76,8 @@ def find_mismatch(
     if off:
         rows = rows_of(off)
         sides = {
-            "the engine's": not all(math.isfinite(one) for row in rows for one in row.engine),
-            "the trainer's": not all(math.isfinite(one) for row in rows for one in row.trainer),
+            "the engine's": not all(math.isfinite(value) for row in rows for value in row.engine),
+            "the trainer's": not all(math.isfinite(value) for row in rows for value in row.trainer),
         }
         is_of_engine = sides["the engine's"]
         num = total(sums[place] for place in off).num_not_finite

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 # The kernel closes the sockets of a process that ends in any order.
 _BIND_WITHIN_S = 5.0
 _BIND_AGAIN_S = 0.005
+_ASK_AGAIN_S = 0.1
 
 
 def was_restarted() -> bool:
@@ -74,9 +75,11 @@ class RouterActor(RouterHost):
     async def _serve_again(self) -> None:
         namespace, name = self._server
         server: Any = await asyncio.to_thread(ray.get_actor, name, namespace=namespace)
-        port, *begun = await server.router_serves.options(max_task_retries=-1).remote()
-        if not port:  # it was lost in its first start, which its server sees
-            return
+        call = server.router_serves.options(max_task_retries=-1)
+        port, *begun = await call.remote()
+        while not port:  # a server that was lost, too, has not found its router so far
+            await asyncio.sleep(_ASK_AGAIN_S)
+            port, *begun = await call.remote()
         self._config = self._config.model_copy(update={"port": port})
         endpoint = await self._start_soon()
         await self.begin_as(*begun)

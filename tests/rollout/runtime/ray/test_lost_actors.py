@@ -295,12 +295,16 @@ def test_requests_of_a_driver_and_of_a_handle_outlive_a_lost_router(
     """What the lost router had is generated again, and each group is delivered once."""
     sampling = rollout.SamplingParams(max_new_tokens=40)
     data = source(24, num_epochs=1)
-    with rollout.Driver(policy.url, reward=lambda sample: 1.0) as driver:
+    with engines_of(policy) as served, rollout.Driver(policy.url, reward=lambda _: 1.0) as driver:
+        for engine in served.values():
+            engine.hold("generate")
         batch = {"num_groups": 24, "group_size": 2, "sampling": sampling}
         call = driver.rollout(0, data, **batch)
         replies = policy.generate([[1, 2, 3]] * 8, sampling)
         assert wait_until(lambda: num_running(policy) >= 8, TIMEOUT_S)
         kill_listener(policy.url)
+        for engine in served.values():
+            engine.open("generate")
         assert numbers(call.result(TIMEOUT_S)) == list(range(1, 25))
         assert [len(one.output_ids) for one in replies.result(TIMEOUT_S)] == [40] * 8
         assert not driver.rollout(1, data, **batch).result(TIMEOUT_S)
