@@ -69,7 +69,7 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
     ):
         policy = deployment["policy"]
         if done:
-            policy.serve_weights(trainer.state_dict(), version=done).result()
+            policy.push(trainer.state_dict(), version=done).result()
         for step in range(done + 1, args.steps + 1):
             groups = driver.rollout(
                 step,
@@ -83,7 +83,7 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
             if args.dump:
                 dump(args.dump / f"{step:06}.parquet", groups)
             learn(trainer, step, groups)
-            policy.serve_weights(trainer.state_dict(), version=step).result()
+            policy.push(trainer.state_dict(), version=step).result()
             if args.checkpoint:
                 driver.state_of(data)  # the journal forgets what is older than the last two saves
                 save(args.checkpoint, trainer, step)

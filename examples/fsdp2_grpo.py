@@ -65,7 +65,7 @@ def train(args: argparse.Namespace, report: Report) -> None:
                 ).result()
 
             # When no rank needs the engines any more.
-            offloaded = pusher.give_memory(rank_timeout_s=600)
+            offloaded = pusher.offload(rank_timeout_s=600)
             with report.timed("train"):
                 trainer.onload()
                 metrics = trainer.step([group.samples for group in groups])

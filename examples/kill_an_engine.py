@@ -56,7 +56,7 @@ def train(folder: Path) -> None:
     weights = load_file(model_path / "model.safetensors")
     with rollout.launch(rollout.RolloutConfig.from_dict(config), backend="ray") as deployment:
         policy = deployment["policy"]
-        policy.serve_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result()
+        policy.push({name: 1.5 * tensor for name, tensor in weights.items()}).result()
         wait_for(lambda: policy.status().result().store.version == policy.weight_version)
         engines = policy.status().result().groups[0].engines
         print(json.dumps({"url": policy.url, "pid": engines[0].pid}), flush=True)

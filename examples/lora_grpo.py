@@ -102,7 +102,7 @@ def train(args: argparse.Namespace) -> None:
         policy = deployment["policy"]
         differs = policy.checks.base_differs(trainer.base)
         if differs:
-            policy.serve_weights(policy.phases.make_push(trainer.base, is_base=True)).result()
+            policy.push(policy.phases.make_push(trainer.base, is_base=True)).result()
         print(f"base {base_bytes / 2**20:.1f} MiB, {'pushed' if differs else 'as on disk'}")
         if not args.merge:
             print(f"adapter {adapter_bytes / 2**20:.2f} MiB, {adapter_bytes / base_bytes:.1%}")

@@ -87,7 +87,7 @@ def train(args: argparse.Namespace, report: Report) -> None:
                 groups = driver.rollout(
                     step, batch, group_size=args.group_size, sampling=SAMPLING
                 ).result()
-            offloaded = policy.give_memory().result()
+            offloaded = policy.offload().result()
             with report.timed("train"):
                 steps = [
                     one.step.remote(groups[rank :: len(ranks)], step)

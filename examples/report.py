@@ -19,15 +19,15 @@ from rich.table import Table
 MIB = 1024 * 1024
 PHASES = (
     "rollout",
-    "pause",
-    "flush",
-    "release",
+    "pause_generation",
+    "flush_cache",
+    "release_memory_occupation",
     "train",
-    "resume_weights",
+    "onload_weights",
     "update_weights",
     "verify",
-    "resume_kv",
-    "continue",
+    "onload_kv",
+    "continue_generation",
     "eval",
 )
 SHORT = dict(

@@ -22,9 +22,9 @@ from rollout.weights.push.weight_push import WeightPush
 
 def my_step(policy: rollout.ServerHandle, train: Callable[[], WeightPush]) -> None:
     """The loop under test: your code."""
-    policy.give_memory().result()
+    policy.offload().result()
     new_weights = train()
-    policy.serve_weights(new_weights).result()
+    policy.push(new_weights).result()
 
 
 def weights(version: int) -> WeightPush:

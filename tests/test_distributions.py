@@ -48,10 +48,10 @@ write_checkpoint(Path("model"))
 groups = {"main": {"num_engines": 2, "engine": {"kind": "fake"}}}
 servers = {"policy": {"model_path": "model", "groups": groups}}
 with rollout.launch(rollout.RolloutConfig.from_dict({"servers": servers})) as deployment:
-    deployment.give_memory().result()
+    deployment.offload().result()
     folder = str(Path("model").absolute())
     push = WeightPush(1, read_checkpoint_manifest("model"), [{"path": folder}], ByPath())
-    deployment.serve_weights({"policy": push}).result()
+    deployment.push({"policy": push}).result()
     status = deployment["policy"].status().result()
     print(status.weight_version, status.phase)
 """

@@ -30,9 +30,17 @@ from tests.support.gpu.policy import TIMEOUT_S, OneEngine, one_engine
 
 Seconds = dict[str, float]
 _UPDATE = ("make", "handle", "apply", "update")
-_SYNC = ("pause", "flush", *_UPDATE, "verify", "continue", "rest")
-_OFFLOAD = ("offload", "onload", "pause", "flush", "release")
-_STEP = (*_OFFLOAD, "resume_weights", *_UPDATE, "verify", "resume_kv", "continue", "rest")
+_SYNC = ("pause_generation", "flush_cache", *_UPDATE, "verify", "continue_generation", "rest")
+_OFFLOAD = ("offload", "onload", "pause_generation", "flush_cache", "release_memory_occupation")
+_STEP = (
+    *_OFFLOAD,
+    "onload_weights",
+    *_UPDATE,
+    "verify",
+    "onload_kv",
+    "continue_generation",
+    "rest",
+)
 _STAGES = {"gather": "make", "copy": "handle", "engine": "apply"}
 # A part of the benchmark must end where a command may take ten minutes.
 _MOST_S = 100.0
@@ -118,14 +126,14 @@ class _Pushing:
     def step(self) -> Seconds:
         """The same of a step: the engine's memory is the trainer's in the middle of it."""
         reports: list[StepReport] = []
-        offload = timed(lambda: reports.append(self.give_memory()))
+        offload = timed(lambda: reports.append(self.offload()))
         synced = self.sync()
         onload = synced.pop("total")
         found = {"offload": offload, "onload": onload, "total": offload + onload}
         return _parts(reports[0]) | synced | found
 
-    def give_memory(self) -> StepReport:
-        return self.policy.handle.give_memory().result(TIMEOUT_S)
+    def offload(self) -> StepReport:
+        return self.policy.handle.offload().result(TIMEOUT_S)
 
 
 def _checked(report: StepReport) -> set[str]:

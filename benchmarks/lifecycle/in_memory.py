@@ -33,8 +33,8 @@ class Fleet:
             self._version += 1
             weights = push(self._version)
             before_s = time.process_time()
-            await self._server.give_memory()
-            await self._server.serve_weights(weights)
+            await self._server.offload()
+            await self._server.push(weights)
             used_s += time.process_time() - before_s
         return used_s / num_cycles / self.num_engines
 

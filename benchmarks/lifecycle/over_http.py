@@ -98,8 +98,8 @@ def measure_actors(server: ServerHandle, urls: list[str], repeats: int) -> list[
             version = server.status().result().weight_version + 1
             meter.read()
             began_s = time.perf_counter()
-            report = server.give_memory().result()
-            report = report.merged(server.serve_weights(push(version)).result())
+            report = server.offload().result()
+            report = report.merged(server.push(push(version)).result())
             elapsed_s = time.perf_counter() - began_s
             busiest_s, num_calls, cpu_s = meter.read()
             cycles.append(

@@ -31,7 +31,7 @@ def span_cpu_s(num: int, timeline: Timeline) -> float:
     began_s = time.process_time()
     for _ in range(num):
         with (
-            timeline.span(Kind.ENGINE, "pause", engine_id="main-0", budget_s=60.0),
+            timeline.span(Kind.ENGINE, "pause_generation", engine_id="main-0", budget_s=60.0),
             timeline.span(Kind.CALL, "pause_generation", engine_id="main-0", budget_s=60.0),
         ):
             pass
@@ -45,8 +45,8 @@ async def num_spans_of_a_step(folder: Path, num_engines: int) -> int:
     await bench.server.start()
     before = await bench.server.observe({})
     cursors = {source: excerpt.cursor for source, excerpt in before.timelines.items()}
-    await bench.server.give_memory()
-    await bench.server.serve_weights(push(1))
+    await bench.server.offload()
+    await bench.server.push(push(1))
     after = await bench.server.observe(cursors)
     await bench.server.stop()
     return sum(len(excerpt.spans) for excerpt in after.timelines.values())

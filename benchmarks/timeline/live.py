@@ -117,8 +117,8 @@ async def measure(num_engines: int, num_pairs: int, num_requests: int, folder: P
                 Switched.is_on = number % 4 in (0, 3)
                 gc.collect()
                 began_s = time.process_time()
-                await server.give_memory()
-                await server.serve_weights(push(number + 1))
+                await server.offload()
+                await server.push(push(number + 1))
                 await asyncio.to_thread(clients.send, num_requests)
                 spent_s[Switched.is_on].append(time.process_time() - began_s)
         finally:

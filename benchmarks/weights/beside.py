@@ -62,7 +62,7 @@ def _round(stores: Mapping[str, Any], num_bytes: int, repeats: int) -> dict[str,
         for turn in range(repeats + 2):  # the first two take new memory
             for name, server in sorted(servers.items(), reverse=bool(turn % 2)):
                 began = time.perf_counter()
-                server.serve_weights(weights).result(600)
+                server.push(weights).result(600)
                 seconds[name].append(time.perf_counter() - began)
                 if name == "store_on":
                     keep_s.append(_store_s(server))

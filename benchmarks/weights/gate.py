@@ -50,7 +50,7 @@ def _row(policy: ServerHandle, weights: dict[str, Any], repeats: int) -> Row:
     seconds, paused = [], []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        report = policy.serve_weights(weights).result(600)
+        report = policy.push(weights).result(600)
         seconds.append(time.perf_counter() - began)
         paused.append(sum(report.phase_s.values()))
     # The first push takes new memory.

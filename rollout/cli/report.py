@@ -256,7 +256,9 @@ def _memory(spans: list[Span]) -> str:
     last = {
         (span.source, span.engine_id): span
         for span in sorted(spans, key=lambda span: span.start_s)
-        if span.kind is Kind.ENGINE and span.name == "release" and span.outcome is Outcome.OK
+        if span.kind is Kind.ENGINE
+        and span.name == "release_memory_occupation"
+        and span.outcome is Outcome.OK
     }
     if not last:
         return "<p>None was released.</p>"

@@ -263,5 +263,5 @@ def why_no_copy(transport: Transport) -> str:
     return (
         f"weights.transport = {transport}: it reads the tensors while engines load them, so "
         "make_push and window.push cannot copy them; use offloaded(weights=function), or "
-        "give_memory() and then serve_weights(tensors) or pusher.push(tensors)"
+        "offload() and then push(tensors) or pusher.push(tensors)"
     )

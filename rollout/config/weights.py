@@ -131,7 +131,7 @@ class WeightsConfig(ConfigSection):
     """Deadline for all engines to join a broadcast, and for each of its buckets; after it, the
     broadcast is cancelled on all of them."""
     check_first_push: bool = False
-    """Make the first ``serve_weights`` a ``checks.push_path``. Its weights must be those of
+    """Make the first ``push`` a ``checks.push_path``. Its weights must be those of
     ``model_path``, so not for a trainer that continues from another checkpoint. The engines keep a
     copy of the model in host memory meanwhile."""
     adapters: Annotated[tuple[AdapterName, ...], Field(min_length=1)] = ("policy",)

@@ -1,6 +1,6 @@
 """Several rollout servers on the same GPUs: policy, reference, reward, judge.
 
-Always true: ``give_memory`` and ``serve`` are one transaction each over all servers.  The trainer's
+Always true: ``offload`` and ``serve`` are one transaction each over all servers.  The trainer's
 GPUs are shared by all.  So no server releases before every server has flushed, and none serves
 before every server can.  One transaction runs at a time.  A repeated transaction, also one that
 failed, continues from the phase of each group.
@@ -21,7 +21,7 @@ from rollout.core.command_lock import CommandLock
 from rollout.core.errors import ConfigError
 from rollout.core.fanout import barrier
 from rollout.core.types import ServerStatus, StepReport
-from rollout.rules.lifecycle import GIVE_MEMORY, SERVE_UPDATED, TAKE_MEMORY, Command, up_to
+from rollout.rules.lifecycle import OFFLOAD, SERVE_UPDATED, TAKE_MEMORY, Command, up_to
 from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Deployment:
         try:
             for name in self._stacked:
                 await self._servers[name].start(self._expect_version)
-                await self._servers[name].give_memory()
+                await self._servers[name].offload()
             starting = {
                 name: self._servers[name].start(self._expect_version)
                 for name in self._not_stacked()
@@ -83,13 +83,13 @@ class Deployment:
         except Exception as error:  # the launcher must still kill the servers
             logger.error("server %s did not stop by itself: %s", name, describe(error))
 
-    async def give_memory(self) -> dict[str, StepReport]:
+    async def offload(self) -> dict[str, StepReport]:
         """Pause all servers, then flush all, then release all, in whatever phase they are."""
-        async with self._lock.held("give_memory"):
-            return await self._advance(*GIVE_MEMORY)
+        async with self._lock.held("offload"):
+            return await self._advance(*OFFLOAD)
 
     async def serve(
-        self, pushes: Mapping[str, WeightPush], until: Command = Command.CONTINUE
+        self, pushes: Mapping[str, WeightPush], until: Command = Command.CONTINUE_GENERATION
     ) -> dict[str, StepReport]:
         """Resume the weights of all servers, push new weights, then serve.
 
@@ -112,7 +112,7 @@ class Deployment:
         unpushed = {name: one for name, one in self._servers.items() if name not in pushes}
         await barrier({name: server.check_hold_weights() for name, server in unpushed.items()})
         await barrier({name: self._servers[name].make_idle() for name in pushes})
-        reports = await self._advance(Command.RESUME_WEIGHTS)
+        reports = await self._advance(Command.ONLOAD_WEIGHTS)
         updated = await barrier(
             {name: self._servers[name].update_weights(push) for name, push in pushes.items()}
         )

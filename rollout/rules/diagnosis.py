@@ -46,17 +46,17 @@ class Finding:
 # What an engine does in a phase, and why the phase may not end.
 _MEANING = {
     "start": "the engine loads its model; a wrong path or too little memory shows in its log",
-    "pause": "the engine ends all requests and replies after the last one; a scheduler that hangs "
-    "(a collective that waits for a lost rank, a very long prefill) never replies",
-    "flush": "the engine waits until no request is in flight; requests that bypass the router or "
-    "ignore the abort keep it busy",
-    "release": "the engine releases its memory; copying weights to the host takes seconds, and a "
-    "GPU driver that hangs never returns",
-    "resume_weights": "the engine allocates memory for weights; the trainer may still hold it",
+    "pause_generation": "the engine ends all requests and replies after the last one; a scheduler "
+    "that hangs (a collective that waits for a lost rank, a very long prefill) never replies",
+    "flush_cache": "the engine waits until no request is in flight; requests that bypass the "
+    "router or ignore the abort keep it busy",
+    "release_memory_occupation": "the engine releases its memory; copying weights to the host "
+    "takes seconds, and a GPU driver that hangs never returns",
+    "onload_weights": "the engine allocates memory for weights; the trainer may still hold it",
     "update_weights": "the engine loads new weights; with NCCL, one lost rank blocks all engines",
     "verify": "the engine reads all its weights and computes their fingerprints",
-    "resume_kv": "the engine allocates memory for its KV cache; the trainer may still hold it",
-    "continue": "the engine accepts requests again",
+    "onload_kv": "the engine allocates memory for its KV cache; the trainer may still hold it",
+    "continue_generation": "the engine accepts requests again",
     "begin_weight_update": "the engine prepares for new weights",
     "end_weight_update": "the engine ends the update of its weights",
     "kill": "a killed process that does not exit is stuck in the kernel, usually in a GPU driver",
@@ -74,8 +74,8 @@ _RESTART_ATTACHED = (
 # Commands whose deadline is a setting with another name.
 _SETTINGS = {
     "start": "engine.start_timeout_s",
-    "resume_weights": "lifecycle.resume_timeout_s",
-    "resume_kv": "lifecycle.resume_timeout_s",
+    "onload_weights": "lifecycle.resume_timeout_s",
+    "onload_kv": "lifecycle.resume_timeout_s",
     "update_weights": "lifecycle.update_timeout_s",
 }
 LONG_S = 10.0
@@ -255,9 +255,9 @@ def _what_to_do(
             "or stop it now where it was launched: it is attached, so this run never stops it; the "
             "phase then does not wait for its deadline"
         )
-    if name == "flush":
+    if name == "flush_cache":
         yield "find the clients that bypass the router: the engine's log names them"
-    if name in ("resume_weights", "resume_kv"):
+    if name in ("onload_weights", "onload_kv"):
         yield "check whether the trainer has released its memory (GPU memory below)"
     setting = _SETTINGS.get(name, f"lifecycle.{name}_timeout_s")
     yield (
@@ -306,8 +306,8 @@ def _gate(now: Mapping[str, Any]) -> Iterator[Finding]:
             f"the gate is closed for {in_s:.0f} s: {reason}{waits}",
             ("a command failed; the gate stays closed until the engines are verified again",),
             (
-                "fix the cause, then repeat the failed command, or call `serve_weights` or "
-                "`give_memory`: each group continues from its phase",
+                "fix the cause, then repeat the failed command, or call `push` or "
+                "`offload`: each group continues from its phase",
             ),
         )
     elif in_s > max(_LONG_TRAINER_S, _SLOW * _usual_trainer_s(now)):
@@ -319,7 +319,7 @@ def _gate(now: Mapping[str, Any]) -> Iterator[Finding]:
                 f"trainer has the GPUs, for {_usual_trainer_s(now):.0f} s in the last steps",
             ),
             (
-                "if the training step is over, call serve_weights(weights), or serve() if the "
+                "if the training step is over, call push(weights), or serve() if the "
                 "weights were kept; if the training script has died, start it again or stop the "
                 "run: `rollout stop`",
             ),

@@ -35,29 +35,30 @@ class Phase(StrEnum):
 
 
 class Command(StrEnum):
-    """What moves a group from one phase to the next.
+    """What moves a group from one phase to the next; each is a method of ``policy.phases``.
 
     Attributes:
-        PAUSE: stop all generation; what becomes of requests in flight is ``lifecycle.drain``.
-        FLUSH: wait until nothing is in flight, and drop the prefix caches.
-        RELEASE: give the memory back, and measure that it came free.
-        RESUME_WEIGHTS: take the memory of the weights back; its contents are not trusted yet.
+        PAUSE_GENERATION: stop all generation; what becomes of requests in flight is
+            ``lifecycle.drain``.
+        FLUSH_CACHE: wait until nothing is in flight, and drop the prefix caches.
+        RELEASE_MEMORY_OCCUPATION: give the memory back, and measure that it came free.
+        ONLOAD_WEIGHTS: take the memory of the weights back; its contents are not trusted yet.
         SNAPSHOT: let every engine keep a copy of its weights, to compare with after a push.
         UPDATE_WEIGHTS: give every engine the new weights.
         VERIFY: check that every engine holds the published weight version.
-        RESUME_KV: take the memory of KV caches and CUDA graphs back.
-        CONTINUE: generate again; the gate is still shut.
+        ONLOAD_KV: take the memory of KV caches and CUDA graphs back.
+        CONTINUE_GENERATION: generate again; the gate is still shut.
     """
 
-    PAUSE = "pause"
-    FLUSH = "flush"
-    RELEASE = "release"
-    RESUME_WEIGHTS = "resume_weights"
+    PAUSE_GENERATION = "pause_generation"
+    FLUSH_CACHE = "flush_cache"
+    RELEASE_MEMORY_OCCUPATION = "release_memory_occupation"
+    ONLOAD_WEIGHTS = "onload_weights"
     SNAPSHOT = "snapshot"
     UPDATE_WEIGHTS = "update_weights"
     VERIFY = "verify"
-    RESUME_KV = "resume_kv"
-    CONTINUE = "continue"
+    ONLOAD_KV = "onload_kv"
+    CONTINUE_GENERATION = "continue_generation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,38 +95,38 @@ _MOST_LISTED = 8
 
 _P, _C = Phase, Command
 TABLE: tuple[Transition, ...] = (
-    Transition(_P.SERVING, _C.PAUSE, _P.PAUSED),
-    Transition(_P.PAUSED, _C.FLUSH, _P.FLUSHED),
-    Transition(_P.PAUSED, _C.CONTINUE, _P.SERVING),
-    Transition(_P.FLUSHED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
+    Transition(_P.SERVING, _C.PAUSE_GENERATION, _P.PAUSED),
+    Transition(_P.PAUSED, _C.FLUSH_CACHE, _P.FLUSHED),
+    Transition(_P.PAUSED, _C.CONTINUE_GENERATION, _P.SERVING),
+    Transition(_P.FLUSHED, _C.RELEASE_MEMORY_OCCUPATION, _P.OFFLOADED, OFFLOADING),
     Transition(_P.FLUSHED, _C.SNAPSHOT, _P.FLUSHED),
     Transition(_P.FLUSHED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
-    Transition(_P.FLUSHED, _C.CONTINUE, _P.SERVING),
-    Transition(_P.OFFLOADED, _C.RESUME_WEIGHTS, _P.WEIGHTS_ONLOADED, OFFLOADING),
+    Transition(_P.FLUSHED, _C.CONTINUE_GENERATION, _P.SERVING),
+    Transition(_P.OFFLOADED, _C.ONLOAD_WEIGHTS, _P.WEIGHTS_ONLOADED, OFFLOADING),
     Transition(_P.WEIGHTS_ONLOADED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED, OFFLOADING),
     Transition(_P.WEIGHTS_ONLOADED, _C.VERIFY, _P.VERIFIED, SURVIVING),
-    Transition(_P.WEIGHTS_ONLOADED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
+    Transition(_P.WEIGHTS_ONLOADED, _C.RELEASE_MEMORY_OCCUPATION, _P.OFFLOADED, OFFLOADING),
     Transition(_P.WEIGHTS_UPDATED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
     Transition(_P.WEIGHTS_UPDATED, _C.VERIFY, _P.VERIFIED),
-    Transition(_P.WEIGHTS_UPDATED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
-    Transition(_P.VERIFIED, _C.RESUME_KV, _P.KV_ONLOADED, OFFLOADING),
-    Transition(_P.VERIFIED, _C.CONTINUE, _P.SERVING, KEEPING),
+    Transition(_P.WEIGHTS_UPDATED, _C.RELEASE_MEMORY_OCCUPATION, _P.OFFLOADED, OFFLOADING),
+    Transition(_P.VERIFIED, _C.ONLOAD_KV, _P.KV_ONLOADED, OFFLOADING),
+    Transition(_P.VERIFIED, _C.CONTINUE_GENERATION, _P.SERVING, KEEPING),
     # Engines that die here come back without weights, and only a push leads out.
     Transition(_P.VERIFIED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
-    Transition(_P.VERIFIED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
+    Transition(_P.VERIFIED, _C.RELEASE_MEMORY_OCCUPATION, _P.OFFLOADED, OFFLOADING),
     Transition(_P.KV_ONLOADED, _C.UPDATE_WEIGHTS, _P.WEIGHTS_UPDATED),
-    Transition(_P.KV_ONLOADED, _C.RELEASE, _P.OFFLOADED, OFFLOADING),
-    Transition(_P.KV_ONLOADED, _C.CONTINUE, _P.SERVING),
+    Transition(_P.KV_ONLOADED, _C.RELEASE_MEMORY_OCCUPATION, _P.OFFLOADED, OFFLOADING),
+    Transition(_P.KV_ONLOADED, _C.CONTINUE_GENERATION, _P.SERVING),
 )
 
 # Each of these leads to its end from every phase, if each command goes to the groups that need it.
-MAKE_IDLE = (Command.PAUSE, Command.FLUSH)
-GIVE_MEMORY = (*MAKE_IDLE, Command.RELEASE)
-SERVE_UPDATED = (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
-SERVE = (Command.RESUME_WEIGHTS, *SERVE_UPDATED)
-SERVE_WEIGHTS = (*MAKE_IDLE, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
-TAKE_MEMORY = (Command.RESUME_WEIGHTS, Command.RESUME_KV)
-MOVE_MEMORY = (Command.RELEASE, *TAKE_MEMORY)
+MAKE_IDLE = (Command.PAUSE_GENERATION, Command.FLUSH_CACHE)
+OFFLOAD = (*MAKE_IDLE, Command.RELEASE_MEMORY_OCCUPATION)
+SERVE_UPDATED = (Command.VERIFY, Command.ONLOAD_KV, Command.CONTINUE_GENERATION)
+SERVE = (Command.ONLOAD_WEIGHTS, *SERVE_UPDATED)
+PUSH = (*MAKE_IDLE, Command.ONLOAD_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
+TAKE_MEMORY = (Command.ONLOAD_WEIGHTS, Command.ONLOAD_KV)
+MOVE_MEMORY = (Command.RELEASE_MEMORY_OCCUPATION, *TAKE_MEMORY)
 STAGE = "stage_adapter"
 """No command: engines load a version of an adapter and verify it in every phase that serves."""
 
@@ -157,15 +158,15 @@ def budget_s(command: Command, budgets: LifecycleConfig, *, is_path_check: bool 
     if is_path_check:
         return 3 * budgets.update_timeout_s
     return {
-        Command.PAUSE: budgets.pause_timeout_s,
-        Command.FLUSH: budgets.flush_timeout_s,
-        Command.RELEASE: budgets.release_timeout_s,
-        Command.RESUME_WEIGHTS: budgets.resume_timeout_s,
+        Command.PAUSE_GENERATION: budgets.pause_timeout_s,
+        Command.FLUSH_CACHE: budgets.flush_timeout_s,
+        Command.RELEASE_MEMORY_OCCUPATION: budgets.release_timeout_s,
+        Command.ONLOAD_WEIGHTS: budgets.resume_timeout_s,
         Command.SNAPSHOT: budgets.update_timeout_s,
         Command.UPDATE_WEIGHTS: budgets.update_timeout_s,
         Command.VERIFY: budgets.verify_timeout_s,
-        Command.RESUME_KV: budgets.resume_timeout_s,
-        Command.CONTINUE: budgets.continue_timeout_s,
+        Command.ONLOAD_KV: budgets.resume_timeout_s,
+        Command.CONTINUE_GENERATION: budgets.continue_timeout_s,
     }[command]
 
 
@@ -198,9 +199,9 @@ _NOT_IDLE = (Phase.STARTING, Phase.SERVING, Phase.PAUSED)
 def _needs(command: Command, phase: Phase, traits: GroupTraits) -> bool:
     if command is Command.VERIFY:
         return phase not in _VERIFIED
-    if command is Command.CONTINUE:
+    if command is Command.CONTINUE_GENERATION:
         return phase is not Phase.SERVING
-    if command is Command.RELEASE:
+    if command is Command.RELEASE_MEMORY_OCCUPATION:
         # An offloaded group gets the command again, which does nothing.  But if an earlier resume
         # arrived late, after its caller had given up, only the group itself knows of it.
         return traits.needs_offload and phase not in _NOT_IDLE
@@ -222,7 +223,10 @@ def must_finish(command: Command | None) -> bool:
 
 
 def least_known(before: Command | None, command: Command) -> Command:
-    """Of a command that has not ended and one that follows, that which leaves less known."""
+    """The riskier of two unfinished commands.
+
+    A half-run push outranks a half-run memory command, which outranks the rest.
+    """
     for kinds in (_AFRESH, MOVE_MEMORY):
         if before is not None and before in kinds:
             return before
@@ -269,7 +273,7 @@ def check_hold_weights(phases: Mapping[str, Phase], traits: Mapping[str, GroupTr
             raise LifecycleError(
                 f"cannot serve while {phase}: the release discarded the weights of group {name}, "
                 "so push them: with window.push(weights) in an offload window, else with "
-                "serve_weights(weights)",
+                "push(weights)",
                 command="serve",
                 phase=phase,
                 legal=legal_commands(phase, traits[name]),
@@ -295,7 +299,7 @@ def _way_out(is_any_stale: bool, version: int, update: WeightUpdate) -> str:
     if not is_any_stale:
         return "launch again, or wait until recovery has restarted one (health.recover)"
     if update is WeightUpdate.FULL:
-        return f"push version {version} again, or a newer one, with serve_weights(weights)"
+        return f"push version {version} again, or a newer one, with push(weights)"
     if update is WeightUpdate.FROZEN:
         return "repeat the command when recovery has verified one"
     if update is WeightUpdate.LORA:
@@ -323,8 +327,7 @@ def next_phase(phase: Phase, command: Command, traits: GroupTraits) -> Phase:
     legal = legal_commands(phase, traits)
     is_unpushed = phase is Phase.WEIGHTS_ONLOADED and command is Command.VERIFY
     why = (
-        ": the release discarded the weights, so they must be pushed first, with "
-        "serve_weights(weights)"
+        ": the release discarded the weights, so they must be pushed first, with push(weights)"
         if is_unpushed
         else ""
     )

@@ -111,7 +111,7 @@ SAVER = {
 }
 UPDATE = {f"{part}_s" for part in ("make", "handle", "apply", "update", "verify", "continue")}
 SYNC = UPDATE | {"pause_s", "flush_s", "rest_s", "median_s", "worst_s", "repeats"}
-STEP = SYNC | {"offload_s", "onload_s", "release_s", "resume_weights_s", "resume_kv_s"}
+STEP = SYNC | {"offload_s", "onload_s", "release_s", "onload_weights_s", "onload_kv_s"}
 STEP_SHARE = "share of one core, a step of 10 s (%)"
 
 KEYS: dict[str, dict[str, Any]] = {

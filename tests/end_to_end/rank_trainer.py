@@ -164,9 +164,7 @@ class Trainer:
 
     def offload(self, without: int | None = None) -> Any:
         """All ranks but one, which pushes instead."""
-        return (
-            self.pusher.push(self.whole(1)) if self.rank == without else self.pusher.give_memory()
-        )
+        return self.pusher.push(self.whole(1)) if self.rank == without else self.pusher.offload()
 
     def push_by(self, transport: str, seed: int, is_streamed: bool = False, **more: Any) -> Any:
         rank = self.pusher.rank

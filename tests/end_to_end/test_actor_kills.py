@@ -68,17 +68,20 @@ class Run:
         return not any(one.fence_reason or one.is_stale for one in engines)
 
     def push(self) -> None:
-        self.policy.serve_weights(self.weights).result(TIMEOUT_S)
+        self.policy.push(self.weights).result(TIMEOUT_S)
         self.version += 1
 
     def reach(self, phase: str) -> None:
         """Go to a phase at rest, from serving."""
         if phase == "offloaded":
-            self.policy.give_memory().result(TIMEOUT_S)
+            self.policy.offload().result(TIMEOUT_S)
 
     def has_got(self, command: str) -> bool:
         """Whether the other engine, of SGLang, has carried out what it was sent with the first."""
-        method = {"release": "release_memory", "resume_weights": "resume_memory"}.get(command)
+        method = {
+            "release_memory_occupation": "release_memory",
+            "onload_weights": "resume_memory",
+        }.get(command)
         log = self.journal.parent / "main-1.log"
         calls = re.findall(r"POST /(\w+)_occupation", log.read_text())
         return not (self.is_sglang and method) or calls[-1:] == [method]
@@ -89,16 +92,16 @@ class Run:
         The call ends with an error.  Ray repeats one that a server has lost, unless it is a push.
         """
         calls = {
-            "pause": self.policy.give_memory,
-            "release": self.policy.phases.release_memory_occupation,
-            "resume_weights": self.policy.phases.onload_weights,
+            "pause_generation": self.policy.offload,
+            "release_memory_occupation": self.policy.phases.release_memory_occupation,
+            "onload_weights": self.policy.phases.onload_weights,
             "update_weights": lambda: self.policy.phases.update_weights(self.weights),
         }
-        if command == "release":
+        if command == "release_memory_occupation":
             self.policy.phases.pause_generation().result(TIMEOUT_S)
             self.policy.phases.flush_cache().result(TIMEOUT_S)
-        elif command in ("resume_weights", "update_weights"):
-            self.policy.give_memory().result(TIMEOUT_S)
+        elif command in ("onload_weights", "update_weights"):
+            self.policy.offload().result(TIMEOUT_S)
         if command == "update_weights":
             self.policy.phases.onload_weights().result(TIMEOUT_S)
         pid = self.pids()[0]
@@ -192,14 +195,16 @@ def test_at_rest_the_engines_stay(run: Run, roles: tuple[str, ...], phase: str) 
 
 
 @pytest.mark.parametrize("role", [GROUP, SERVER])
-@pytest.mark.parametrize("command", ["pause", "release", "resume_weights"])
+@pytest.mark.parametrize(
+    "command", ["pause_generation", "release_memory_occupation", "onload_weights"]
+)
 def test_a_command_under_way_is_called_again_and_the_engines_stay(
     run: Run, command: str, role: str
 ) -> None:
     before = run.pids()
     run.interrupt(command, role)
-    if command != "resume_weights":
-        run.policy.give_memory().result(TIMEOUT_S)
+    if command != "onload_weights":
+        run.policy.offload().result(TIMEOUT_S)
     run.push()
     run.check_serves()
     assert run.pids() == before
@@ -238,11 +243,11 @@ def test_engines_of_sglang_stay_though_they_do_not_report_their_memory(
             assert wait_until(run.are_well, TIMEOUT_S), run.engines()
         run.push()
         run.check_serves()
-        for command in ("release", "resume_weights"):
+        for command in ("release_memory_occupation", "onload_weights"):
             for role in (GROUP, SERVER):
                 run.interrupt(command, role)
-                if command == "release":
-                    run.policy.give_memory().result(TIMEOUT_S)
+                if command == "release_memory_occupation":
+                    run.policy.offload().result(TIMEOUT_S)
                 run.push()
                 run.check_serves()
         assert run.pids() == before, run.reasons

@@ -55,7 +55,7 @@ def serving(folder: Path, adapters: list[str], **server: Any) -> Iterator[Server
 def push(policy: ServerHandle, version: int, adapter: str) -> rollout.StepReport:
     named = make_adapter(4, version)
     made = policy.phases.make_push(named, version, adapter=CONFIG, adapter_name=adapter)
-    return policy.serve_weights(made).result(120)
+    return policy.push(made).result(120)
 
 
 @dataclass

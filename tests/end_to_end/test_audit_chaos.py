@@ -150,7 +150,7 @@ def test_every_prompt_reaches_the_trainer_once(
                     )
                     if step % 2 == 0:
                         saved = (list(trained), json.dumps(driver.state_of(data)))
-                    policy.serve_weights(weights).result(PUSHED_WITHIN_S[kind])
+                    policy.push(weights).result(PUSHED_WITHIN_S[kind])
                     step += 1
                 assert len(trained) == stream.auditor.delivered.total()
             num_crashes += 1

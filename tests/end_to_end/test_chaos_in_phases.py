@@ -29,44 +29,44 @@ from tests.support.referee import Referee
 pytestmark = [pytest.mark.exec, pytest.mark.slow, pytest.mark.timeout(600)]
 # The request that each phase sends to every engine.
 PATHS = {
-    "pause": "/pause_generation",
-    "flush": "/flush_cache",
-    "release": "/release_memory_occupation",
+    "pause_generation": "/pause_generation",
+    "flush_cache": "/flush_cache",
+    "release_memory_occupation": "/release_memory_occupation",
     "resume": "/resume_memory_occupation",
     "update": "/update_weights_from_disk",  # from shared memory, as engines of this host have it
     "verify": "/weights_checker",
-    "resume_kv": "/resume_memory_occupation",
-    "continue": "/continue_generation",
+    "onload_kv": "/resume_memory_occupation",
+    "continue_generation": "/continue_generation",
 }
 VLLM_PATHS = {
-    "pause": routes.PAUSE,
-    "flush": routes.RESET_CACHE,
-    "release": routes.SLEEP,
+    "pause_generation": routes.PAUSE,
+    "flush_cache": routes.RESET_CACHE,
+    "release_memory_occupation": routes.SLEEP,
     "resume": routes.WAKE_UP,
     "update": routes.UPDATE,
     "verify": routes.RPC,  # of the plugin's fingerprints
-    "resume_kv": routes.WAKE_UP,
-    "continue": routes.RESUME,
+    "onload_kv": routes.WAKE_UP,
+    "continue_generation": routes.RESUME,
 }
 # Which request of the step that is, where it is not the first of its path.
-NTH = {"resume_kv": 2}
+NTH = {"onload_kv": 2}
 # A start takes half a minute there, a minute and more for vLLM: every phase and every fault, but
 # not all pairs.
 ON_OTHERS = (
-    ("freeze", "pause"),
+    ("freeze", "pause_generation"),
     ("kill", "update"),
-    ("stop", "pause"),
-    ("502", "flush"),
-    ("kill", "release"),
+    ("stop", "pause_generation"),
+    ("502", "flush_cache"),
+    ("kill", "release_memory_occupation"),
     ("drop", "resume"),
     ("freeze", "update"),
     ("502", "verify"),
     ("stop", "verify"),
-    ("kill", "resume_kv"),
-    ("drop", "continue"),
+    ("kill", "onload_kv"),
+    ("drop", "continue_generation"),
 )
 IN_USUAL_RUN = {
-    "embedded": [("kill", "release")],
+    "embedded": [("kill", "release_memory_occupation")],
     "sglang": [("kill", "update")],
     "vllm": [],
 }
@@ -99,12 +99,12 @@ CASES += [
         id=f"{kind}{ON_GPU}-{fault}-{phase}",
     )
     for kind, fault, phase, *marks in [
-        ("embedded", "kill", "release"),
-        ("embedded", "kill", "resume_kv"),
-        ("embedded", "502", "release", pytest.mark.chaos),
+        ("embedded", "kill", "release_memory_occupation"),
+        ("embedded", "kill", "onload_kv"),
+        ("embedded", "502", "release_memory_occupation", pytest.mark.chaos),
         ("embedded", "stop", "update", pytest.mark.chaos),
-        ("sglang", "kill", "release", pytest.mark.chaos),
-        ("sglang", "kill", "resume_kv", pytest.mark.chaos),
+        ("sglang", "kill", "release_memory_occupation", pytest.mark.chaos),
+        ("sglang", "kill", "onload_kv", pytest.mark.chaos),
     ]
 ]
 BOTH = ["main-0", "main-1"]
@@ -154,7 +154,15 @@ def policy(
         "groups": {"main": {"num_engines": 2, "engine": engine}},
         "lifecycle": {
             f"{phase}_timeout_s": PHASE_TIMEOUT_S
-            for phase in ("pause", "flush", "release", "resume", "update", "verify", "continue")
+            for phase in (
+                "pause_generation",
+                "flush_cache",
+                "release_memory_occupation",
+                "resume",
+                "update",
+                "verify",
+                "continue_generation",
+            )
         },
         # All these deaths are ours: none of them is a reason to wait with the next start.
         "health": {
@@ -203,8 +211,8 @@ def serving(policy: RealPolicy) -> list[str]:
 
 async def step(policy: RealPolicy) -> None:
     tensors = policy.next_tensors()
-    await policy.handle.give_memory()
-    await policy.handle.serve_weights(tensors)
+    await policy.handle.offload()
+    await policy.handle.push(tensors)
 
 
 @pytest.mark.parametrize(("kind", "fault", "phase"), CASES, indirect=["kind"], scope="module")
@@ -251,7 +259,10 @@ async def test_a_step_goes_on_when_a_real_engine_fails_in_it(
 def outlives(kind: str, fault: str, phase: str) -> bool:
     """Whether what the engine has done is known after all: a freeze passes, and the embedded
     engine and vLLM's plugin report what is released."""
-    is_settled = phase in ("release", "resume", "resume_kv") and fault in ("drop", "502")
+    is_settled = phase in ("release_memory_occupation", "resume", "onload_kv") and fault in (
+        "drop",
+        "502",
+    )
     return fault == "freeze" or (kind != "sglang" and is_settled)
 
 

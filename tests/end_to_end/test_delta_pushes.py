@@ -108,12 +108,12 @@ def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
     settings = {"stream": stream, "disk_path": str(tmp_path / "disk" / "{version}")}
     policy = with_settings(deployment, shm, transport=transport, encoding="delta", **settings)
     first = next(VERSIONS)
-    whole = sent(policy.serve_weights(weights, version=first).result(60))
+    whole = sent(policy.push(weights, version=first).result(60))
     assert whole.route == transport
     assert whole.density is None
     for share in (0.01, 0.0, 0.9, 0.02):
         weights = changed(weights, share)
-        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        report = policy.push(weights, version=next(VERSIONS)).result(60)
         assert_held(deployment, weights)
         stage = sent(report)
         assert stage.route == f"{transport} delta"
@@ -135,7 +135,7 @@ def test_auto_sends_whole_tensors_after_a_push_that_changed_most(
     routes = []
     for share in (0.01, 0.01, 0.9, 0.01):
         weights = changed(weights, share)
-        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        report = policy.push(weights, version=next(VERSIONS)).result(60)
         routes.append(sent(report).route)
         assert_held(deployment, weights)
     assert routes == ["tensor", "tensor delta", "tensor delta", "tensor"]
@@ -149,7 +149,7 @@ def test_engines_that_hold_the_push_of_another_trainer_get_whole_tensors(
     routes = []
     for policy in (one, one, other, one, one):
         weights = changed(weights, 0.01)
-        report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        report = policy.push(weights, version=next(VERSIONS)).result(60)
         routes.append(sent(report).route.removeprefix("tensor").strip())
         assert_held(deployment, weights)
     assert routes == ["", "delta", "", "", "delta"]
@@ -224,21 +224,21 @@ def test_a_broadcast_that_one_engine_is_not_asked_for_ends_in_time_and_is_not_se
     """
     settings = {"transport": "distributed", "encoding": "delta", "group_timeout_s": 8}
     policy = with_settings(deployment, shm, **settings)
-    policy.serve_weights(weights).result(60)
+    policy.push(weights).result(60)
     weights = changed(weights, 0.01)
     proxy = launcher.proxies["one-0"]
     num_struck = proxy.num_struck
     proxy.strike("/update_weights_from_distributed", fault, nth)
     with pytest.raises(RolloutError, match=r"broadcast in .* failed"):
-        policy.serve_weights(weights).result(60)
+        policy.push(weights).result(60)
     assert proxy.num_struck == num_struck + 1
     assert policy.status().result(30).gate != "open"
     assert not any(engine.is_verified for engine in engines(deployment))
-    report = policy.serve_weights(weights).result(60)
+    report = policy.push(weights).result(60)
     assert sent(report).route == "distributed"
     assert_held(deployment, weights)
     weights = changed(weights, 0.01)
-    report = policy.serve_weights(weights).result(60)
+    report = policy.push(weights).result(60)
     assert sent(report).route == "distributed delta"
     assert_held(deployment, weights)
     policy.close()
@@ -274,11 +274,11 @@ def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
     faults = faulty(monkeypatch)
     settings = {"encoding": "delta", "disk_path": str(tmp_path / "disk" / "{version}")}
     policy = with_settings(recovering, shm, transport=transport, **settings)
-    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    policy.push(weights, version=next(VERSIONS)).result(60)
     weights = changed(weights, 0.01)
     faults.fault, faults.engines, version = fault, engines(recovering), next(VERSIONS)
     with pytest.raises(RolloutError) as told:
-        policy.serve_weights(weights, version=version).result(60)
+        policy.push(weights, version=version).result(60)
     assert faults.num_done
     is_refused = "nothing was updated" in str(told.value) or "payload" in str(told.value)
     assert is_refused is (fault in REFUSED), told.value
@@ -287,11 +287,11 @@ def test_a_wrong_delta_is_refused_or_fenced_and_whole_tensors_follow(
     assert f"weight_version={version}, is_verified=True" not in str(status)
     faults.fault = ""
     weights = changed(weights, 0.01)
-    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    report = policy.push(weights, version=next(VERSIONS)).result(60)
     assert sent(report).route == transport
     assert_held(recovering, weights)
     weights = changed(weights, 0.01)
-    report = policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    report = policy.push(weights, version=next(VERSIONS)).result(60)
     assert sent(report).route == f"{transport} delta"
     assert_held(recovering, weights)
     policy.close()
@@ -305,10 +305,10 @@ def test_a_delta_that_comes_twice_changes_nothing_more(
 ) -> None:
     faults = faulty(monkeypatch)
     policy = with_settings(deployment, shm, transport="tensor", encoding="delta")
-    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    policy.push(weights, version=next(VERSIONS)).result(60)
     faults.fault = "repeated"
     weights = changed(weights, 0.01)
-    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    policy.push(weights, version=next(VERSIONS)).result(60)
     assert faults.num_done > 1
     assert_held(deployment, weights)
     policy.close()

@@ -100,8 +100,8 @@ def whole(policy: GpuPolicy) -> Iterator[list[int]]:
     yield policy.used()
     assert wait_until(policy.is_back, BACK_WITHIN_S[policy.kind])
     if not policy.is_whole():
-        policy.handle.give_memory().result(TIMEOUT_S)
-        policy.handle.serve_weights(policy.next_tensors()).result(TIMEOUT_S)
+        policy.handle.offload().result(TIMEOUT_S)
+        policy.handle.push(policy.next_tensors()).result(TIMEOUT_S)
     assert policy.is_whole()
 
 
@@ -110,7 +110,7 @@ def test_the_first_offload_frees_the_gpus_and_not_the_host(
 ) -> None:
     resident = [one.resident_bytes for one in policy.engines()]
     assert min(whole) > 16 * MIB
-    report = policy.handle.give_memory().result(TIMEOUT_S)
+    report = policy.handle.offload().result(TIMEOUT_S)
     assert report.freed_bytes == sum(whole)
     assert policy.used() == [0, 0]
     for before, engine in zip(resident, policy.engines(), strict=True):
@@ -118,13 +118,13 @@ def test_the_first_offload_frees_the_gpus_and_not_the_host(
         assert before is not None
         # A release of host memory would lower it by what the GPU got back.
         assert before - engine.resident_bytes < whole[0] // 2
-    policy.handle.serve_weights(policy.next_tensors()).result(TIMEOUT_S)
+    policy.handle.push(policy.next_tensors()).result(TIMEOUT_S)
     assert policy.used() == whole
 
 
 def test_in_a_step_each_command_moves_what_it_names(policy: GpuPolicy, whole: list[int]) -> None:
     handle, tensors = policy.handle, policy.next_tensors()
-    handle.give_memory().result(TIMEOUT_S)
+    handle.offload().result(TIMEOUT_S)
     policy.nvml.hold(0, TRAINER_BYTES)  # the trainer takes the freed memory, and gives it back
     assert policy.used() == [TRAINER_BYTES, 0]
     policy.nvml.hold(0, 0)
@@ -146,7 +146,7 @@ def test_without_room_for_the_kv_cache_the_resume_is_refused_and_no_engine_dies(
     policy: GpuPolicy, whole: list[int]
 ) -> None:
     handle = policy.handle
-    handle.give_memory().result(TIMEOUT_S)
+    handle.offload().result(TIMEOUT_S)
     handle.phases.onload_weights().result(TIMEOUT_S)
     handle.phases.update_weights(policy.next_tensors()).result(TIMEOUT_S)
     handle.phases.verify().result(TIMEOUT_S)
@@ -178,7 +178,7 @@ def test_a_killed_engine_leaves_its_gpu_and_comes_back_to_it(
         lambda: policy.is_back() and policy.engine(1).pid != before, BACK_WITHIN_S[policy.kind]
     )
     assert came_back, policy.engines()
-    policy.handle.serve_weights(policy.next_tensors()).result(TIMEOUT_S)
+    policy.handle.push(policy.next_tensors()).result(TIMEOUT_S)
     assert policy.used() == whole
     assert {engine.weight_version for engine in policy.engines()} == {policy.handle.weight_version}
     assert policy.is_whole()
@@ -189,14 +189,14 @@ def test_a_killed_engine_leaves_its_gpu_and_comes_back_to_it(
 def test_an_engine_killed_while_offloaded_leaves_the_gpu_to_the_trainer_until_the_onload(
     policy: GpuPolicy, whole: list[int]
 ) -> None:
-    policy.handle.give_memory().result(TIMEOUT_S)
+    policy.handle.offload().result(TIMEOUT_S)
     policy.kill(0)
     assert wait_until(lambda: bool(policy.engine(0).fence_reason), 20)
     policy.nvml.hold(0, TRAINER_BYTES)
     assert policy.used() == [TRAINER_BYTES, 0]
     policy.nvml.hold(0, 0)
-    policy.handle.serve_weights(policy.next_tensors()).result(TIMEOUT_S)
+    policy.handle.push(policy.next_tensors()).result(TIMEOUT_S)
     assert policy.used()[1] == whole[1]
     assert wait_until(policy.is_back, BACK_WITHIN_S[policy.kind])
-    policy.handle.serve_weights(policy.next_tensors()).result(TIMEOUT_S)
+    policy.handle.push(policy.next_tensors()).result(TIMEOUT_S)
     assert policy.used() == whole

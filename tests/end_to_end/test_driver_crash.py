@@ -55,10 +55,10 @@ def wait_for(name):
     assert wait_until((folder / name).exists, 600)
 
 wait_for("offload")
-policy.give_memory().result()
+policy.offload().result()
 print("offloaded", flush=True)
 wait_for("push")
-policy.serve_weights(push(1)).result()
+policy.push(push(1)).result()
 print("pushed", flush=True)
 wait_for("stop")
 print("stopping", flush=True)
@@ -274,14 +274,17 @@ def resuming_kv(crash: Crash) -> None:
 PHASES: dict[str, tuple[Callable[[Crash], None], str]] = {
     "starting": (starting, ""),
     "serving": (serving, ""),
-    "pause": (held_in("pause_generation"), "pause"),
-    "flush": (held_in("flush_cache"), "flush"),
-    "release": (held_in("release_memory_occupation"), "release"),
+    "pause_generation": (held_in("pause_generation"), "pause_generation"),
+    "flush_cache": (held_in("flush_cache"), "flush_cache"),
+    "release_memory_occupation": (
+        held_in("release_memory_occupation"),
+        "release_memory_occupation",
+    ),
     "offloaded": (offloaded, ""),
-    "resume weights": (held_in("resume_memory_occupation"), "resume_weights"),
+    "resume weights": (held_in("resume_memory_occupation"), "onload_weights"),
     "push": (held_in("update_weights_from_tensor"), "update_weights"),
-    "resume kv": (resuming_kv, "resume_kv"),
-    "continue": (held_in("continue_generation"), "continue"),
+    "resume kv": (resuming_kv, "onload_kv"),
+    "continue_generation": (held_in("continue_generation"), "continue_generation"),
     "stopping": (stopping, ""),
 }
 

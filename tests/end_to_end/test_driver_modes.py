@@ -72,7 +72,7 @@ def test_pushes_in_between_lose_and_repeat_nothing(policy, weights, mode: str) -
             ).result(120)
             check(list(all_samples(groups)))
             seen += [group.metadata["number"] for group in groups]
-            policy.serve_weights(weights.state_dict()).result(60)
+            policy.push(weights.state_dict()).result(60)
         stream = driver._inner.stream_of(data)
         assert stream.auditor.findings(stream.pending) == []
     assert len(seen) == len(set(seen)) == 16

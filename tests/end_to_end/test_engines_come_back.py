@@ -132,7 +132,7 @@ def seconds_until(is_so: Callable[[], bool], timeout_s: float) -> float:
 def test_an_engine_that_is_killed_in_mid_rollout_comes_back_and_joins_after_the_next_push(
     policy: ServerHandle, weights: dict[str, Any], record_property: Callable[[str, Any], None]
 ) -> None:
-    policy.serve_weights(weights).result(60)
+    policy.push(weights).result(60)
     version = policy.weight_version
     before = engine(policy, "main-0")
     assert before.pid is not None
@@ -150,7 +150,7 @@ def test_an_engine_that_is_killed_in_mid_rollout_comes_back_and_joins_after_the_
     assert routed(policy, "main-0") == "fenced"
 
     started = time.monotonic()
-    policy.serve_weights(weights).result(60)
+    policy.push(weights).result(60)
     rejoin_s = time.monotonic() - started
     assert routed(policy, "main-0") == "serving"
     with load_on(policy) as load:
@@ -177,8 +177,8 @@ def test_an_engine_that_is_frozen_is_found_killed_and_replaced(
     assert routed(policy, "main-0") == "serving"
     with pytest.raises(ProcessLookupError):
         os.kill(before.pid, 0)
-    policy.give_memory().result(60)
-    policy.serve_weights(weights).result(60)
+    policy.offload().result(60)
+    policy.push(weights).result(60)
     assert routed(policy, "main-1") == "serving"
     assert engine(policy, "main-1").weight_version == policy.weight_version
     told = f"detect {detect_s:.2f} s, restart {restart_s:.2f} s"

@@ -171,10 +171,10 @@ def test_a_push_that_does_not_fit_is_refused_and_the_next_one_goes_through(
 ) -> None:
     changed = dict(weights)
     change(changed)
-    policy.give_memory().result(60)
+    policy.offload().result(60)
     policy.phases.onload_weights().result(60)
     with pytest.raises(rollout.WeightMismatch, match=re.escape(message)):
         policy.phases.update_weights(changed).result(60)
     # Nothing was sent, so the right push still goes through.
-    policy.serve_weights(weights).result(60)
+    policy.push(weights).result(60)
     assert policy.status().result(30).phase == "serving"

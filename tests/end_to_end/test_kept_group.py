@@ -70,7 +70,7 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
 
     def pushed() -> str:
         new = {name: torch.randn_like(one) for name, one in held.items()}
-        policy.serve_weights(new).result(60)
+        policy.push(new).result(60)
         wanted = {name: bytes_fingerprint(name, one) for name, one in new.items()}
         # An engine that has joined since then serves with the next push only.
         for engine in (one for one in engines(policy) if not one.is_stale):
@@ -211,7 +211,7 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
         yield name, tensor
 
     with pytest.raises(RolloutError, match="out of memory"):
-        policy.serve_weights(weights, name_map=breaks_off).result(60)
+        policy.push(weights, name_map=breaks_off).result(60)
     assert policy._pushes.idle_group.name == ""
     assert groups(policy) == [[], []]
     assert push() not in ("", name)
@@ -236,7 +236,7 @@ def test_an_engine_that_is_killed_in_a_push_ends_it_at_once(
 
     began = time.monotonic()
     with suppress(RolloutError):  # the trainer's end finds out first, or the other engine does not
-        policy.serve_weights(weights, name_map=killing).result(60)
+        policy.push(weights, name_map=killing).result(60)
     assert time.monotonic() - began < 20
     # With the dead one the other may have been fenced, for it holds half of a push; as long as the
     # group stands still, no more are started again than it needs.

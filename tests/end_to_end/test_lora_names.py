@@ -69,7 +69,7 @@ def test_the_adapter_answers_what_names_no_weights_and_the_base_what_names_it(
     for version in (1, 2):
         adapter = make_adapter(4, version)
         weights[version] = merged_checkpoint(model, adapter, SETTINGS, tmp_path / str(version))
-        policy.serve_weights(policy.phases.make_push(adapter, version, adapter=SETTINGS)).result(60)
+        policy.push(policy.phases.make_push(adapter, version, adapter=SETTINGS)).result(60)
         check(answers_on_every_path(policy, {}), version)
         check(answers_on_every_path(policy, BASE), 0)
         for more in ({}, {"stream": True}):

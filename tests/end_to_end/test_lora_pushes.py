@@ -155,7 +155,7 @@ async def test_pefts_own_config_is_taken_and_one_with_a_wrong_field_reaches_no_e
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
     config = peft.LoraConfig(**settings, task_type="CAUSAL_LM").to_dict()
     assert isinstance(config["target_modules"], set)
-    await policy.serve_weights(policy.phases.make_push(adapter(base, 8), adapter=config))
+    await policy.push(policy.phases.make_push(adapter(base, 8), adapter=config))
     assert (await held(policy))[1] == prints(adapter(base, 8))
     pid, version = engine_of(policy).pid, policy.weight_version
     for more, words in (
@@ -173,7 +173,7 @@ async def test_an_engine_that_is_killed_comes_back_with_base_and_adapter_without
     deployment: DeploymentHandle, base: dict[str, torch.Tensor]
 ) -> None:
     policy = deployment["policy"]
-    await policy.serve_weights(policy.phases.make_push(adapter(base, 4), adapter=CONFIG))
+    await policy.push(policy.phases.make_push(adapter(base, 4), adapter=CONFIG))
     said = await say(policy, "policy")
     killed, before = engine_of(policy), engine_of(policy).weight_version
     os.killpg(killed.pid, signal.SIGKILL)
@@ -197,10 +197,10 @@ async def test_base_and_adapter_merged_say_what_the_adapter_says(
 ) -> None:
     policy = deployment["policy"]
     named = adapter(base, 5)
-    await policy.serve_weights(policy.phases.make_push(named, adapter=CONFIG))
+    await policy.push(policy.phases.make_push(named, adapter=CONFIG))
     said = await say(policy, "policy")
     whole = dict(merged(base, named, CONFIG))
-    await policy.serve_weights(policy.phases.make_push(whole, is_base=True))
+    await policy.push(policy.phases.make_push(whole, is_base=True))
     assert await say(policy, None) == said
     assert policy.checks.base_differs(whole)
 
@@ -211,7 +211,7 @@ async def test_a_trainers_base_that_is_not_the_one_on_disk_is_pushed(
     policy = deployment["policy"]
     other = {name: value + 0.01 for name, value in base.items()}
     assert policy.checks.base_differs(other)
-    await policy.serve_weights(policy.phases.make_push(other, is_base=True))
+    await policy.push(policy.phases.make_push(other, is_base=True))
     of_base, _ = await held(policy)
     assert of_base == prints({name: other[name] for name in of_base})
     named = adapter(base, 6)

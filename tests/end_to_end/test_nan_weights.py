@@ -34,13 +34,13 @@ def test_nan_is_refused_and_an_engine_that_computes_it_gives_no_token(tmp_path: 
         policy = deployment["policy"]
         before = policy.generate([5, 6, 7], SAMPLING).result(60)
         with pytest.raises(WeightMismatch, match=f"64 of 64 values of tensor '{NORM}'"):
-            policy.serve_weights(broken)
+            policy.push(broken)
         after = policy.generate([5, 6, 7], SAMPLING).result(60)
         assert (after.output_ids, after.weight_version) == (before.output_ids, "0")
 
         push_nonfinite(policy, broken, 1)
         with pytest.raises(GenerationFailed, match="logits are not numbers"):
             policy.generate([5, 6, 7], SAMPLING).result(60)
-        policy.serve_weights(tensors, 2).result(60)
+        policy.push(tensors, 2).result(60)
         healed = policy.generate([5, 6, 7], SAMPLING).result(60)
         assert (healed.output_ids, healed.weight_version) == (before.output_ids, "2")

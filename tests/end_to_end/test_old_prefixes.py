@@ -28,7 +28,7 @@ def test_an_engine_that_is_not_flushed_is_fenced_before_the_gate_opens(tmp_path:
     sabotage = Sabotage()
     with launch_local(config, connect=sabotage.connect) as deployment:
         server = deployment["policy"]
-        server.serve_weights(load_file(models[1] / "model.safetensors")).result(60)
+        server.push(load_file(models[1] / "model.safetensors")).result(60)
         assert server.status().result(30).gate == "open"
         sabotage.flush = True
         with pytest.raises(
@@ -36,5 +36,5 @@ def test_an_engine_that_is_not_flushed_is_fenced_before_the_gate_opens(tmp_path:
             match=r"272 tokens of the sentinel's text prompt came from a cache of the weights "
             r"before \(lifecycle.sentinel\)",
         ):
-            server.serve_weights(load_file(models[2] / "model.safetensors")).result(60)
+            server.push(load_file(models[2] / "model.safetensors")).result(60)
         assert server.status().result(30).gate == "closed"

@@ -59,12 +59,12 @@ LEAST = {"router": 1, "group": 1, "server": 1, "launcher": 2, "store agent": 1}
 ROLES = ("engine", "standby", *ACTORS)
 BACK_S = 240.0  # with boots
 DEADLINE_S = 120.0  # of each command
-DEADLINES_S = {"give_memory": DEADLINE_S, "serve_weights": DEADLINE_S}
+DEADLINES_S = {"offload": DEADLINE_S, "push": DEADLINE_S}
 # For a machine that only kills: the shortest deadline of a phase.  No engine is left after half a
 # push, and the next push waits for a boot, which takes SGLang a minute.
 COMMAND_S = {
-    "embedded": {"give_memory": 60.0, "serve_weights": 60.0},
-    "sglang": {"give_memory": 60.0, "serve_weights": 120.0},
+    "embedded": {"offload": 60.0, "push": 60.0},
+    "sglang": {"offload": 60.0, "push": 120.0},
 }
 
 
@@ -223,7 +223,7 @@ class Run:
         # A server that was lost in a push may have had the version, and not served it yet.
         if (status.weight_version, status.gate) != (self.version, "open"):
             weights = self.tensors[self.version % len(self.tensors)]
-            self.policy.serve_weights(weights, self.version).result(DEADLINE_S)
+            self.policy.push(weights, self.version).result(DEADLINE_S)
 
     def step(self, driver: rollout.Driver) -> None:
         begun_s = time.monotonic()
@@ -233,9 +233,9 @@ class Run:
         ).result(DEADLINE_S)
         self.check(driver, [*all_samples(groups)])
         self.trained += [group.prompt_index for group in groups]
-        self.call("give_memory", lambda: self.policy.give_memory().result(DEADLINE_S))
+        self.call("offload", lambda: self.policy.offload().result(DEADLINE_S))
         self.version += 1
-        self.call("serve_weights", self.push)
+        self.call("push", self.push)
         self.clients.least_version = self.version
         self.step_s.append(time.monotonic() - begun_s)
 

@@ -72,7 +72,7 @@ def test_an_adapter_and_a_base_whose_shards_all_ranks_have(
     try:
         done(1, ranks.do("adapter", seed=1, config=CONFIG))
         assert held(run) == (before, adapter_prints(1))
-        run["policy"].give_memory().result(60)
+        run["policy"].offload().result(60)
         done(2, ranks.do("adapter", seed=2, config=CONFIG))
         assert held(run) == (before, adapter_prints(2))
         # All base weights end the adapter, as from one process.

@@ -64,7 +64,14 @@ def test_the_ranks_learn_and_write_what_the_quickstart_writes(
     assert figures["steps"][-1]["accuracy"] == figures["eval"]["eval/addition"] > 0.8
     assert [step["weight_version"] for step in figures["steps"]] == list(range(1, 7))
     assert all(step["freed_bytes"] > 100 * 2**20 for step in figures["steps"])
-    for phase in ("pause", "release", "train", "resume_weights", "update_weights", "continue"):
+    for phase in (
+        "pause_generation",
+        "release_memory_occupation",
+        "train",
+        "onload_weights",
+        "update_weights",
+        "continue_generation",
+    ):
         assert all(step["phase_s"][phase] > 0 for step in figures["steps"]), phase
     assert re.findall(r"step +(\d) ", example.output) == list("123456")
 

@@ -59,10 +59,10 @@ def test_all_ranks_push_and_get_one_report(run: DeploymentHandle, ranks: Ranks) 
     # Each rank has written its share, and no rank more than that and one bucket.
     total = sum(one["shm_bytes"] for one in said)
     assert all(0 < one["shm_bytes"] <= total / 2 + 2 * BUCKET_BYTES for one in said)
-    run["policy"].give_memory().result(60)
+    run["policy"].offload().result(60)
     said = ranks.do("push", seed=6)
     assert [one.get("version") for one in said] == [before + 2] * 2, said
-    assert "resume_kv" in said[0]["phases"]
+    assert "onload_kv" in said[0]["phases"]
     served_seed(run, 6)
     said = ranks.do("compiled", seed=7)
     assert [one.get("version") for one in said] == [before + 3] * 2, said
@@ -76,7 +76,9 @@ def test_all_ranks_offload_together_or_not_at_all(run: DeploymentHandle, ranks: 
     before = run["policy"].weight_version
     ranks.do("push", seed=15)
     said = ranks.do("offload")
-    assert [one.get("phases") for one in said] == [["pause", "flush", "release"]] * 2, said
+    assert [one.get("phases") for one in said] == [
+        ["pause_generation", "flush_cache", "release_memory_occupation"]
+    ] * 2, said
     assert run["policy"].status().result(30).gate == "holding"
     assert [one.get("version") for one in ranks.do("push", seed=16)] == [before + 2] * 2
     served_seed(run, 16)

@@ -179,7 +179,7 @@ def test_a_turn_that_fails_on_one_rank_leaves_weights_without_kv_and_all_ranks_k
 ) -> None:
     policy = plain["policy"]
     before = policy.weight_version
-    policy.give_memory().result(60)
+    policy.offload().result(60)
     said = plain_ranks.do("turn", seed=5, fails_on=rank)
     assert len(errors(said)) == 1, said
     assert f"rank {rank}: ValueError: the optimizer does not fit" in said[0]["error"]
@@ -188,8 +188,8 @@ def test_a_turn_that_fails_on_one_rank_leaves_weights_without_kv_and_all_ranks_k
     assert (status.phase, status.gate) == ("verified", "holding")
     policy.serve().result(60)
     served_seed(plain, 5)
-    policy.give_memory().result(60)
+    policy.offload().result(60)
     said = plain_ranks.do("turn", seed=6)
     assert [one.get("version") for one in said] == [before + 2] * 2, said
-    assert said[0]["phases"][-2:] == ["resume_kv", "continue"]
+    assert said[0]["phases"][-2:] == ["onload_kv", "continue_generation"]
     served_seed(plain, 6)

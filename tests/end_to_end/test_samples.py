@@ -60,7 +60,7 @@ def test_a_sample_across_a_push_has_a_span_of_each_version(
     weights = load_file(model_path / "model.safetensors")
     stream = iter(policy.stream(PROMPT, GREEDY))
     assert any(len(part.output_ids) > 10 for part in stream)
-    policy.serve_weights({name: one * 1.1 for name, one in weights.items()}).result(60)
+    policy.push({name: one * 1.1 for name, one in weights.items()}).result(60)
     *_, reply = stream
     first, second = reply.weight_versions
     assert (first.version, second.version) == ("0", "1")

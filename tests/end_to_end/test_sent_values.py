@@ -117,7 +117,7 @@ def test_engines_serve_on_with_their_version_after_a_push_of_what_they_could_not
 
 def push(policy: ServerHandle, weights: Weights, name_map: Any, *, by_pusher: bool) -> None:
     if not by_pusher:
-        policy.serve_weights(weights, name_map=name_map).result(60)
+        policy.push(weights, name_map=name_map).result(60)
         return
     pusher = policy.pusher()
     try:

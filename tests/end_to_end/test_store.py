@@ -107,7 +107,7 @@ def test_the_only_engine_is_killed_and_answers_as_before_without_a_push(
 ) -> None:
     policy = deployment["policy"]
     at_start = greedy(policy)
-    policy.serve_weights(weights).result(60)
+    policy.push(weights).result(60)
     assert wait_until(lambda: store(policy).version == policy.weight_version, 20)
     pushed = greedy(policy)
     assert pushed != at_start
@@ -175,7 +175,7 @@ def test_a_killed_engine_gets_every_bit_from_a_node_that_was_sent_deltas(
         sent = []
         for _ in range(3):
             weights = changed(weights, 0.01)
-            policy.serve_weights(weights).result(60)
+            policy.push(weights).result(60)
             assert wait_until(lambda: store(policy).version == policy.weight_version, 20)
             sent.append(store(policy).sent_bytes)
         assert max(sent[1:]) < 0.1 * sent[0]

@@ -12,8 +12,8 @@ from rollout.runtime.handle import DeploymentHandle
 from tests.support.processes import ROOT, wait_until
 
 pytestmark = pytest.mark.embedded
-OFFLOAD = ["pause", "flush", "release"]
-ONLOAD = ["resume_weights", "update_weights", "verify", "resume_kv", "continue"]
+OFFLOAD = ["pause_generation", "flush_cache", "release_memory_occupation"]
+ONLOAD = ["onload_weights", "update_weights", "verify", "onload_kv", "continue_generation"]
 
 
 class TrainerFailed(Exception):
@@ -115,7 +115,10 @@ def test_a_verb_out_of_order_is_refused_and_the_loop_can_go_on(
     policy: ServerHandle, model: Any
 ) -> None:
     policy.phases.pause_generation().result()
-    with pytest.raises(LifecycleError, match="cannot release while paused; legal now: flush"):
+    with pytest.raises(
+        LifecycleError,
+        match="cannot release_memory_occupation while paused; legal now: flush_cache",
+    ):
         policy.phases.release_memory_occupation().result()
     policy.phases.continue_generation().result()
     assert where(policy) == ("serving", "open")
@@ -132,7 +135,7 @@ def test_an_error_in_the_block_leaves_the_gate_shut_and_the_engines_offloaded(
     with pytest.raises(TrainerFailed):
         train()
     assert where(policy) == ("offloaded", "holding")
-    policy.serve_weights(model.state_dict()).result()
+    policy.push(model.state_dict()).result()
     assert where(policy) == ("serving", "open")
 
 
@@ -141,7 +144,7 @@ async def test_so_does_an_error_in_an_async_block(policy: ServerHandle, model: A
         async with policy.offloaded():
             raise TrainerFailed
     assert where(policy) == ("offloaded", "holding")
-    await policy.serve_weights(model.state_dict())
+    await policy.push(model.state_dict())
     assert where(policy) == ("serving", "open")
 
 
@@ -161,15 +164,15 @@ def test_both_calls_from_every_phase(policy: ServerHandle, model: Any, num_steps
     )
     for step in steps[:num_steps]:
         step().result()
-    policy.serve_weights(model.state_dict()).result()
+    policy.push(model.state_dict()).result()
     assert where(policy) == ("serving", "open")
     for step in steps[:num_steps]:
         step().result()
     is_released = where(policy)[0] == "offloaded"
-    assert (policy.give_memory().result().freed_bytes > 0) is not is_released
+    assert (policy.offload().result().freed_bytes > 0) is not is_released
     assert where(policy) == ("offloaded", "holding")
     version = policy.weight_version + 1
-    assert policy.serve_weights(model.state_dict(), version).result().weight_version == version
+    assert policy.push(model.state_dict(), version).result().weight_version == version
     assert where(policy) == ("serving", "open")
 
 

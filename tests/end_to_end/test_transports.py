@@ -93,7 +93,7 @@ def test_every_engine_of_every_group_holds_what_was_pushed(
     disk_path = str(tmp_path / "{version}")
     policy = with_settings(deployment, shm, transport=transport, stream=stream, disk_path=disk_path)
     version = next(VERSIONS)
-    report = policy.serve_weights(weights, version=version).result(60)
+    report = policy.push(weights, version=version).result(60)
     assert report.weight_version == version
     one, other = held(deployment)
     assert one == other == {name: bytes_fingerprint(name, weights[name]) for name in one}
@@ -115,7 +115,7 @@ def test_engines_that_pack_at_each_load_get_all_buckets_in_one(
     monkeypatch.setattr(why_loads_cost, lambda kinds, config: "it packs")
     policy = with_settings(deployment, shm, stream=True)
     for _ in range(2):
-        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        policy.push(weights, version=next(VERSIONS)).result(60)
         for engine in held(deployment):
             assert engine == {name: bytes_fingerprint(name, weights[name]) for name in engine}
         files = list(shm.rglob("*.safetensors"))
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_and_the_engines_serve_on(
         ({**weights, name: weights[name].long()}, "is int64"),
     ):
         with pytest.raises(WeightMismatch, match=words):
-            policy.serve_weights(wrong, version=next(VERSIONS)).result(60)
+            policy.push(wrong, version=next(VERSIONS)).result(60)
     assert held(deployment) == before
     assert deployment["policy"].status().result().gate == "open"
     assert list(shm.iterdir()) == []
@@ -167,7 +167,7 @@ def test_pushes_reuse_the_memory_of_those_before(
     policy = with_settings(deployment, shm, transport="shared_memory")
     seen = []
     for _ in range(2):
-        policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+        policy.push(weights, version=next(VERSIONS)).result(60)
         seen.append(sorted((file.stat().st_ino, file.name) for file in shm.rglob("*.safe*")))
     assert seen[0] == seen[1] != []
     policy.close()
@@ -189,7 +189,7 @@ def test_names_of_the_trainers_own_are_mapped(
                 part, tensor = tensor[: value.numel()], tensor[value.numel() :]
                 yield key, part.view(value.shape)
 
-    policy.serve_weights(fused, version=next(VERSIONS), name_map=name_map).result(60)
+    policy.push(fused, version=next(VERSIONS), name_map=name_map).result(60)
     for engine in held(deployment):
         assert engine == {name: bytes_fingerprint(name, weights[name]) for name in engine}
     policy.close()
@@ -205,7 +205,7 @@ def test_a_name_map_that_makes_another_type_than_planned_is_refused_and_the_engi
 ) -> None:
     disk_path = str(tmp_path / "{version}")
     policy = with_settings(deployment, shm, transport=transport, disk_path=disk_path)
-    policy.serve_weights(weights, version=next(VERSIONS)).result(60)
+    policy.push(weights, version=next(VERSIONS)).result(60)
     before, version = held(deployment), policy.status().result().weight_version
     name = "model.norm.weight"
 
@@ -213,7 +213,7 @@ def test_a_name_map_that_makes_another_type_than_planned_is_refused_and_the_engi
         yield key, tensor if key != name or tensor.is_meta else tensor.bfloat16()
 
     with pytest.raises(WeightMismatch, match=rf"'{name}' is bfloat16 \[64\], not float32 \[64\]"):
-        policy.serve_weights(weights, version=next(VERSIONS), name_map=name_map).result(60)
+        policy.push(weights, version=next(VERSIONS), name_map=name_map).result(60)
     status = policy.status().result()
     assert (held(deployment), status.gate, status.weight_version) == (before, "open", version)
     policy.close()
@@ -236,7 +236,7 @@ def test_a_carrier_of_ones_own_is_a_transport(
     manifest = read_checkpoint_manifest(model_path)
     assert manifest is not None
     push = WeightPush(next(VERSIONS), manifest, [{"path": str(model_path)}], ByHand())
-    assert policy.serve_weights(push).result(60).weight_version == push.version
+    assert policy.push(push).result(60).weight_version == push.version
     assert ByHand.num_sent == 2
 
 
@@ -262,7 +262,7 @@ async def test_a_missing_peer_frees_the_engine_that_waits_at_the_deadline(
     assert time.monotonic() - started < 30
     await engine.aclose()
     policy = with_settings(deployment, shm, transport="distributed")
-    report = await policy.serve_weights(weights, version=next(VERSIONS))
+    report = await policy.push(weights, version=next(VERSIONS))
     assert report.phase_s["update_weights"] < 30
     policy.close()
 
@@ -294,7 +294,7 @@ def test_a_transaction_over_servers_uses_a_broadcast(
     run = DeploymentHandle(
         deployment.config, {"policy": policy}, deployment._deployment, deployment._loop
     )
-    report = run.serve_weights({"policy": weights}).result(60)["policy"]
+    report = run.push({"policy": weights}).result(60)["policy"]
     one, other = held(deployment)
     assert one == other == {name: bytes_fingerprint(name, weights[name]) for name in one}
     assert report.weight_version == policy.weight_version

@@ -81,7 +81,7 @@ def test_the_only_engine_that_took_half_a_push_is_fenced_with_the_first_wrong_te
         tensors = load_file(model / "model.safetensors")
         new = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
         with pytest.raises(PhaseFailed, match=r"tensor '.+' is not what the trainer sent") as told:
-            server.serve_weights(new, version=1).result(60)
+            server.push(new, version=1).result(60)
         assert told.value.phase == "verify"
         (engine,) = server.status().result(30).groups[0].engines
         assert engine.state == "fenced"
@@ -105,17 +105,17 @@ def test_an_engine_in_another_dtype_is_held_against_the_trainers_own_model(
     with policy(model, tmp_path, forgetful, **how) as server:
         told = canary_logprobs(trainer, server.checks.canary_prompts)
         server.checks.expect(told)
-        server.serve_weights(tensors, version=1).result(60)
-        server.serve_weights(load_file(model / "model.safetensors"), version=2).result(60)
+        server.push(tensors, version=1).result(60)
+        server.push(load_file(model / "model.safetensors"), version=2).result(60)
         forgetful.num_left_out = 1
         server.checks.expect(told)
         with pytest.raises(PhaseFailed, match="by the trainer's own model"):
-            server.serve_weights(tensors, version=3).result(60)
+            server.push(tensors, version=3).result(60)
 
 
 def step(server: ServerHandle, *, lose: bool = False) -> None:
     """An offload and onload, phase by phase."""
-    server.give_memory().result(60)
+    server.offload().result(60)
     server.phases.onload_weights().result(60)
     if lose:
         (engine,) = server.status().result(30).groups[0].engines
@@ -143,7 +143,7 @@ def test_a_canary_alone_finds_weights_that_came_back_as_garbage(
         assert server.status().result(30).gate == "open"
         with pytest.raises(PhaseFailed, match=r"canary prompt \d, token \d+ has log-prob") as told:
             step(server, lose=True)
-        assert told.value.phase == "continue"
+        assert told.value.phase == "continue_generation"
         status = server.status().result(30)
         assert status.gate == "closed"
         assert "when the weights were the same" in status.groups[0].engines[0].fence_reason

@@ -203,7 +203,10 @@ class Invariants:
         if command in ("offload", "all offload"):
             self._is_dark = True
             self._check_released("offload is done, and")
-        if command in ("onload", "update", "serve", "continue") and not self._is_stopping:
+        if (
+            command in ("onload", "update", "serve", "continue_generation")
+            and not self._is_stopping
+        ):
             gate = self.parts.router.gate
             self._check_one_serves(self.parts.server, f"{command} is done")
             if gate.wanted is not GateState.OPEN:

@@ -33,7 +33,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core import fanout
 from rollout.core.types import StepReport
 from rollout.rules import lifecycle
-from rollout.rules.lifecycle import GIVE_MEMORY, Command, Phase
+from rollout.rules.lifecycle import OFFLOAD, Command, Phase
 from rollout.rules.routing import BackendState
 from rollout.weights.push.push_version import LastPush
 from rollout.weights.push.weight_push import WeightPush
@@ -111,17 +111,17 @@ class Mutation:
 
 def _skip_the_barrier(patch: pytest.MonkeyPatch) -> None:
     async def advance(self: PhaseRunner, *commands: Command, push: Any = None) -> Any:
-        if commands != GIVE_MEMORY:
+        if commands != OFFLOAD:
             return await advanced(self, *commands, push=push)
-        await self._gate.shut("holding", "paused", "pause")
+        await self._gate.shut("holding", "paused", "pause_generation")
         self._order += 3
 
         async def all_at_once(name: str) -> None:
             group = self._registry.groups[name]
-            await group.run(Command.PAUSE, self._order - 2)
-            await group.run(Command.FLUSH, self._order - 1)
+            await group.run(Command.PAUSE_GENERATION, self._order - 2)
+            await group.run(Command.FLUSH_CACHE, self._order - 1)
             if self._registry.traits[name].needs_offload:
-                released = await group.run(Command.RELEASE, self._order)
+                released = await group.run(Command.RELEASE_MEMORY_OCCUPATION, self._order)
                 self._registry.phases[name] = Phase(released.phase)
             else:
                 self._registry.phases[name] = Phase.FLUSHED
@@ -140,8 +140,8 @@ def _continue_in_finally(patch: pytest.MonkeyPatch) -> None:
         finally:
             await self._router.set_gate("open", weight_version=self.weight_version)
 
-    updated = RolloutServer.serve_weights
-    patch.setattr(RolloutServer, "serve_weights", update)
+    updated = RolloutServer.push
+    patch.setattr(RolloutServer, "push", update)
 
 
 def _retry_what_was_lost(patch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def _forget_to_fence(patch: pytest.MonkeyPatch) -> None:
 
 def _release_under_requests(patch: pytest.MonkeyPatch) -> None:
     async def carry_out(self: ServerGroup, command: Command, *how: Any) -> Any:
-        if command in (Command.PAUSE, Command.FLUSH):
+        if command in (Command.PAUSE_GENERATION, Command.FLUSH_CACHE):
             self._commands.phase = self._commands.target(command)
             return self._commands.report(command, {}, 0.0)
         return await carried_out(self, command, *how)
@@ -189,12 +189,12 @@ def _release_under_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 def _resume_twice(patch: pytest.MonkeyPatch) -> None:
-    async def resume_kv(self: EngineMemory, member: Any) -> None:
+    async def onload_kv(self: EngineMemory, member: Any) -> None:
         if member.released:
             await member.engine.resume_memory_occupation(tuple(MemoryTag))
             member.released.clear()
 
-    patch.setattr(EngineMemory, "resume_kv", resume_kv)
+    patch.setattr(EngineMemory, "onload_kv", onload_kv)
 
 
 def _cancel_siblings(patch: pytest.MonkeyPatch) -> None:
@@ -413,11 +413,11 @@ def _let_no_push_into_an_onload(patch: pytest.MonkeyPatch) -> None:
 
 _ALL_DIE: dict[str, Any] = {
     "begin": ("offload", *PHASES[3:7]),
-    "commands": ("continue", "recover", "again", "recover"),
+    "commands": ("continue_generation", "recover", "again", "recover"),
     "settings": {"injections": ("kill all",), "outcomes": ORDER_ONLY, "num_requests": 0},
     "recover": True,
 }
-_LOST = ("offload", "resume_weights", "lose shared-0", "verify", "resume_kv")
+_LOST = ("offload", "onload_weights", "lose shared-0", "verify", "onload_kv")
 
 
 def _serve_what_is_not_expected(patch: pytest.MonkeyPatch) -> None:
@@ -511,8 +511,8 @@ MUTATIONS = (
         "guess that a lost release was not done",
         _guess(CallOutcome.NOT_DONE),
         "release of a tag twice",
-        ("release",),
-        ("pause", "flush"),
+        ("release_memory_occupation",),
+        ("pause_generation", "flush_cache"),
         reports_released=True,
     ),
     Mutation(
@@ -520,7 +520,7 @@ MUTATIONS = (
         _guess(CallOutcome.DONE),
         "I7: offload is done, and shared-. holds|goes on",
         ("offload",),
-        ("pause", "flush"),
+        ("pause_generation", "flush_cache"),
         reports_released=True,
         settings={"outcomes": OUTCOMES},
     ),
@@ -528,7 +528,7 @@ MUTATIONS = (
         "guess that a lost resume was not done",
         _guess(CallOutcome.NOT_DONE),
         "resume of a tag that is not released",
-        ("resume_weights",),
+        ("onload_weights",),
         ("offload",),
         reports_released=True,
     ),
@@ -536,7 +536,7 @@ MUTATIONS = (
         "believe whatever a canary tells",
         _believe_the_canary,
         "I2: the gate opens while shared-0 has lost its weights",
-        ("continue",),
+        ("continue_generation",),
         _LOST,
         lifecycle=BY_CANARY,
         update="frozen",
@@ -545,7 +545,7 @@ MUTATIONS = (
         "ask no sentinel",
         _ask_no_sentinel,
         "I2: the gate opens while shared-0 has old prefixes",
-        ("continue",),
+        ("continue_generation",),
         REMEMBERED,
         lifecycle=SENTINEL,
     ),
@@ -553,7 +553,7 @@ MUTATIONS = (
         "ask for no canary",
         _ask_no_canary,
         "I2: the gate opens while shared-0 has lost its weights",
-        ("continue",),
+        ("continue_generation",),
         _LOST,
         lifecycle=BY_CANARY,
         update="frozen",
@@ -623,8 +623,8 @@ MUTATIONS = (
         "retry a lost release",
         _retry_what_was_lost,
         "release of a tag twice",
-        ("release",),
-        ("pause", "flush"),
+        ("release_memory_occupation",),
+        ("pause_generation", "flush_cache"),
     ),
     Mutation(
         "open the gate before verify",

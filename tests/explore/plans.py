@@ -11,14 +11,14 @@ from tests.explore.settings import FEW_OUTCOMES, ORDER_ONLY, OUTCOMES, Settings
 from tests.explore.snapshots import after, serving
 
 PHASES = (
-    "pause",
-    "flush",
-    "release",
-    "resume_weights",
+    "pause_generation",
+    "flush_cache",
+    "release_memory_occupation",
+    "onload_weights",
     "update_weights",
     "verify",
-    "resume_kv",
-    "continue",
+    "onload_kv",
+    "continue_generation",
 )
 _DEATHS = ("kill shared-0", "kill apart-0")
 _OTHERS = ("cancel", "request", "offload", "onload", "update", "serve", "stop", *_DEATHS)
@@ -195,12 +195,14 @@ DEFAULT: tuple[Plan, ...] = (
     Plan(
         "short phases",
         "four outcomes of every call, cancel and stop: any 3 in pause and in continue",
-        lambda explorer: _each_phase(explorer, _STOPPABLE, 3, ("pause", "continue")),
+        lambda explorer: _each_phase(
+            explorer, _STOPPABLE, 3, ("pause_generation", "continue_generation")
+        ),
     ),
     Plan(
-        "flush",
+        "flush_cache",
         "four outcomes of every call, cancel, stop and two kill -9: any 3",
-        lambda explorer: _each_phase(explorer, _KILLABLE, 3, ("flush",)),
+        lambda explorer: _each_phase(explorer, _KILLABLE, 3, ("flush_cache",)),
     ),
     Plan(
         "long phases",
@@ -263,8 +265,8 @@ DEFAULT: tuple[Plan, ...] = (
         "continue, lost weights",
         "four outcomes of every call, cancel, stop: any 2, where only a canary tells garbage",
         _command(
-            "continue",
-            begin=("offload", "resume_weights", "lose shared-0", "verify", "resume_kv"),
+            "continue_generation",
+            begin=("offload", "onload_weights", "lose shared-0", "verify", "onload_kv"),
             deviations=2,
             update="frozen",
             lifecycle=BY_CANARY,
@@ -276,7 +278,7 @@ DEFAULT: tuple[Plan, ...] = (
         "continue, old prefixes",
         "four outcomes of every call, cancel, stop: any 1, where only the sentinel tells",
         _command(
-            "continue",
+            "continue_generation",
             begin=REMEMBERED,
             lifecycle=SENTINEL,
             injections=("cancel", "stop"),
@@ -297,8 +299,8 @@ DEFAULT: tuple[Plan, ...] = (
         "release, settled",
         "all outcomes of every call, cancel: any 2, of engines that say what they hold",
         _command(
-            "release",
-            begin=("pause", "flush"),
+            "release_memory_occupation",
+            begin=("pause_generation", "flush_cache"),
             deviations=2,
             reports_released=True,
             injections=("cancel", "kill shared-0"),

@@ -544,7 +544,7 @@ async def _recover(server: RolloutServer) -> None:
 
 
 _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
-    "offload": RolloutServer.give_memory,
+    "offload": RolloutServer.offload,
     "serve": RolloutServer.serve,
     "stop": RolloutServer.stop,
     "boot": _boot,
@@ -558,8 +558,8 @@ _COMMANDS: dict[str, Callable[..., Awaitable[Any]]] = {
 }
 _PUSHES: dict[str, Callable[..., Awaitable[Any]]] = {
     # Looked up at the call: a mutation may have replaced the method.
-    "onload": lambda server, push: server.serve_weights(push),
-    "update": lambda server, push: server.serve_weights(push),
+    "onload": lambda server, push: server.push(push),
+    "update": lambda server, push: server.push(push),
     "update_weights": lambda server, push: server.update_weights(push),
     "prove": lambda server, push: server.check_push_path(push),
 }
@@ -585,7 +585,7 @@ def _onload_all(parts: Parts) -> Awaitable[Any]:
 
 
 _OF_ALL: dict[str, Callable[[Parts], Awaitable[Any]]] = {
-    "all offload": lambda parts: parts.deployment.give_memory(),
+    "all offload": lambda parts: parts.deployment.offload(),
     "all onload": _onload_all,
     "all serve": lambda parts: parts.deployment.serve({}),
 }

@@ -34,21 +34,21 @@ def policy(started: OneEngine) -> Iterator[OneEngine]:
     assert started.state == "serving"
     yield started
     if started.state == "offloaded":  # the test failed in the middle
-        started.handle.serve_weights(started.tensors).result(TIMEOUT_S)
+        started.handle.push(started.tensors).result(TIMEOUT_S)
     assert wait_until(lambda: started.state == "serving", BACK_WITHIN_S)
 
 
 def test_a_step_lends_the_memory_to_another_process_and_takes_it_back(policy: OneEngine) -> None:
     gpu, handle = policy.gpu, policy.handle
     tokens = policy.tokens()
-    offload_s = timed(lambda: handle.give_memory().result(TIMEOUT_S))
+    offload_s = timed(lambda: handle.offload().result(TIMEOUT_S))
     assert policy.state == "offloaded"
     free = gpu.free_bytes()
     taken = min(TAKEN_GIB * gpu.gib, int(free * 0.9))
     with holder(gpu, taken):
         assert free - gpu.free_bytes() >= taken
     gpu.settle()
-    onload_s = timed(lambda: handle.serve_weights(policy.tensors).result(TIMEOUT_S))
+    onload_s = timed(lambda: handle.push(policy.tensors).result(TIMEOUT_S))
     assert policy.tokens() == tokens
     record(f"embedded step {gpu.device}", offload_s=offload_s, onload_s=onload_s, taken=taken)
 
@@ -56,11 +56,11 @@ def test_a_step_lends_the_memory_to_another_process_and_takes_it_back(policy: On
 def test_an_offload_frees_most_of_weights_and_kv_cache(policy: OneEngine) -> None:
     held = policy.memory_by_tag()
     before = policy.gpu.settle()
-    report = policy.handle.give_memory().result(TIMEOUT_S)
+    report = policy.handle.offload().result(TIMEOUT_S)
     after = policy.gpu.settle()
     assert before - after >= 0.8 * sum(held.values())
     assert report.freed_bytes >= 0.8 * sum(held.values())
-    policy.handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    policy.handle.push(policy.tensors).result(TIMEOUT_S)
     assert policy.gpu.settle() >= before - policy.gpu.gib / 10
     record(f"embedded offload {policy.gpu.device}", freed_bytes=before - after, by_tag=held)
 
@@ -78,27 +78,27 @@ async def test_weights_are_poisoned_when_the_push_is_skipped(policy: OneEngine) 
     assert not [name for name in before if poisoned[name] == before[name]]
     await engine.continue_generation()
     await engine.aclose()
-    policy.handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    policy.handle.push(policy.tensors).result(TIMEOUT_S)
     assert policy.fingerprints() == before
 
 
 def test_without_room_the_onload_is_refused_in_words(policy: OneEngine) -> None:
     gpu, handle = policy.gpu, policy.handle
     pid = policy.engine.pid
-    handle.give_memory().result(TIMEOUT_S)
+    handle.offload().result(TIMEOUT_S)
     weights = policy.tensors.values()
     room = sum(tensor.nbytes for tensor in weights) // 2
     with holder(gpu, gpu.free_bytes() - room - int(0.6 * gpu.gib)):
         with pytest.raises(LifecycleError, match=f"GPU {gpu.uuid} has .* free, weights need"):
-            handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+            handle.push(policy.tensors).result(TIMEOUT_S)
         assert policy.engine.pid == pid
     gpu.settle()
-    handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    handle.push(policy.tensors).result(TIMEOUT_S)
 
 
 def test_an_engine_killed_while_serving_comes_back_verified(policy: OneEngine) -> None:
     handle, tokens = policy.handle, policy.tokens()
-    handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    handle.push(policy.tensors).result(TIMEOUT_S)
     before = policy.gpu.settle()
     pid = policy.kill()
 
@@ -109,7 +109,7 @@ def test_an_engine_killed_while_serving_comes_back_verified(policy: OneEngine) -
         )
 
     seconds = timed(wait)
-    handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    handle.push(policy.tensors).result(TIMEOUT_S)
     assert policy.tokens() == tokens
     assert abs(policy.gpu.settle() - before) < policy.gpu.gib
     assert policy.engine.weight_version == handle.weight_version
@@ -118,7 +118,7 @@ def test_an_engine_killed_while_serving_comes_back_verified(policy: OneEngine) -
 
 def test_an_engine_killed_while_offloaded_stays_away_until_the_onload(policy: OneEngine) -> None:
     handle, gpu, tokens = policy.handle, policy.gpu, policy.tokens()
-    handle.give_memory().result(TIMEOUT_S)
+    handle.offload().result(TIMEOUT_S)
     policy.kill()
     assert wait_until(lambda: bool(policy.engine.fence_reason), 30)
     free = gpu.settle()
@@ -127,10 +127,10 @@ def test_an_engine_killed_while_offloaded_stays_away_until_the_onload(policy: On
     assert gpu.settle() <= free + gpu.gib / 10
 
     def come_back() -> None:
-        handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+        handle.push(policy.tensors).result(TIMEOUT_S)
         assert wait_until(lambda: not policy.engine.fence_reason, BACK_WITHIN_S)
 
     seconds = timed(come_back)
-    handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    handle.push(policy.tensors).result(TIMEOUT_S)
     assert policy.tokens() == tokens
     record(f"recovery while offloaded {gpu.device}", back_s=seconds)

@@ -67,8 +67,8 @@ def test_the_engine_holds_what_was_pushed(
     disk_path = str(tmp_path / "{version}")
     handle = pushing_by(policy, transport=transport, backend=backend, disk_path=disk_path)
     tensors = renewed(policy)
-    first_s = timed(lambda: handle.serve_weights(tensors).result(TIMEOUT_S))
-    seconds = timed(lambda: handle.serve_weights(tensors).result(TIMEOUT_S))
+    first_s = timed(lambda: handle.push(tensors).result(TIMEOUT_S))
+    seconds = timed(lambda: handle.push(tensors).result(TIMEOUT_S))
     check_held(policy, tensors)
     handle.close()
     num_bytes = sum(one.nbytes for one in tensors.values())
@@ -79,7 +79,7 @@ def test_the_engine_holds_what_was_pushed(
 def test_wider_floats_are_cast_and_a_tied_tensor_goes_once(policy: OneEngine) -> None:
     handle = pushing_by(policy)
     tensors = renewed(policy, torch.float32)
-    handle.serve_weights({**tensors, ITS_TWIN: tensors[TIED]}).result(TIMEOUT_S)
+    handle.push({**tensors, ITS_TWIN: tensors[TIED]}).result(TIMEOUT_S)
     check_held(policy, tensors)
     handle.close()
 
@@ -99,7 +99,7 @@ def test_many_pushes_are_right_and_leave_memory_flat(policy: OneEngine) -> None:
                 return
             for one in tensors.values():
                 one.normal_(std=0.02)
-            handle.serve_weights(tensors).result(TIMEOUT_S)
+            handle.push(tensors).result(TIMEOUT_S)
             sent = {name: one.clone() for name, one in tensors.items()} if index % 50 == 0 else {}
             for one in tensors.values():
                 one.fill_(float("nan"))
@@ -111,7 +111,7 @@ def test_many_pushes_are_right_and_leave_memory_flat(policy: OneEngine) -> None:
     seconds = timed(push_all)
     assert max(used) - min(used) < gpu.gib / 2
     assert used[-1] - used[0] < gpu.gib / 10
-    handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    handle.push(policy.tensors).result(TIMEOUT_S)
     check_held(policy, policy.tensors)
     handle.close()
     number = flat_after + len(used)
@@ -125,7 +125,7 @@ def test_a_push_by_ipc_copies_little_to_the_host(policy: OneEngine, tmp_path: Pa
     handle = pushing_by(policy, transport="cuda_ipc")
     tensors = renewed(policy)
     copied, seconds = copied_to_host(
-        lambda: handle.serve_weights(tensors).result(TIMEOUT_S), tmp_path / "trace.json"
+        lambda: handle.push(tensors).result(TIMEOUT_S), tmp_path / "trace.json"
     )
     handle.close()
     num_bytes = sum(one.nbytes for one in tensors.values())
@@ -152,7 +152,7 @@ def test_nccl_onto_the_trainers_own_gpu_is_refused_in_words(policy: OneEngine) -
     before = policy.fingerprints()
     handle = pushing_by(policy, transport="distributed", backend="nccl")
     with pytest.raises(ConfigError, match="nccl: group main: it offloads"):
-        handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+        handle.push(policy.tensors).result(TIMEOUT_S)
     handle.close()
     assert policy.state == "serving"
     assert policy.fingerprints() == before

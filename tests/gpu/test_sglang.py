@@ -53,7 +53,7 @@ def policy(
 
 def push(policy: OneEngine) -> StepReport:
     """Push what the trainer has; no engine failed, and each was verified."""
-    report = policy.handle.serve_weights(policy.tensors).result(TIMEOUT_S)
+    report = policy.handle.push(policy.tensors).result(TIMEOUT_S)
     engines = [one for phase in report.reports for one in phase.engines]
     assert not [one for one in engines if one.failure], engines
     assert {one.verified_by for one in engines if one.verified_by}, "nothing was verified"
@@ -86,7 +86,7 @@ def test_a_step_frees_what_the_engine_held_and_its_tokens_are_the_same(policy: O
     least = LEAST_FREED * (held or sum(one.nbytes for one in policy.tensors.values()))
     before = gpu.settle()
     reports: list[StepReport] = []
-    offload_s = timed(lambda: reports.append(handle.give_memory().result(TIMEOUT_S)))
+    offload_s = timed(lambda: reports.append(handle.offload().result(TIMEOUT_S)))
     offloaded = gpu.settle()
     freed = before - offloaded
     taken = int(gpu.free_bytes() * 0.8)

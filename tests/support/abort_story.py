@@ -100,7 +100,7 @@ def check_aborts_of_ids(policy: ServerHandle, tensors: Any, version: int) -> Non
     assert clients["r-1"].ends_within(SOON_S)
     assert clients["r-1"].finish["type"] == "abort"
     assert [clients[rid].is_running for rid in ("r-10", "r")] == [True, True]
-    policy.serve_weights(tensors, version).result(120)
+    policy.push(tensors, version).result(120)
     for rid in ("r-10", "r"):
         assert clients[rid].reaches(clients[rid].num_tokens + 20), clients[rid]
         # On a busy machine a push can take as long as a whole reply.

@@ -78,7 +78,7 @@ def main(folder: Path, hook: str, num_prompts: int) -> None:
     settings = config(folder / "run", {"main": {"num_engines": 2}})
     with launch_local(settings, launcher=HttpFakeLauncher(make)) as deployment:
         policy = deployment["policy"]
-        policy.serve_weights(push(1)).result(60)
+        policy.push(push(1)).result(60)
         with rollout.Driver(
             policy.url, hooks=hooks, max_in_flight=IN_FLIGHT, journal=folder / "journal"
         ) as driver:

@@ -52,7 +52,7 @@ FREEING = {
     "give",
     "leave",
     "put",
-    "release",
+    "release_memory_occupation",
     "remove",
     "stay",
     "trim",
@@ -137,7 +137,7 @@ class Server(StillServer):
         kind = AppliesDeltas if config.weights.encoding != "full" else kind
         self.fakes = {one.engine_id: kind(one.engine_id) for one in places}
 
-    def serve_weights(self, push: WeightPush, until: Any = None) -> Pending[StepReport]:
+    def push(self, push: WeightPush, until: Any = None) -> Pending[StepReport]:
         return self.loop.submit(self._sent(push))
 
     async def _sent(self, push: WeightPush) -> StepReport:
@@ -302,7 +302,7 @@ class Trainer:
             request = PushRequest(tensors, adapter=config)
             with self.pushes.make(request, may_stream=self.how == "streamed") as push:
                 server: Any = self.pushes.server
-                push.send(lambda made: server.serve_weights(server.shipped(made))).result(30)
+                push.send(lambda made: server.push(server.shipped(made))).result(30)
 
     def check(self) -> None:
         """Nothing of a push is open, but the memory and the group that the next one takes."""

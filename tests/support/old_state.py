@@ -36,7 +36,7 @@ async def check_pairs(policy: RealPolicy, num_pairs: int, seed: int = 0) -> dict
             some = pairs[begin : begin + _PER_PUSH]
             asked = [*some, *draw.sample(some, len(some) // 3)]  # some again, out of the cache
             before = await _ask_all(client, asked, policy.handle.weight_version)
-            await policy.handle.serve_weights(policy.next_tensors())
+            await policy.handle.push(policy.next_tensors())
             after = await _ask_all(client, asked, policy.handle.weight_version)
             answers = [answer for answer, _ in before + after]
             assert (found := Referee(policy.weights_of).findings(answers)) == [], found[:3]

@@ -53,7 +53,7 @@ def take_screenshots(folder: Path) -> None:
                 page.wait_for_selector("#comparison figure")
                 page.locator("#runs").screenshot(path=folder / "compared_runs.png")
                 page.select_option("#compare", "")
-                stuck = policy.give_memory()
+                stuck = policy.offload()
                 page.wait_for_selector(".finding.stuck .advice")
                 page.screenshot(path=folder / "live_page.png", full_page=True)
         with suppress(PhaseFailed):  # the stop of the run ends it

@@ -26,5 +26,5 @@ def until(is_so: Callable[[], object], what: str, timeout_s: float = 20.0) -> No
 
 def step(server: ServerHandle, version: int) -> StepReport:
     """One whole step: offload, then onload with new weights."""
-    down = server.give_memory().result(60)
-    return down.merged(server.serve_weights(builders.push(version)).result(60))
+    down = server.offload().result(60)
+    return down.merged(server.push(builders.push(version)).result(60))

@@ -100,13 +100,13 @@ def check(
     Args:
         held: raises if an engine has other bits than these.
     """
-    handle.serve_weights(tensors).result(120)
+    handle.push(tensors).result(120)
     num_done = 0
     while num_done < num:
         new = changed(tensors)
         num_done += sum(not torch.equal(new[name], tensors[name]) for name in new)
         tensors = new
-        report = handle.serve_weights(tensors).result(120)
+        report = handle.push(tensors).result(120)
         assert sent(report).route == f"{route} delta"
         held(tensors)
     return num_done

@@ -53,4 +53,4 @@ def known_weights_after(policy: RealPolicy) -> Iterator[None]:
     """For a test that pushes weights of its own: those of the next version follow."""
     yield
     if policy.is_whole():
-        policy.handle.serve_weights(policy.next_tensors()).result(120)
+        policy.handle.push(policy.next_tensors()).result(120)

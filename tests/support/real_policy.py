@@ -49,7 +49,7 @@ def push_nonfinite(policy: ServerHandle, tensors: Any, version: int) -> None:
     weights = config.weights.model_copy(update={"allow_nonfinite": True})
     trainer = ServerHandle(name, config.model_copy(update={"weights": weights}), caller)
     try:
-        trainer.serve_weights(tensors, version).result(120)
+        trainer.push(tensors, version).result(120)
     finally:
         trainer.close()
 

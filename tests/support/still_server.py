@@ -49,10 +49,10 @@ class StillServer:
     def make_way_in_store(self, folder: str) -> int | None:
         return None
 
-    def serve_weights(self, push: WeightPush, until: Any) -> Any:
+    def push(self, push: WeightPush, until: Any) -> Any:
         raise AssertionError("this server is never called")
 
-    serve = offer_to_store = record_push = serve_weights
+    serve = offer_to_store = record_push = push
 
 
 def server_config(model_path: str | Path = "/model", **weights: Any) -> ServerConfig:

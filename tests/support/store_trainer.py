@@ -36,7 +36,7 @@ def main() -> None:
     weights = load_file(Path(model_path) / "model.safetensors")
     with launch(config, backend="ray") as deployment:
         policy = deployment["policy"]
-        policy.serve_weights({name: 1.5 * tensor for name, tensor in weights.items()}).result(120)
+        policy.push({name: 1.5 * tensor for name, tensor in weights.items()}).result(120)
 
         def is_stored() -> bool:
             return policy.status().result(30).store.version == policy.weight_version

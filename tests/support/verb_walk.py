@@ -17,17 +17,17 @@ from rollout.core.types import ServerStatus
 
 # What a verb does, and how often it is chosen.
 VERBS: Mapping[str, int] = {
-    "give_memory": 6,
-    "serve_weights": 12,
+    "offload": 6,
+    "push": 12,
     "serve": 3,
-    "pause": 2,
-    "flush": 2,
-    "release": 2,
+    "pause_generation": 2,
+    "flush_cache": 2,
+    "release_memory_occupation": 2,
     "onload_weights": 2,
     "update_weights": 3,
     "verify": 2,
     "onload_kv": 2,
-    "continue": 4,
+    "continue_generation": 4,
     "remove": 1,
     "add": 2,
     "again": 6,
@@ -36,8 +36,8 @@ VERBS: Mapping[str, int] = {
     "fault": 4,
     "wait": 8,
 }
-PUSHES = ("serve_weights", "update_weights")
-OPENING = ("serve_weights", "serve", "continue")
+PUSHES = ("push", "update_weights")
+OPENING = ("push", "serve", "continue_generation")
 
 
 class Rig(Protocol):
@@ -197,17 +197,17 @@ class VerbWalk:
         """Whatever the state was: memory is given, and newer weights serve."""
         await self._add()
         if self.random.random() < 0.5:
-            assert await self._call("give_memory", 0, 0, ""), "give_memory failed"
+            assert await self._call("offload", 0, 0, ""), "offload failed"
             for group in (await self.rig.status()).groups:
                 assert group.phase == "offloaded" or not group.needs_offload, group
         version = (await self.rig.status()).weight_version + 1
-        if not await self._call("serve_weights", version, version, ""):
+        if not await self._call("push", version, version, ""):
             # A group whose engines were all removed while offloaded is filled only now.
-            assert "fill a slot with engines.add" in self.log[-1], "serve_weights failed"
+            assert "fill a slot with engines.add" in self.log[-1], "push failed"
             await self._add()
-            assert await self._call("serve_weights", version, version, ""), "serve_weights failed"
+            assert await self._call("push", version, version, ""), "push failed"
         await self._check()
-        assert await self._serves(), "serve_weights: done, and no engine serves"
+        assert await self._serves(), "push: done, and no engine serves"
 
     async def _nothing(self) -> None:
         """Recovery alone."""
@@ -224,12 +224,12 @@ class VerbWalk:
 
     async def _push_again(self) -> None:
         version = (await self.rig.status()).weight_version
-        await self._call("serve_weights", version, max(self.contents[version]), "")
+        await self._call("push", version, max(self.contents[version]), "")
 
     async def _next_step(self) -> None:
         version = (await self.rig.status()).weight_version + 1
-        await self._call("give_memory", 0, 0, "")
-        await self._call("serve_weights", version, version, "")
+        await self._call("offload", 0, 0, "")
+        await self._call("push", version, version, "")
 
     async def _serves(self) -> bool:
         status = await self.rig.status()

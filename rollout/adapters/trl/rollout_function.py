@@ -86,7 +86,7 @@ class RolloutFunction:
         replies = self._policy.generate(
             prompt_ids, sampling, timeout_s=self._request_timeout_s
         ).result()
-        self._give_memory()  # the other ranks wait for it, so an error of the replies comes after
+        self._offload()  # the other ranks wait for it, so an error of the replies comes after
         check_complete(replies)
         check_versions(replies, self._version)
         _correct_importance(self, trainer)
@@ -141,14 +141,14 @@ class RolloutFunction:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _give_memory(self) -> None:
+    def _offload(self) -> None:
         """Let the trainer have the memory of engines that share it; every rank calls it."""
         groups = self._policy.status().result().groups
         if self._pusher is None or not any(group.needs_offload for group in groups):
             return
         self._served = None
         # Another rank may still sample for as long as one completion may take.
-        self._pusher.give_memory(rank_timeout_s=self._rank_timeout_s + self._request_timeout_s)
+        self._pusher.offload(rank_timeout_s=self._rank_timeout_s + self._request_timeout_s)
 
 
 def _why_not(trainer: Any) -> str:

@@ -97,11 +97,11 @@ class EngineMemory:
             )
         return max(0, freed)
 
-    async def resume_weights(self, member: EngineState) -> None:
+    async def onload_weights(self, member: EngineState) -> None:
         """Resume the memory of the weights; its contents are not verified yet."""
         await self.resume(member, WEIGHTS_TAGS)
 
-    async def resume_kv(self, member: EngineState) -> None:
+    async def onload_kv(self, member: EngineState) -> None:
         """Resume the memory of the KV cache and the CUDA graphs."""
         await self.resume(member, KV_TAGS)
 

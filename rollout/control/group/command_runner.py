@@ -102,7 +102,7 @@ class CommandRunner:
         await self._engines.fence(failures)
         num_left = len(self._engines.unfenced())
         # All that are left completed the command.  Those that were ended hold no memory.
-        if num_left or command is Command.RELEASE:
+        if num_left or command is Command.RELEASE_MEMORY_OCCUPATION:
             self.phase = target
         if num_left < self.min_engines() or (failures and self._settings.raises):
             failed = format_failures(command.value, name, failures)

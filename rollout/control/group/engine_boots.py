@@ -248,7 +248,7 @@ class EngineBoots:
                 raise PhaseFailed(
                     f"{', '.join(booting)}: a boot did not end within "
                     f"{self._engines.kill_timeout_s:g} s, and may hold memory",
-                    phase="release",
+                    phase="release_memory_occupation",
                 )
         for name, boot in booting.items():
             self._has_ended(name, boot)

@@ -327,5 +327,5 @@ async def _released(
         return expected
     after = set(released_in(next_phase(lost.phase, lost.unfinished, traits), tags))
     moved = [tag for tag in tags if tag in expected ^ after]
-    await redo(member, moved, is_release=lost.unfinished is Command.RELEASE)
+    await redo(member, moved, is_release=lost.unfinished is Command.RELEASE_MEMORY_OCCUPATION)
     return after

@@ -245,7 +245,7 @@ class EngineSet:
             failed = format_failures("kill", self._settings.name, failures)
             raise PhaseFailed(
                 f"{failed}; its memory may not be free",
-                phase="release",
+                phase="release_memory_occupation",
                 failures=failures,
             )
 

@@ -48,7 +48,7 @@ def check_can_leave(engine_id: str, group: GroupStatus, min_engines: int | None)
         raise LifecycleError(
             f"cannot remove engine {engine_id}: {num_left} engines would remain in group "
             f"{group.name}, {fewest} needed (min_engines)",
-            command="remove_engine",
+            command="engines.remove",
             phase=group.phase,
         )
 
@@ -157,7 +157,7 @@ class EngineScaling:
                 )
             raise LifecycleError(
                 f"cannot add engine {engine_id}: {why}",
-                command="add_engine",
+                command="engines.add",
                 phase=phase,
             )
         await self._engines.join(
@@ -171,5 +171,5 @@ class EngineScaling:
             raise LifecycleError(
                 f"cannot add engine {engine_id}: it has no vacant slot in group "
                 f"{self._settings.name}; vacant: {vacant}",
-                command="add_engine",
+                command="engines.add",
             )

@@ -61,7 +61,7 @@ from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
 
-_RESUMED_BY = {Command.RESUME_WEIGHTS: WEIGHTS_TAGS, Command.RESUME_KV: KV_TAGS}
+_RESUMED_BY = {Command.ONLOAD_WEIGHTS: WEIGHTS_TAGS, Command.ONLOAD_KV: KV_TAGS}
 
 
 class ServerGroup:
@@ -233,9 +233,9 @@ class ServerGroup:
                     work = self._carry_out(command, version, budget_s, target, started)
                 # Not cancellable: the group would not know the phase of its engines.
                 report = await run_to_completion(work)
-            if command is Command.RELEASE:
+            if command is Command.RELEASE_MEMORY_OCCUPATION:
                 await self._boots.end(keeps_asleep=True)
-        if command is Command.RELEASE:
+        if command is Command.RELEASE_MEMORY_OCCUPATION:
             await self._engines.confirm_gone()
         return report
 
@@ -249,7 +249,7 @@ class ServerGroup:
                 return self._path_check.why_not(version)
             case Command.VERIFY:
                 return why_no_engine_holds(version, self._engines)
-            case Command.CONTINUE:
+            case Command.CONTINUE_GENERATION:
                 return next(filter(None, (engine.why_cannot_serve() for engine in engines)), "")
         return ""
 
@@ -264,14 +264,14 @@ class ServerGroup:
         # The log-prob check needs an engine that generates.  If one engine needs it, all run it.
         with_check = self._logprob_check.any_pending(self._engines.unfenced())
         work: dict[Command, Callable[[EngineState], Awaitable[Any]]] = {
-            Command.PAUSE: self._pause,
-            Command.FLUSH: self._flush,
-            Command.RELEASE: self._memory.release,
-            Command.RESUME_WEIGHTS: self._memory.resume_weights,
+            Command.PAUSE_GENERATION: self._pause,
+            Command.FLUSH_CACHE: self._flush,
+            Command.RELEASE_MEMORY_OCCUPATION: self._memory.release,
+            Command.ONLOAD_WEIGHTS: self._memory.onload_weights,
             Command.SNAPSHOT: take_snapshot,
             Command.VERIFY: partial(collect_fingerprints, version=version),
-            Command.RESUME_KV: self._memory.resume_kv,
-            Command.CONTINUE: partial(self._continue, with_check=with_check),
+            Command.ONLOAD_KV: self._memory.onload_kv,
+            Command.CONTINUE_GENERATION: partial(self._continue, with_check=with_check),
         }
         answers = await fan_out(
             {
@@ -286,7 +286,7 @@ class ServerGroup:
                 check_snapshots(answers, self.name)
             elif command is Command.VERIFY:
                 answers = verify_group(answers, self._engines, self._logprob_check)
-            elif command is Command.CONTINUE:
+            elif command is Command.CONTINUE_GENERATION:
                 answers = self._logprob_check.verify_replies(answers, self._engines.members())
         return await self._commands.conclude(command, target, answers, started)
 
@@ -413,7 +413,7 @@ class ServerGroup:
                     raise
                 if was_stopped:
                     why = f"engine {engine_id}: its group was stopped meanwhile"
-                    raise LifecycleError(why, command="add_engine") from error
+                    raise LifecycleError(why, command="engines.add") from error
                 raise failure from error
             return await member.status(self._commands.phase.value)
 

@@ -56,7 +56,7 @@ class ElasticSlots:
             raise LifecycleError(
                 f"server {self._name} has no engine {engine_id} to remove; known: "
                 f"{', '.join(known)}",
-                command="remove_engine",
+                command="engines.remove",
             )
         check_can_leave(engine_id, statuses[group], self._config.groups[group].min_engines)
         budgets = self._config.lifecycle
@@ -129,7 +129,7 @@ class ElasticSlots:
         raise LifecycleError(
             f"server {self._name} has no vacant slot {engine_id}; vacant: "
             f"{', '.join(vacant) or 'none'}",
-            command="add_engine",
+            command="engines.add",
         )
 
 

@@ -90,7 +90,7 @@ class GateControl:
         statuses = await self.publish_members()
         weights, weight_version = self._config.weights, served.version
         if why := why_none_serves(statuses.values(), served.base_version, weights.update):
-            raise PhaseFailed(f"the gate stays {self.state}: {why}", phase="continue")
+            raise PhaseFailed(f"the gate stays {self.state}: {why}", phase="continue_generation")
         for name, group in statuses.items():
             num_left = sum(not engine.fence_reason for engine in group.engines)
             budgets = self._config.lifecycle
@@ -101,7 +101,7 @@ class GateControl:
                 raise PhaseFailed(
                     f"group {name}: {num_left} of {len(group.engines)} engines left, {fewest} "
                     f"needed; the gate stays {self.state}: {fenced}",
-                    phase="continue",
+                    phase="continue_generation",
                 )
         lora: dict[str, Any] = {}
         if weights.update is WeightUpdate.LORA:

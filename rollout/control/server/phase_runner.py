@@ -102,7 +102,7 @@ class PhaseRunner:
             return ""
         return (
             f"this launch expects weight version {expected} or a newer one, and the engines hold "
-            f"{self.weight_version}; push it: serve_weights(weights, version={expected})"
+            f"{self.weight_version}; push it: push(weights, version={expected})"
         )
 
     @property
@@ -146,17 +146,19 @@ class PhaseRunner:
         """
         await self._refresh_phases()
         lifecycle.check_started(self._registry.phases)
-        if Command.PAUSE in commands:
+        if Command.PAUSE_GENERATION in commands:
             await self._restart_if_short()
         report = StepReport(weight_version=self.weight_version)
         for command in commands:
-            if command is Command.RELEASE and (late := self._registry.may_continue_late()):
+            if command is Command.RELEASE_MEMORY_OCCUPATION and (
+                late := self._registry.may_continue_late()
+            ):
                 # Repeated, it does nothing, but a group refuses older commands after it.
                 report = report.merged(await self.run(Command.VERIFY, late))
             names = self._registry.that_need(command)
             if command is Command.UPDATE_WEIGHTS and push is not None:
                 report = report.merged(await self.update_weights(push))
-            elif names or command is Command.CONTINUE:  # which opens the gate too
+            elif names or command is Command.CONTINUE_GENERATION:  # which opens the gate too
                 report = report.merged(await self.run(command, names))
         return report
 
@@ -168,7 +170,7 @@ class PhaseRunner:
     async def _restart_if_short(self) -> None:
         """Restart dead engines where too few are left to go on.
 
-        Not where the trainer uses the memory: there ``resume_weights`` restarts them.
+        Not where the trainer uses the memory: there ``onload_weights`` restarts them.
         """
         phases = self._registry.phases
         names = [name for name, phase in phases.items() if phase is not Phase.OFFLOADED]
@@ -241,7 +243,7 @@ class PhaseRunner:
             if any(report.failures for report in reports):
                 await self._gate.publish_members()
                 self._recovery.probe_soon()
-            if command is Command.CONTINUE:
+            if command is Command.CONTINUE_GENERATION:
                 await self.open_gate()
         except BaseException as error:  # also after a cancel: the groups continue
             await self._after_failure(command, error)
@@ -256,7 +258,7 @@ class PhaseRunner:
             freed_bytes=sum(report.freed_bytes for report in reports),
             weight_version=self.weight_version,
             reports=tuple(reports),
-            paused_s=self._gate.paused_s if command is Command.CONTINUE else 0.0,
+            paused_s=self._gate.paused_s if command is Command.CONTINUE_GENERATION else 0.0,
         )
 
     async def _stage_next(self) -> Sequence[PhaseReport]:
@@ -283,7 +285,7 @@ class PhaseRunner:
         await self.write_journal(durable=False)
         with self._timeline.span(Kind.PHASE, command.value, budget_s=budget_s) as span:
             span.weight_version = version
-            if command is Command.CONTINUE:
+            if command is Command.CONTINUE_GENERATION:
                 await self._check_can_serve()
             calls = {
                 name: self._registry.groups[name].run(
@@ -297,33 +299,33 @@ class PhaseRunner:
             for name, report in reports.items():
                 self._registry.phases[name] = Phase(report.phase)
                 self.unfinished.pop(name, None)
-            staged = await self._stage_next() if command is Command.CONTINUE else ()
+            staged = await self._stage_next() if command is Command.CONTINUE_GENERATION else ()
         return [*reports.values(), *staged]
 
     async def _check_can_serve(self) -> None:
         """Before engines continue: one of them must hold the published weights, which may serve."""
         if why := self.why_expecting:
-            raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)
+            raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE_GENERATION.value)
         if await self._gate.why_none_serves(self.base_version):
             await self._recovery.replace_lost_groups()
             await self._recovery.readmit_stale(self.base_version)
         if why := await self._gate.why_none_serves(self.base_version):
-            raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE.value)
+            raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE_GENERATION.value)
 
     async def _prepare(self, command: Command, names: Sequence[str]) -> None:
         """Do what must precede the command on the groups."""
-        if command is Command.PAUSE:
+        if command is Command.PAUSE_GENERATION:
             await self._gate.shut(
-                "holding", "the engines are paused for an offload or a push", "pause"
+                "holding", "the engines are paused for an offload or a push", "pause_generation"
             )
             if self._budgets.drain is Drain.FINISH:
                 late = await self._gate.drain(self._budgets.drain_timeout_s)
                 if late:
                     logger.warning("server %s: %s; these requests are aborted", self._name, late)
-        elif command is Command.RELEASE:
+        elif command is Command.RELEASE_MEMORY_OCCUPATION:
             # An engine that has booted releases with the others; one that still boots is ended.
             await self._recovery.actions.admit(names)
-        elif command is Command.RESUME_WEIGHTS:
+        elif command is Command.ONLOAD_WEIGHTS:
             # While offloaded no engine could restart: the trainer used the memory.
             await self._recovery.restart_if_short(names)
 

@@ -43,11 +43,11 @@ from rollout.observability.timeline.span import Span
 from rollout.router.host import RouterHost
 from rollout.rules.deadlines import group_margin_s
 from rollout.rules.lifecycle import (
-    GIVE_MEMORY,
     MAKE_IDLE,
+    OFFLOAD,
+    PUSH,
     SERVE,
     SERVE_UPDATED,
-    SERVE_WEIGHTS,
     Command,
     Phase,
     hold_loaded_weights,
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_CHECKED = (
     "weights.check_first_push is true, and released weights cannot be compared: before the first "
-    "offload, call checks.push_path or serve_weights with the weights of model_path, or set it to "
+    "offload, call checks.push_path or push with the weights of model_path, or set it to "
     "false"
 )
 
@@ -74,14 +74,10 @@ _AFTER_PATH_CHECK = (
 )
 _WITHOUT_RECOVERY = "health.recover is false, so nothing restarts the engines: launch again"
 # Command -> its name in the public API, and whether only groups that offload take part.
-_ALONE = {
-    Command.PAUSE: ("pause_generation", False),
-    Command.FLUSH: ("flush_cache", False),
-    Command.RELEASE: ("release_memory_occupation", True),
-    Command.RESUME_WEIGHTS: ("onload_weights", True),
-    Command.VERIFY: ("verify", False),
-    Command.RESUME_KV: ("onload_kv", True),
-    Command.CONTINUE: ("continue_generation", False),
+_OFFLOADING_ONLY = {
+    Command.RELEASE_MEMORY_OCCUPATION,
+    Command.ONLOAD_WEIGHTS,
+    Command.ONLOAD_KV,
 }
 
 
@@ -198,9 +194,9 @@ class RolloutServer:
                 why = "the process of the server was lost, and another one continues"
                 # What was under way is called again, and requests wait for it.
                 state = "closed" if record.gate == "closed" else "holding"
-                await self._gate.shut(state, why, "continue")
+                await self._gate.shut(state, why, "continue_generation")
         except PhaseFailed as error:
-            await self._gate.shut("closed", str(error), "continue")
+            await self._gate.shut("closed", str(error), "continue_generation")
         except BaseException:
             await self.stop()
             raise
@@ -298,18 +294,18 @@ class RolloutServer:
 
     # -- the lifecycle, in the order of a step ----------------------------------------------
 
-    async def give_memory(self) -> StepReport:
+    async def offload(self) -> StepReport:
         """Free the engines' memory for the trainer, in whatever phase the groups are.
 
         Returns only after the memory is free; ``freed_bytes`` is its size.  A repeated call, also
         after a failure, continues from the phase of each group.
         """
-        async with self._lock.held("give_memory"):
+        async with self._lock.held("offload"):
             self._refuse_unchecked()
-            return await self._phase_runner.advance(*GIVE_MEMORY)
+            return await self._phase_runner.advance(*OFFLOAD)
 
-    async def serve_weights(
-        self, push: WeightPush, until: Command = Command.CONTINUE
+    async def push(
+        self, push: WeightPush, until: Command = Command.CONTINUE_GENERATION
     ) -> StepReport:
         """Serve new weights, in whatever phase the groups are.
 
@@ -324,7 +320,7 @@ class RolloutServer:
             until: the last command; ``serve`` does the rest.  After ``verify`` the trainer may
                 free the memory that the KV cache needs.
         """
-        async with self._lock.held("serve_weights"):
+        async with self._lock.held("push"):
             must_check = self._must_check_path and hold_loaded_weights(
                 self._registry.phases.values()
             )
@@ -333,7 +329,7 @@ class RolloutServer:
             await self._check_push(push)
             if push.adapter:
                 return await self._serve_adapter(push, until)
-            return await self._phase_runner.advance(*up_to(until, SERVE_WEIGHTS), push=push)
+            return await self._phase_runner.advance(*up_to(until, PUSH), push=push)
 
     async def _serve_adapter(self, push: WeightPush, until: Command) -> StepReport:
         runner = self._phase_runner
@@ -345,14 +341,14 @@ class RolloutServer:
             runner.next_adapter = None
             raise
 
-    async def serve(self, until: Command = Command.CONTINUE) -> StepReport:
+    async def serve(self, until: Command = Command.CONTINUE_GENERATION) -> StepReport:
         """Serve the weights that the engines hold, in whatever phase the groups are.
 
         They were pushed before, or have survived the release (a frozen model).  A repeated call,
         also after a failure, continues from the phase of each group.
 
         Args:
-            until: see ``serve_weights``.
+            until: see ``push``.
         """
         async with self._lock.held("serve"):
             await self._phase_runner.check_hold_weights()
@@ -381,7 +377,7 @@ class RolloutServer:
                 did before.
             PhaseFailed: weights differ; the message names them.
         """
-        async with self._lock.held("check_push_path"):
+        async with self._lock.held("checks.push_path"):
             return await self._check_path(push)
 
     async def advance(self, command: Command) -> StepReport:
@@ -390,7 +386,7 @@ class RolloutServer:
         A transaction over several servers calls this, to continue from the phase of each group.
         """
         async with self._lock.held(command.value):
-            if command is GIVE_MEMORY[0]:
+            if command is OFFLOAD[0]:
                 self._refuse_unchecked()
             return await self._phase_runner.advance(command)
 
@@ -405,10 +401,9 @@ class RolloutServer:
         Raises:
             LifecycleError: it is not legal in the phase of a group.
         """
-        owner, needs_offload = _ALONE[command]
-        async with self._lock.held(owner):
+        async with self._lock.held(command.value):
             registry = self._registry
-            names = registry.offloading() if needs_offload else list(registry.groups)
+            names = registry.offloading() if command in _OFFLOADING_ONLY else list(registry.groups)
             if command is Command.VERIFY:
                 names = registry.that_need(command)
             return await self._phase_runner.run(command, names)
@@ -434,7 +429,7 @@ class RolloutServer:
             LifecycleError: there is no such engine, or too few would remain.
             EngineFailure: its memory is not free; it is fenced.
         """
-        async with self._lock.held("remove_engine"):
+        async with self._lock.held("engines.remove"):
             return await self._elastic.remove(engine_id)
 
     async def add_engine(self, engine_id: str) -> EngineStatus:
@@ -451,7 +446,7 @@ class RolloutServer:
                 hold the weights that it reports, and it is fenced.
         """
         await self._elastic.boot(engine_id)
-        async with self._lock.held("add_engine"):
+        async with self._lock.held("engines.add"):
             return await self._elastic.add(engine_id, self.base_version)
 
     # -- status -----------------------------------------------------------------------------
@@ -589,7 +584,7 @@ class RolloutServer:
         push = replace(push, checks_path=True)
         await self._check_push(push)
         if why := why_no_path_check(self._config.weights, self._last_pushed_version()):
-            raise LifecycleError(f"cannot check the push path: {why}", command="check_push_path")
+            raise LifecycleError(f"cannot check the push path: {why}", command="checks.push_path")
         runner, was_open = self._phase_runner, self._gate.state == "open"
         report = await runner.advance(*MAKE_IDLE)
         # After a failed check they have just restarted.
@@ -598,7 +593,7 @@ class RolloutServer:
             report = report.merged(await runner.run(Command.SNAPSHOT, self._registry.groups))
         except LifecycleError:  # nothing was changed
             if was_open:
-                await runner.advance(Command.CONTINUE)
+                await runner.advance(Command.CONTINUE_GENERATION)
             raise
         try:
             report = report.merged(await runner.update_weights(push))

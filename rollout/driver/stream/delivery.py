@@ -79,7 +79,7 @@ def why_wrong_version(newest: int, wanted: int, served: int | None, options: Rol
     engines = f", and the engines serve {served}" if is_behind else ""
     return (
         f"weight version {wanted} is wanted, and no token has it: the newest has {newest}{engines}."
-        f" Push it first, with serve_weights(weights, version={wanted}). After a restart engines "
+        f" Push it first, with push(weights, version={wanted}). After a restart engines "
         f"hold model_path: launch(config, expect_version={wanted}) lets none of it through"
     )
 

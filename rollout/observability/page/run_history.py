@@ -134,7 +134,9 @@ class _StepLog:
         """The steps that these spans complete."""
         self._open += [span for span in new if span.kind in (Kind.PHASE, Kind.ENGINE)]
         self._open = self._open[-_MAX_SPANS:]
-        if not any(span.kind is Kind.PHASE and span.name == Command.CONTINUE for span in new):
+        if not any(
+            span.kind is Kind.PHASE and span.name == Command.CONTINUE_GENERATION for span in new
+        ):
             return []
         completed = steps(self._open)
         for step in completed:

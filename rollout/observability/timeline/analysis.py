@@ -15,7 +15,7 @@ from rollout.core.types import PushStage
 from rollout.observability.timeline.span import COPY, Kind, Outcome, Span
 from rollout.rules.lifecycle import STAGE, Command
 
-_DOWN = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
+_DOWN = (Command.PAUSE_GENERATION, Command.FLUSH_CACHE, Command.RELEASE_MEMORY_OCCUPATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,11 @@ def steps(spans: Iterable[Span]) -> list[Step]:
     for span in spans:
         if span.kind is not Kind.PHASE or span.outcome is Outcome.RUNNING:
             continue
-        if span.name == Command.PAUSE and span.source not in opened:
+        if span.name == Command.PAUSE_GENERATION and span.source not in opened:
             opened[span.source] = []
         if span.source in opened:
             opened[span.source].append(span)
-            if span.name == Command.CONTINUE and span.outcome is Outcome.OK:
+            if span.name == Command.CONTINUE_GENERATION and span.outcome is Outcome.OK:
                 step = _step(span.source, opened.pop(span.source), engines)
                 staged_s = sum(
                     one.elapsed_s
@@ -122,7 +122,9 @@ def step_metrics(step: Step) -> dict[str, float]:
 
 def _step(server: str, phases: Sequence[Span], engines: Sequence[Span]) -> Step:
     start_s, end_s = phases[0].start_s, max(phase.end_s for phase in phases)
-    released_s = [phase.end_s for phase in phases if phase.name == Command.RELEASE]
+    released_s = [
+        phase.end_s for phase in phases if phase.name == Command.RELEASE_MEMORY_OCCUPATION
+    ]
     up = [phase.start_s for phase in phases if phase.name not in _DOWN]
     trainer_s = max(0.0, min(up) - max(released_s)) if released_s and up else 0.0
     pushed_s = [phase.start_s for phase in phases if phase.name == Command.UPDATE_WEIGHTS]

@@ -22,7 +22,7 @@ class PhaseCommands:
     """``policy.phases``: one command of the lifecycle at a time, refused in every other phase.
 
     Use them to do something between two phases, and to copy weights before the command that sends
-    them.  ``give_memory`` and ``serve_weights`` of the handle run all that are needed.
+    them.  ``offload`` and ``push`` of the handle run all that are needed.
     """
 
     def __init__(self, caller: Caller, pushes: ServerPushes) -> None:
@@ -33,11 +33,11 @@ class PhaseCommands:
         """Close the gate and stop generation; ``lifecycle.drain`` says what becomes of requests.
 
         Raises:
-            LifecycleError: from ``result()`` or ``await``, here and in the next seven: the command
+            LifecycleError: from ``result()`` or ``await``, here and in the others: the command
                 is not legal in this phase; the error names those that are.
             PhaseFailed: too few engines are left.
         """
-        return self._caller.call(RolloutServer.run, Command.PAUSE)
+        return self._caller.call(RolloutServer.run, Command.PAUSE_GENERATION)
 
     def flush_cache(self) -> Pending[StepReport]:
         """Wait until no request is in flight, and drop the prefix caches.
@@ -45,7 +45,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: generation is not paused.
         """
-        return self._caller.call(RolloutServer.run, Command.FLUSH)
+        return self._caller.call(RolloutServer.run, Command.FLUSH_CACHE)
 
     def release_memory_occupation(self) -> Pending[StepReport]:
         """Release the memory of the groups that offload; ``freed_bytes`` is measured.
@@ -53,7 +53,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: the caches are not flushed.
         """
-        return self._caller.call(RolloutServer.run, Command.RELEASE)
+        return self._caller.call(RolloutServer.run, Command.RELEASE_MEMORY_OCCUPATION)
 
     def onload_weights(self) -> Pending[StepReport]:
         """Resume the memory of the weights; what it holds is not trusted yet.
@@ -61,7 +61,18 @@ class PhaseCommands:
         Raises:
             LifecycleError: the memory is not released.
         """
-        return self._caller.call(RolloutServer.run, Command.RESUME_WEIGHTS)
+        return self._caller.call(RolloutServer.run, Command.ONLOAD_WEIGHTS)
+
+    def snapshot(self) -> Pending[StepReport]:
+        """Let every engine keep a copy of its weights, to compare with after a push.
+
+        ``checks.push_path`` runs it, the push and the comparison in one call.
+
+        Raises:
+            LifecycleError: the caches are not flushed, the weights are not verified, or an engine
+                cannot compare weights.
+        """
+        return self._caller.call(RolloutServer.run, Command.SNAPSHOT)
 
     def make_push(
         self,
@@ -75,11 +86,11 @@ class PhaseCommands:
     ) -> Push:
         """Copy tensors into a push; the trainer may change or free them afterwards.
 
-        It is legal in any phase.  ``update_weights``, ``serve_weights`` and ``checks.push_path``
+        It is legal in any phase.  ``update_weights``, ``push`` and ``checks.push_path``
         take the push in place of tensors, once; ``close`` frees one that is not sent.
 
         Args:
-            named_tensors, version, name_map: see ``ServerHandle.serve_weights``.
+            named_tensors, version, name_map: see ``ServerHandle.push``.
             adapter: with ``update: lora``, the tensors are those of a LoRA adapter, under PEFT's
                 names, and this is PEFT's ``adapter_config.json`` or ``config.to_dict()``: at least
                 ``r`` and ``lora_alpha``.
@@ -113,10 +124,10 @@ class PhaseCommands:
         The engines neither verify them nor serve.
 
         Args:
-            named_tensors, version, name_map: see ``ServerHandle.serve_weights``.
+            named_tensors, version, name_map: see ``ServerHandle.push``.
 
         Raises:
-            WeightMismatch: as ``ServerHandle.serve_weights``.
+            WeightMismatch: as ``ServerHandle.push``.
             LifecycleError: from ``result()`` or ``await``: the engines cannot take weights now.
         """
         push = self._pushes.push_of(named_tensors, version, name_map)
@@ -139,7 +150,7 @@ class PhaseCommands:
         Raises:
             LifecycleError: the weights are not verified.
         """
-        return self._caller.call(RolloutServer.run, Command.RESUME_KV)
+        return self._caller.call(RolloutServer.run, Command.ONLOAD_KV)
 
     def continue_generation(self) -> Pending[StepReport]:
         """Generate again, and open the gate.
@@ -147,4 +158,4 @@ class PhaseCommands:
         Raises:
             LifecycleError: the engines lack verified weights or KV caches.
         """
-        return self._caller.call(RolloutServer.run, Command.CONTINUE)
+        return self._caller.call(RolloutServer.run, Command.CONTINUE_GENERATION)

@@ -70,15 +70,15 @@ class ServerCalls:
         logprobs, self.logprobs = self.logprobs, ()
         return self.caller.ship(replace(push, canary=logprobs) if logprobs else push)
 
-    def serve_weights(self, push: WeightPush, until: Command) -> Pending[StepReport]:
-        return self.caller.call(RolloutServer.serve_weights, self.shipped(push), until)
+    def push(self, push: WeightPush, until: Command) -> Pending[StepReport]:
+        return self.caller.call(RolloutServer.push, self.shipped(push), until)
 
     def serve(self) -> Pending[StepReport]:
         return self.caller.call(RolloutServer.serve)
 
-    def give_memory(self) -> Pending[StepReport]:
+    def offload(self) -> Pending[StepReport]:
         """Begin an offload."""
-        return self.caller.call(RolloutServer.give_memory)
+        return self.caller.call(RolloutServer.offload)
 
     def offer_to_store(self, push: WeightPush) -> Pending[None]:
         return self.caller.call(RolloutServer.offer_to_store, push)

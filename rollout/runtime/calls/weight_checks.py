@@ -66,7 +66,7 @@ class WeightChecks:
         Args:
             named_tensors: the weights of ``model_path``, as the trainer holds them.
             version: the version of this push; by default one more than the last.
-            name_map: see ``ServerHandle.serve_weights``.
+            name_map: see ``ServerHandle.push``.
 
         Raises:
             LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.

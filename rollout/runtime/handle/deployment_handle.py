@@ -113,15 +113,15 @@ class DeploymentHandle(RunHandle):
             self.stop()
             self._started.set_exception(error)
 
-    def give_memory(self) -> Pending[dict[str, StepReport]]:
+    def offload(self) -> Pending[dict[str, StepReport]]:
         """Free the engines' memory of all servers as one transaction, whatever their phases.
 
         Raises:
             PhaseFailed: from ``result()`` or ``await``: memory of an engine is not free.
         """
-        return self._loop.submit(self._deployment.give_memory())
+        return self._loop.submit(self._deployment.offload())
 
-    def serve_weights(
+    def push(
         self,
         weights: Mapping[str, NamedTensors | Push | WeightPush],
         *,
@@ -132,9 +132,9 @@ class DeploymentHandle(RunHandle):
         Servers that are not named serve the weights that they hold.
 
         Args:
-            weights: by server name, each as for ``ServerHandle.serve_weights``.
+            weights: by server name, each as for ``ServerHandle.push``.
             before_kv: called when the weights of all servers are verified; see
-                ``ServerHandle.serve_weights``.
+                ``ServerHandle.push``.
 
         Raises:
             ConfigError: there is no server of that name; nothing was sent.
@@ -157,7 +157,7 @@ class DeploymentHandle(RunHandle):
         """Serve the weights that the engines of all servers hold, as one transaction.
 
         Args:
-            before_kv: see ``serve_weights``.
+            before_kv: see ``push``.
 
         Raises:
             ConfigError: ``before_kv`` is no plain function.
@@ -182,7 +182,7 @@ class DeploymentHandle(RunHandle):
         return with_before_kv(
             begin,
             before_kv,
-            lambda: self._begin({}, Command.CONTINUE),
+            lambda: self._begin({}, Command.CONTINUE_GENERATION),
             lambda first, second: {name: first[name].merged(second[name]) for name in first},
             is_serving=lambda: all(one.gate == "open" for one in self.status().result().values()),
         )

@@ -35,7 +35,7 @@ def check_before_kv(before_kv: object) -> None:
     found = "an async function" if callable(before_kv) else f"a {type(before_kv).__name__}"
     raise ConfigError(
         f"before_kv takes a plain function without arguments, not {found}; to await something "
-        "there, run the phases of serve_weights one by one"
+        "there, run the phases of push one by one"
     )
 
 
@@ -56,9 +56,9 @@ def with_before_kv(
         is_serving: the engines have their KV caches: the trainer frees its memory at the end.
     """
     if before_kv is None:
-        return begin(Command.CONTINUE)
+        return begin(Command.CONTINUE_GENERATION)
     if is_serving():
-        done = begin(Command.CONTINUE)
+        done = begin(Command.CONTINUE_GENERATION)
         return PendingWithCallback(done, before_kv, lambda: done, lambda one, _: one, WITH_KV)
     return PendingWithCallback(begin(Command.VERIFY), before_kv, serve, merge, WITHOUT_KV)
 
@@ -67,9 +67,9 @@ class Transitions(Protocol):
     """The calls of ``ServerHandle`` that a window makes."""
 
     def status(self) -> Pending[ServerStatus]: ...
-    def give_memory(self) -> Pending[StepReport]: ...
+    def offload(self) -> Pending[StepReport]: ...
     def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[StepReport]: ...
-    def serve_weights(
+    def push(
         self,
         named_tensors: NamedTensors | Push,
         version: int | None = None,
@@ -150,7 +150,7 @@ class OffloadWindow:
         if not self._is_open:
             raise LifecycleError(
                 "this offload window is not open, so its push would never be sent: push inside "
-                "`with server.offloaded() as window:`, or use serve_weights",
+                "`with server.offloaded() as window:`, or use push",
                 command="push",
             )
         self._check_first()
@@ -163,18 +163,16 @@ class OffloadWindow:
     def _finish(self) -> Pending[StepReport]:
         if self._weights is not None:
             self._check_first()
-            return self._server.serve_weights(
-                self._weights(), self._version, before_kv=self._before_kv
-            )
+            return self._server.push(self._weights(), self._version, before_kv=self._before_kv)
         if self._push is None:
             return self._server.serve(before_kv=self._before_kv)
-        return self._server.serve_weights(self._push, before_kv=self._before_kv)
+        return self._server.push(self._push, before_kv=self._before_kv)
 
     def __enter__(self) -> OffloadWindow:
         self._check_closed()
         if self._check_reach is not None:
             self._check_reach(self._server.status().result())
-        self.report = self._server.give_memory().result()
+        self.report = self._server.offload().result()
         self._is_open = True
         return self
 
@@ -186,7 +184,7 @@ class OffloadWindow:
         self._check_closed()
         if self._check_reach is not None:
             self._check_reach(await self._server.status())
-        self.report = await self._server.give_memory()
+        self.report = await self._server.offload()
         self._is_open = True
         return self
 

@@ -73,7 +73,7 @@ class Pusher:
         is_base: bool = False,
         adapter_name: str = "",
     ) -> StepReport:
-        """``ServerHandle.serve_weights`` from all ranks: these weights, verified and serving.
+        """``ServerHandle.push`` from all ranks: these weights, verified and serving.
 
         In whatever phase the engines are: released memory is resumed, serving ones are paused.
 
@@ -82,7 +82,7 @@ class Pusher:
                 gathered here.  An iterator is consumed bucket by bucket: it yields whole tensors,
                 in the same order on every rank, and may gather them itself.
             version: the new weight version; by default one more than the server's.
-            name_map: see ``ServerHandle.serve_weights``.
+            name_map: see ``ServerHandle.push``.
             dtype: of float tensors, which are cast before they are gathered.
             before_kv: frees memory of this rank that the KV caches need.  It runs on every rank
                 that gives one, after the engines have verified the weights; the KV caches are
@@ -161,8 +161,8 @@ class Pusher:
         return report
 
     @checked
-    def give_memory(self, *, rank_timeout_s: RankTimeout | None = None) -> StepReport:
-        """Free the engines' memory for the trainer, as ``ServerHandle.give_memory``.
+    def offload(self, *, rank_timeout_s: RankTimeout | None = None) -> StepReport:
+        """Free the engines' memory for the trainer, as ``ServerHandle.offload``.
 
         Every rank calls it when it needs the engines no more.  Rank 0 offloads when all have, and
         all return when the memory is free.
@@ -177,7 +177,7 @@ class Pusher:
             RolloutError: the pusher is closed.
         """
         link, round_ = self.link, self._round("offload", rank_timeout_s)
-        work = RankOffload(self.server.give_memory)
+        work = RankOffload(self.server.offload)
         try:
             own = EnginesNotNeeded()
             steps = round_.follow(own) if link.rank else round_.lead(own)

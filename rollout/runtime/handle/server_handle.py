@@ -100,7 +100,7 @@ class ServerHandle:
 
     # -- whole transitions ------------------------------------------------------------------
 
-    def serve_weights(
+    def push(
         self,
         named_tensors: NamedTensors | Push | WeightPush,
         version: int | None = None,
@@ -138,7 +138,7 @@ class ServerHandle:
         def begin(until: Command) -> Pending[StepReport]:
             return push.send(
                 lambda weights: self._caller.call(
-                    RolloutServer.serve_weights, self._pushes.server.shipped(weights), until
+                    RolloutServer.push, self._pushes.server.shipped(weights), until
                 )
             )
 
@@ -156,20 +156,20 @@ class ServerHandle:
         They were pushed before, or have survived the release (``weights_cpu_backup``).
 
         Args:
-            before_kv: see ``serve_weights``.
+            before_kv: see ``push``.
 
         Raises:
             LifecycleError: from ``result()`` or ``await``: the release discarded the weights, so
-                ``serve_weights`` must push them.
+                ``push`` must push them.
         """
         check_before_kv(before_kv)
 
-        def begin(until: Command = Command.CONTINUE) -> Pending[StepReport]:
+        def begin(until: Command = Command.CONTINUE_GENERATION) -> Pending[StepReport]:
             return self._caller.call(RolloutServer.serve, until)
 
         return with_before_kv(begin, before_kv, begin, StepReport.merged)
 
-    def give_memory(self) -> Pending[StepReport]:
+    def offload(self) -> Pending[StepReport]:
         """Free the engines' memory for the trainer, in whatever phase they are.
 
         Engines that serve are paused and flushed first.  The report comes after the memory is
@@ -179,7 +179,7 @@ class ServerHandle:
             PhaseFailed: from ``result()`` or ``await``: memory of an engine is not free, or too
                 few engines are left.
         """
-        return self._caller.call(RolloutServer.give_memory)
+        return self._caller.call(RolloutServer.offload)
 
     def offloaded(
         self,
@@ -193,7 +193,7 @@ class ServerHandle:
         Args:
             weights: called when the block ends, for the tensors to push.
             version: of the push; by default one more than the last.
-            before_kv: called after the weights are verified; see ``serve_weights``.
+            before_kv: called after the weights are verified; see ``push``.
 
         Raises:
             ConfigError: the push at its end would be refused.  Nothing is offloaded.

@@ -134,7 +134,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class EnginesNotNeeded:
-    """A rank calls ``give_memory``."""
+    """A rank calls ``offload``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,9 +181,13 @@ class RankPush:
         # Before the next push, and after the stream is closed, which ends a push that has failed.
         self._follower.resources.callback(self._await_end)
         push = leader.copied_push() if plan.is_copied else leader.streamed_push(self._queue)
-        until = Command.VERIFY if plan.has_before_kv and not plan.is_serving else Command.CONTINUE
+        until = (
+            Command.VERIFY
+            if plan.has_before_kv and not plan.is_serving
+            else Command.CONTINUE_GENERATION
+        )
         push = replace(push, checks_path=self._checks_path)
-        pending = self._server.serve_weights(push, until)
+        pending = self._server.push(push, until)
         self._pending = pending.then(self._queue.close)
 
     def _await_engines(

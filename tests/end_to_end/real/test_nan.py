@@ -57,7 +57,7 @@ def test_the_sentinel_fences_an_engine_that_computes_nan(
 ) -> None:
     policy = deployment["asked"]
     with pytest.raises(WeightMismatch, match=f"values of tensor '{NORM}' are NaN"):
-        policy.serve_weights(broken(models[0]))
+        policy.push(broken(models[0]))
     with pytest.raises(PhaseFailed, match=SEEN_BY_THE_SENTINEL[kind]):
         push_nonfinite(policy, broken(models[0]), 1)
     assert policy.status().result(30).gate == "closed"
@@ -71,7 +71,7 @@ def test_without_the_sentinel_no_token_of_nan_is_a_sample(
     push_nonfinite(policy, broken(models[0]), 1)
     with pytest.raises(GenerationFailed, match="log-probs that are not numbers"):
         policy.generate(PROMPT, SAMPLING).result(60)
-    policy.serve_weights(load_file(models[0] / "model.safetensors")).result(120)
+    policy.push(load_file(models[0] / "model.safetensors")).result(120)
     headers = {"x-token-failover": "on"}
     url = f"{policy.url}/generate"
     after = httpx.post(url, json=BODY, headers=headers, timeout=60, trust_env=False).json()

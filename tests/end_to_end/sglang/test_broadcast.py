@@ -55,7 +55,7 @@ def half_closed(pid: int) -> int:
 
 def pushed(policy: ServerHandle, model: Path) -> str:
     """These weights to all, held against what each generates; the group they came through."""
-    policy.serve_weights(load_file(model / "model.safetensors")).result(120)
+    policy.push(load_file(model / "model.safetensors")).result(120)
     wanted = reference.greedy(model, list(PROMPT), max_new_tokens=8)
     sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": list(PROMPT), "sampling_params": sampling}

@@ -35,7 +35,7 @@ def frozen(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
 
 
 def step(policy: ServerHandle, *, lose: bool = False) -> None:
-    policy.give_memory().result(120)
+    policy.offload().result(120)
     policy.phases.onload_weights().result(120)
     if lose:
         (engine,) = policy.status().result(30).groups[0].engines
@@ -70,7 +70,7 @@ def test_a_canary_passes_what_came_back_whole_and_fences_what_did_not(
         rollout.PhaseFailed, match=r"canary prompt \d, token \d+ has log-prob"
     ) as no:
         step(policy, lose=True)
-    assert no.value.phase == "continue"
+    assert no.value.phase == "continue_generation"
     status = policy.status().result(30)
     (engine,) = status.groups[0].engines
     assert (status.gate, engine.state) == ("closed", "fenced")
@@ -92,11 +92,11 @@ def test_an_engine_is_held_against_the_trainers_own_model(
     with serving(models[0], tmp_path) as policy:
         told = canary_logprobs(model, policy.checks.canary_prompts)
         policy.checks.expect(told)
-        policy.serve_weights(tensors).result(120)
+        policy.push(tensors).result(120)
         assert policy.status().result(30).gate == "open"
         # The next push is not what its trainer holds.
         policy.checks.expect(told)
         other = load_file(models[2] / "model.safetensors")
         with pytest.raises(rollout.PhaseFailed, match="by the trainer's own model") as failed:
-            policy.serve_weights(other).result(120)
-        assert failed.value.phase == "continue"
+            policy.push(other).result(120)
+        assert failed.value.phase == "continue_generation"

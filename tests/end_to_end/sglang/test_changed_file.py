@@ -44,7 +44,7 @@ async def test_flipped_bytes_of_a_buckets_file_are_refused_and_the_next_push_ser
         flip_last_bytes()
     status = policy.handle.status().result(30)
     assert (status.gate, status.weight_version) == ("closed", version)
-    await policy.handle.serve_weights(policy.next_tensors())
+    await policy.handle.push(policy.next_tensors())
     assert policy.is_whole()
     async with aiohttp.ClientSession(policy.handle.url) as session:
         asking = AskingGenerate(session)

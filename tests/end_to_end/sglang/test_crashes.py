@@ -32,7 +32,7 @@ import rollout
 config = rollout.RolloutConfig.from_dict(json.loads(sys.argv[1]))
 policy = rollout.launch(config, backend=sys.argv[2])["policy"]
 if sys.argv[3] == "offloaded":
-    policy.give_memory().result()
+    policy.offload().result()
 print("reached", flush=True)
 threading.Event().wait()
 """
@@ -181,10 +181,8 @@ def test_real_engines_outlive_the_router_and_the_group_that_are_killed_while_the
                 ), policy.status().result(30)
                 assert wait_until(client.serves_again, 60), client.statuses[-20:]
                 assert pids(policy) == before
-                policy.give_memory().result(60)
-                policy.serve_weights(load_file(models[version % 2] / "model.safetensors")).result(
-                    60
-                )
+                policy.offload().result(60)
+                policy.push(load_file(models[version % 2] / "model.safetensors")).result(60)
                 assert policy.weight_version == version
             assert wait_until(client.serves_again, 60)
         assert all(psutil.pid_exists(pid) for pid in before if pid)

@@ -57,7 +57,7 @@ def test_random_deltas_arrive_with_no_wrong_bit(
     assert num >= random_deltas.NUM
     assert any(os.path.isdir(folder) for folder in folders if folder)
     for tensors, by_delta in zip(pushed[-3:], found[-3:], strict=True):
-        policy.handle.serve_weights(tensors).result(120)
+        policy.handle.push(tensors).result(120)
         assert checksums(policy) == by_delta
 
 
@@ -81,18 +81,18 @@ def test_deltas_of_experts_arrive_and_are_computed_with(tmp_path: Path) -> None:
         save_file(pushed[-1], model / "model.safetensors", metadata={"format": "pt"})
         reply = whole.generate(list(PROMPT), GREEDY).result(60)
         assert list(reply.output_ids) == reference.greedy(model, list(PROMPT), max_new_tokens=8)
-        whole.serve_weights(pushed[-1]).result(120)
+        whole.push(pushed[-1]).result(120)
         assert random_deltas.checksums_of(engine, "sglang") == found
 
 
 def check_comes_back(policy: RealPolicy, handle: ServerHandle, tensors: Tensors) -> None:
     """Fenced, and what serves after the next push are the whole tensors."""
     assert all(engine.fence_reason for engine in policy.engines())
-    report = handle.serve_weights(tensors).result(300)
+    report = handle.push(tensors).result(300)
     assert random_deltas.sent(report).route == "tensor"
     assert policy.is_whole()
     found = checksums(policy)
-    policy.handle.serve_weights(tensors).result(120)
+    policy.handle.push(tensors).result(120)
     assert checksums(policy) == found
 
 
@@ -102,7 +102,7 @@ def test_an_engine_whose_host_lost_a_delta_loads_nothing_and_comes_back_with_who
 ) -> None:
     handle = random_deltas.pushed_by_deltas(policy.handle, bucket_bytes=20_000)
     tensors: Any = dict(policy.next_tensors())
-    handle.serve_weights(tensors).result(120)
+    handle.push(tensors).result(120)
     before = checksums(policy)
     rebuild, lost = HostCopies.rebuild, []
 
@@ -118,7 +118,7 @@ def test_an_engine_whose_host_lost_a_delta_loads_nothing_and_comes_back_with_who
     with monkeypatch.context() as patch:
         patch.setattr(host_copies.HostCopies, "rebuild", lossy)
         with pytest.raises(RolloutError, match="is not what the trainer wrote; the engine did not"):
-            handle.serve_weights(tensors).result(120)
+            handle.push(tensors).result(120)
     assert lost
     check_comes_back(policy, handle, tensors)
 
@@ -134,11 +134,11 @@ def test_an_engine_that_dies_while_it_loads_what_deltas_changed_comes_back_with_
     monkeypatch.setattr(EngineClient, "update_weights_from_disk", around)
     handle = random_deltas.pushed_by_deltas(policy.handle)
     tensors: Any = dict(policy.next_tensors())
-    handle.serve_weights(tensors).result(120)
+    handle.push(tensors).result(120)
     tensors = random_deltas.changed(tensors, 0.01)
     faults.fault, faults.engines = "killed", policy.engines()
     with pytest.raises(RolloutError):
-        handle.serve_weights(tensors).result(120)
+        handle.push(tensors).result(120)
     faults.fault = ""
     assert faults.num_killed == len(faults.engines)
     check_comes_back(policy, handle, tensors)

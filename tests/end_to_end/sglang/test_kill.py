@@ -45,7 +45,7 @@ async def test_all_requests_of_every_route_are_answered_though_an_engine_is_kill
     record_property: Any,
 ) -> None:
     # A version that is on no disk: who is started again waits for the next one.
-    await policy.handle.serve_weights(policy.next_tensors())
+    await policy.handle.push(policy.next_tensors())
     engine = policy.engines()[0]
     assert engine.pid is not None
     timeout = aiohttp.ClientTimeout(total=300)
@@ -114,7 +114,7 @@ async def check_comes_back(policy: RealPolicy, killed: EngineStatus) -> None:
         return now.is_stale and now.pid not in (None, killed.pid)
 
     assert await asyncio.to_thread(wait_until, is_back, 200)
-    await policy.handle.serve_weights(policy.next_tensors())
+    await policy.handle.push(policy.next_tensors())
     assert policy.is_whole()
 
 
@@ -126,7 +126,7 @@ async def test_no_request_fails_though_another_process_of_an_engine_is_killed(
     policy: RealPolicy, name: str
 ) -> None:
     """The test before kills its API server."""
-    await policy.handle.serve_weights(policy.next_tensors())
+    await policy.handle.push(policy.next_tensors())
     killed = policy.engines()[0]
     async with aiohttp.ClientSession(policy.handle.url) as session:
         asking = AskingGenerate(session)

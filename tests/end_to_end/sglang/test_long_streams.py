@@ -42,7 +42,7 @@ def test_a_stream_fails_over_once_for_each_push(slow_policy: RealPolicy) -> None
     end_s, num_pushes = time.monotonic() + FOR_S, 0
     last = next(parts)
     while time.monotonic() < end_s and last.finish_reason is None:
-        policy.handle.serve_weights(policy.next_tensors()).result(120)
+        policy.handle.push(policy.next_tensors()).result(120)
         num_pushes += 1
         next_s = time.monotonic() + EVERY_S
         while last.finish_reason is None and time.monotonic() < next_s:

@@ -148,7 +148,7 @@ def test_the_lora_loop(policy: ServerHandle, trainer: Trainer, tmp_path: Path) -
     # The trainer's base is not what the engines have loaded: it is pushed once, at the start.
     assert are_of(trainer.disk, answers(policy))
     assert policy.checks.base_differs(trainer.weights())
-    policy.serve_weights(policy.phases.make_push(trainer.weights(), is_base=True)).result(120)
+    policy.push(policy.phases.make_push(trainer.weights(), is_base=True)).result(120)
     version = policy.weight_version
     base = answers(policy)
     assert are_of(trainer.base, base)
@@ -218,7 +218,7 @@ def test_adapters_are_pushed_while_requests_run_and_each_keeps_its_version(
         def push(version: int, name: str) -> None:
             more = {"adapter": SETTINGS, "adapter_name": name}
             made_push = policy.phases.make_push(trainer.adapter(version), version, **more)
-            report = policy.serve_weights(made_push).result(120)
+            report = policy.push(made_push).result(120)
             assert report.paused_s == 0.0
             assert policy.status().result(30).gate == "open"
 
@@ -386,7 +386,7 @@ PEFT_SETTINGS: dict[str, dict[str, Any]] = {
 def test_what_is_served_with_an_adapter_of_peft_is_what_peft_computes(
     policy: ServerHandle, trainer: Trainer, tmp_path: Path
 ) -> None:
-    policy.serve_weights(policy.phases.make_push(trainer.weights(), is_base=True)).result(120)
+    policy.push(policy.phases.make_push(trainer.weights(), is_base=True)).result(120)
     for name, settings in PEFT_SETTINGS.items():
         named, adapter_config = trained_by_peft(trainer.base, settings, tmp_path / name)
         with policy.offloaded() as window:

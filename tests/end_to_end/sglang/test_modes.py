@@ -67,5 +67,5 @@ def test_every_mode_loses_and_repeats_nothing(
             assert len(sample.output_ids) == SAMPLING.max_new_tokens
         assert not referee.findings([answer(sample) for sample in samples])
         seen += [group.metadata["number"] for group in groups]
-        policy.handle.serve_weights(policy.next_tensors()).result(120)
+        policy.handle.push(policy.next_tensors()).result(120)
     assert len(seen) == len(set(seen)) == 4 * NUM_STEPS

@@ -35,7 +35,7 @@ def test_a_right_path_is_proved_and_a_wrong_name_map_never_serves(
         assert (status.gate, status.weight_version) == ("open", 1)
         with pytest.raises(rollout.LifecycleError, match="hold pushed weights"):
             policy.checks.push_path(tensors).result(30)
-        policy.serve_weights(tensors).result(200)
+        policy.push(tensors).result(200)
     with launch_local(config) as deployment:
         policy = deployment["policy"]
         with pytest.raises(rollout.PhaseFailed, match=r"layers\.0\.self_attn\.qkv_proj"):

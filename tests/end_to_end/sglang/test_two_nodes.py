@@ -85,12 +85,10 @@ def test_an_engine_over_two_nodes_goes_through_a_step_and_ends_with_one_of_them(
             assert len(engine.processes) == 2
             for version in (0, 1):
                 if version:
-                    report = policy.give_memory().result(60)
+                    report = policy.offload().result(60)
                     assert report.freed_bytes > 0
                     assert set(the_engine(policy).released) == set(MemoryTag)
-                    policy.serve_weights(load_file(models[version] / "model.safetensors")).result(
-                        60
-                    )
+                    policy.push(load_file(models[version] / "model.safetensors")).result(60)
                 found = answers(policy)
                 assert {span.version for one in found for span in one.spans} == {version}
                 assert not referee.findings(found)
@@ -125,7 +123,7 @@ def test_killed_on_one_node_it_comes_back_from_the_store_with_what_was_pushed_la
         handle = ray_cluster.load("launch").launch_ray(config)
         try:
             policy = handle["policy"]
-            policy.serve_weights(load_file(models[1] / "model.safetensors")).result(60)
+            policy.push(load_file(models[1] / "model.safetensors")).result(60)
             assert wait_until(lambda: kept(policy) == 1, 30)
             killed = the_engine(policy)
             os.kill(killed.processes[1].pid, signal.SIGKILL)

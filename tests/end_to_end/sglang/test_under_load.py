@@ -27,14 +27,14 @@ async def test_without_the_flush_only_its_name_keeps_an_old_prefix_out(
     async with load.running():
         await load.reaches(40)
         policy.sabotage.flush = True
-        await policy.handle.serve_weights(policy.next_tensors())
+        await policy.handle.push(policy.next_tensors())
         await load.reaches(load.ended.total() + 60)
     answers = load.taken()
     found = referee.findings(answers)
     assert bool(found) is not is_named, found
     assert all(f"not of version {policy.handle.weight_version}" in line for line in found)
     policy.sabotage.flush = False
-    await policy.handle.serve_weights(policy.next_tensors())
+    await policy.handle.push(policy.next_tensors())
 
 
 async def test_without_the_pause_a_release_kills_the_engines(policy: RealPolicy) -> None:
@@ -43,14 +43,17 @@ async def test_without_the_pause_a_release_kills_the_engines(policy: RealPolicy)
     async with load.running():
         await load.reaches(2)  # the others are in the middle
         policy.sabotage.pause = True
-        with pytest.raises(PhaseFailed, match="release"):
-            await policy.handle.give_memory()
+        with pytest.raises(PhaseFailed, match="release_memory_occupation"):
+            await policy.handle.offload()
         policy.sabotage.pause = False
     engines = policy.engines()
     assert len(engines) == 2
     for engine in engines:
         # The health check may see the death before the release reports it.
-        assert "release" in engine.fence_reason or "its process has ended" in engine.fence_reason
+        assert (
+            "release_memory_occupation" in engine.fence_reason
+            or "its process has ended" in engine.fence_reason
+        )
         # The call crashed it, before anything stopped it.
         assert "AssertionError" in policy.log_of(engine.engine_id)
     assert load.broken

@@ -35,17 +35,17 @@ HEALTH = {
     "max_backoff_s": 0.1,
 }
 CALLS = {
-    "give_memory": "give_memory",
+    "offload": "offload",
     "serve": "serve",
-    "pause": "phases.pause_generation",
-    "flush": "phases.flush_cache",
-    "release": "phases.release_memory_occupation",
+    "pause_generation": "phases.pause_generation",
+    "flush_cache": "phases.flush_cache",
+    "release_memory_occupation": "phases.release_memory_occupation",
     "onload_weights": "phases.onload_weights",
     "verify": "phases.verify",
     "onload_kv": "phases.onload_kv",
-    "continue": "phases.continue_generation",
+    "continue_generation": "phases.continue_generation",
 }
-PUSHES = {"serve_weights": "serve_weights", "update_weights": "phases.update_weights"}
+PUSHES = {"push": "push", "update_weights": "phases.update_weights"}
 
 
 class SGLangRig:

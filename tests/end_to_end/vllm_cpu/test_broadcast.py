@@ -89,7 +89,7 @@ async def test_a_trainer_broadcasts_to_two_engines_through_a_group_that_is_kept(
     groups = []
     for _ in range(2):
         new = policy.next_tensors()
-        version = (await handle.serve_weights(new)).weight_version
+        version = (await handle.push(new)).weight_version
         await check_held(policy, fingerprints(new))
         found = await served(policy)
         wanted = reference.greedy(policy.weights_of(version), list(PROMPT), max_new_tokens=8)
@@ -120,11 +120,11 @@ async def test_a_trainer_that_leaves_in_a_push_fails_it_and_the_next_one_works(
     with monkeypatch.context() as patch:
         patch.setattr(BroadcastRoot, "send", leaves)
         with pytest.raises(RolloutError) as failed:
-            await handle.serve_weights(policy.next_tensors())
+            await handle.push(policy.next_tensors())
     assert "the trainer is gone" in str(failed.value)
     assert await groups_of(policy) == [frozenset(), frozenset()]
     new = policy.next_tensors()
-    await handle.serve_weights(new)
+    await handle.push(new)
     await check_held(policy, fingerprints(new))
     assert policy.is_whole()
     handle.close()
@@ -149,6 +149,6 @@ async def test_the_ranks_of_a_trainer_broadcast_to_engines_on_other_hosts(
         ranks.end()
     # What the other tests of this package hold the answers against.
     new = policy.next_tensors()
-    await handle.serve_weights(new)
+    await handle.push(new)
     await check_held(policy, fingerprints(new))
     handle.close()

@@ -73,13 +73,13 @@ def test_an_engine_that_lost_a_delta_or_died_in_one_is_fenced_and_comes_back_wit
     monkeypatch.setattr(VllmClient, "update_weights_from_tensor", around)
     handle = random_deltas.pushed_by_deltas(policy.handle)
     tensors: Any = dict(policy.next_tensors())
-    handle.serve_weights(tensors).result(120)
+    handle.push(tensors).result(120)
     tensors, faults.fault = random_deltas.changed(tensors, 0.01), fault
     faults.engines = policy.engines()
     with pytest.raises(RolloutError):
-        handle.serve_weights(tensors).result(120)
+        handle.push(tensors).result(120)
     assert faults.num_done
     assert all(engine.fence_reason for engine in policy.engines())
     faults.fault = ""
-    assert random_deltas.sent(handle.serve_weights(tensors).result(300)).route == "tensor"
+    assert random_deltas.sent(handle.push(tensors).result(300)).route == "tensor"
     check_held(policy, tensors)

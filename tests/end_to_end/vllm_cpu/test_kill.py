@@ -64,7 +64,7 @@ async def test_so_they_are_though_one_of_two_tensor_parallel_workers_is_killed(
 
 async def check_kill(policy: RealPolicy, name: str) -> None:
     # A version that is on no disk: an engine that starts again waits for the next one.
-    await policy.handle.serve_weights(policy.next_tensors())
+    await policy.handle.push(policy.next_tensors())
     killed = policy.engines()[0]
     assert killed.pid is not None
     files = sockets_of(killed.pid)
@@ -108,7 +108,7 @@ async def check_kill(policy: RealPolicy, name: str) -> None:
 
         assert await asyncio.to_thread(wait_until, is_back, BACK_WITHIN_S), engine()
         assert not [file for file in files if file.exists()]
-        await policy.handle.serve_weights(policy.next_tensors())
+        await policy.handle.push(policy.next_tensors())
         assert policy.is_whole()
         # It computes with what was pushed.
         again = AskingGenerate(session)

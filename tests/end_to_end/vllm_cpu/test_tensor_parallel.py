@@ -241,13 +241,13 @@ def test_deltas_become_whole_tensors_on_the_host_of_an_engine_with_names_of_its_
     by_delta = random_deltas.pushed_by_deltas(handle)
     more: Any = {"name_map": quantised} if name == "quantised" else {}
     tensors = tensors_of(models[name][1])
-    assert random_deltas.sent(by_delta.serve_weights(tensors, **more).result(120)).route == "tensor"
+    assert random_deltas.sent(by_delta.push(tensors, **more).result(120)).route == "tensor"
     for _ in range(2):
         first, tensors = tensors, random_deltas.changed(tensors, 0.02)
-        report = by_delta.serve_weights(tensors, **more).result(120)
+        report = by_delta.push(tensors, **more).result(120)
         assert random_deltas.sent(report).route == "tensor delta"
     found = fingerprints(handle)
-    handle.serve_weights(first, **more).result(120)
+    handle.push(first, **more).result(120)
     assert fingerprints(handle) != found
-    handle.serve_weights(tensors, **more).result(120)
+    handle.push(tensors, **more).result(120)
     assert fingerprints(handle) == found

@@ -111,6 +111,6 @@ def test_the_log_of_a_process_says_which_tensor_ended_it(
         {"log_dir": str(tmp_path / "logs"), "servers": {"policy": policy}}
     )
     with launch_local(config) as deployment, pytest.raises(RolloutError):
-        deployment["policy"].serve_weights({"lm_head.weight": torch.zeros(3, 5)}, 1).result(60)
+        deployment["policy"].push({"lm_head.weight": torch.zeros(3, 5)}, 1).result(60)
     (fenced,) = [one.getMessage() for one in caplog.records if "fenced: " in one.getMessage()]
     assert "ended: tensor 'lm_head.weight' has shape [16, 8], and [3, 5] came" in fenced

@@ -13,36 +13,36 @@ import pytest
 from engines.fake.engine.faults import parse_fault
 from engines.process.tcp_ports import reserve_port
 from rollout.core.errors import PhaseFailed
+from rollout.rules.lifecycle import OFFLOAD, SERVE_UPDATED, Command
 from tests.support.builders import push, started_server
 from tests.support.processes import program
 from tests.support.virtual_time import virtual_time
 
 README = Path(__file__).parents[3] / "engines/fake/README.md"
 ROWS = re.findall(
-    r"^\| ([\w ]+) \| `(\w+[#\d]*:\S+)` \| `([^`]+)`", README.read_text(), re.MULTILINE
+    r"^\| `(\w+)` \| `(\w+[#\d]*:\S+)` \| `([^`]+)`", README.read_text(), re.MULTILINE
 )
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 # A shell in the place of the Python program.
 SHELL = "import os, sys; os.execvp('sh', ['sh', '-c', sys.argv[1]])"
-DOWN = ("pause", "flush", "release")
 
 
-def test_every_phase_is_in_the_table() -> None:
-    phases = ["pause", "flush", "release", "resume weights", "update", "verify"]
-    assert list(dict.fromkeys(phase for phase, _, _ in ROWS)) == [*phases, "resume KV", "continue"]
+def test_every_command_is_in_the_table() -> None:
+    commands = [*OFFLOAD, Command.ONLOAD_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED]
+    assert list(dict.fromkeys(command for command, _, _ in ROWS)) == commands
 
 
-@pytest.mark.parametrize(("phase", "switch", "says"), ROWS)
+@pytest.mark.parametrize(("command", "switch", "says"), ROWS)
 @virtual_time
 async def test_a_switch_breaks_its_phase_as_the_table_says(
-    phase: str, switch: str, says: str, tmp_path: Path
+    command: str, switch: str, says: str, tmp_path: Path
 ) -> None:
     bench = await started_server(tmp_path, {"policy": {"num_engines": 1}})
-    if phase not in DOWN:
-        await bench.server.give_memory()
+    if command not in OFFLOAD:
+        await bench.server.offload()
     parse_fault(switch).add_to(bench.engines[0].faults)
     with pytest.raises(PhaseFailed) as caught:
-        await (bench.server.give_memory() if phase in DOWN else bench.server.serve_weights(push(1)))
+        await (bench.server.offload() if command in OFFLOAD else bench.server.push(push(1)))
     assert str(caught.value).startswith("group policy: ")
     assert says in str(caught.value)
     await bench.server.stop()

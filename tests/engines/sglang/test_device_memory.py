@@ -36,8 +36,8 @@ from tests.support.real_policy import one_engine, real_config
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 TOTAL_BYTES = 4 << 30
-OFFLOAD = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
-ONLOAD = (Command.RESUME_WEIGHTS, Command.VERIFY, Command.RESUME_KV, Command.CONTINUE)
+OFFLOAD = (Command.PAUSE_GENERATION, Command.FLUSH_CACHE, Command.RELEASE_MEMORY_OCCUPATION)
+ONLOAD = (Command.ONLOAD_WEIGHTS, Command.VERIFY, Command.ONLOAD_KV, Command.CONTINUE_GENERATION)
 
 
 @asynccontextmanager
@@ -131,7 +131,7 @@ def test_the_trainer_is_in_the_way_of_the_kv_cache_until_it_has_its_turn(
     ) as deployment:
         policy = deployment["policy"]
         of_engine = used_on_gpu()
-        policy.give_memory().result(60)
+        policy.offload().result(60)
         assert used_on_gpu() == 0
         nvml.hold(0, TOTAL_BYTES - of_engine + 2**16)  # room for the weights, not for all
         with pytest.raises(

@@ -102,7 +102,7 @@ async def test_without_a_memory_saver_release_says_yes_and_frees_nothing(
         def drive() -> None:
             with rollout.launch(kept, backend="local") as deployment:
                 policy = deployment["policy"]
-                policy.serve_weights(bench.tensors("second"), version=3).result()
+                policy.push(bench.tensors("second"), version=3).result()
 
         await asyncio.to_thread(drive)
         assert await bench.engine.weight_version() == "3"
@@ -231,7 +231,7 @@ async def test_a_push_by_path_is_one_load_of_linked_files_and_may_lack_what_is_n
 
         def drive() -> None:
             with rollout.launch(rollout.RolloutConfig.from_dict(changed), backend="local") as one:
-                one["policy"].serve_weights(pushed, version=3).result()
+                one["policy"].push(pushed, version=3).result()
 
         await asyncio.to_thread(drive)
         assert (await bench.running.log_tail(400)).count("online from disk begin") == 1

@@ -129,7 +129,9 @@ def test_doctor_explains_a_phase_that_hangs_while_it_hangs(
 
 def in_release(status: str) -> bool:
     running = json.loads(status)["policy"]["running"] if status.startswith("{") else []
-    return any(span["name"] == "release" and span["elapsed_s"] > 0.5 for span in running)
+    return any(
+        span["name"] == "release_memory_occupation" and span["elapsed_s"] > 0.5 for span in running
+    )
 
 
 @pytest.mark.slow
@@ -250,7 +252,14 @@ def test_a_report_is_one_file_that_loads_nothing(run: str, tmp_path: Path) -> No
     out = tmp_path / "report.html"
     until(lambda: recorded("num_steps", "report", run, "-o", str(out)), "the step is there")
     page = out.read_text()
-    for word in ("Reward", "Version lag", "≤ 64", "release", "lost", "Evaluations"):
+    for word in (
+        "Reward",
+        "Version lag",
+        "≤ 64",
+        "release_memory_occupation",
+        "lost",
+        "Evaluations",
+    ):
         assert word in page
     assert "<td>2+2?<td>&lt;b&gt;4&lt;/b&gt;<td>0.25<td>0" in page
     assert "default-src 'none'" in page  # a browser loads nothing

@@ -51,7 +51,7 @@ def shown(*words: str) -> str:
 def test_doctor_shows_the_gpus_of_this_machine_and_of_each_engine(
     nvml: NvmlDouble, deployment: DeploymentHandle
 ) -> None:
-    deployment["policy"].give_memory().result(30)
+    deployment["policy"].offload().result(30)
     run = str(RunFolder.of(deployment.config).path)
     (report,) = json.loads(shown("doctor", run, "--json"))
     assert [(gpu["uuid"], gpu["free_bytes"]) for gpu in report["gpus"]] == [("GPU-here", 73 * GIB)]
@@ -88,9 +88,13 @@ def test_the_reports_show_what_is_in_use_on_the_gpus(
     deployment: DeploymentHandle, tmp_path: Path
 ) -> None:
     policy = deployment["policy"]
-    released = policy.give_memory().result(30).reports[-1]
+    released = policy.offload().result(30).reports[-1]
     (engine,) = released.engines
-    assert (released.command, engine.num_gpus, engine.used_bytes) == ("release", 2, 0)
+    assert (released.command, engine.num_gpus, engine.used_bytes) == (
+        "release_memory_occupation",
+        2,
+        0,
+    )
     assert engine.freed_bytes > 0
     out = tmp_path / "report.html"
 

@@ -22,10 +22,10 @@ def span(launch: str, name: str, start_s: float, kind: Kind = Kind.PHASE) -> Spa
 
 
 SPANS = [
-    span("b", "pause", 100.0),
-    span("a", "pause", 10.0),
+    span("b", "pause_generation", 100.0),
+    span("a", "pause_generation", 10.0),
     span("a", "stop", 12.0, Kind.GROUP),
-    span("ba", "pause", 200.0),
+    span("ba", "pause_generation", 200.0),
 ]
 
 
@@ -51,7 +51,13 @@ def record(run: Path, launch: str, step: int) -> None:
     (run / "policy").mkdir(parents=True, exist_ok=True)
     (run / "launch.json").write_text(json.dumps({"launch": launch}))
     timeline = create_timeline(run / "policy", "policy")
-    for command in ("pause", "flush", "release", "resume_weights", "continue"):
+    for command in (
+        "pause_generation",
+        "flush_cache",
+        "release_memory_occupation",
+        "onload_weights",
+        "continue_generation",
+    ):
         with timeline.span(Kind.PHASE, command):
             pass
     asyncio.run(timeline.aclose())

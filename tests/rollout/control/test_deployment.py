@@ -58,7 +58,7 @@ async def test_no_server_goes_ahead_of_the_slowest(
 ) -> None:
     servers = await pair(tmp_path)
     gate = servers.reference["judge-0"].hold(held)
-    offloading = asyncio.create_task(servers.deployment.give_memory())
+    offloading = asyncio.create_task(servers.deployment.offload())
     await gate.entered.wait()
     for _ in range(50):
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_no_server_goes_ahead_of_the_slowest(
 
 async def test_none_serves_before_every_one_can(tmp_path: Path) -> None:
     servers = await pair(tmp_path)
-    await servers.deployment.give_memory()
+    await servers.deployment.offload()
     gate = servers.reference["judge-0"].hold("weight_version")
     onloading = asyncio.create_task(servers.deployment.serve({"policy": push(1)}))
     await gate.entered.wait()
@@ -91,9 +91,9 @@ async def test_none_serves_before_every_one_can(tmp_path: Path) -> None:
 
 async def test_a_transition_repeated_sends_nothing(tmp_path: Path) -> None:
     servers = await pair(tmp_path)
-    await servers.deployment.give_memory()
+    await servers.deployment.offload()
     before = [engine.operations() for engine in servers.engines]
-    await servers.deployment.give_memory()
+    await servers.deployment.offload()
     assert [engine.operations() for engine in servers.engines] == before
     await servers.deployment.serve({"policy": push(1)})
     before = [engine.operations() for engine in servers.engines]
@@ -106,10 +106,10 @@ async def test_an_offload_that_failed_on_one_server_can_be_taken_up_again(tmp_pa
     servers = await pair(tmp_path, on_failure="raise")
     servers.policy["actor-0"].fail_next("flush_cache", EngineUnreachable("connection broke"))
     with pytest.raises(PhaseFailed, match="actor-0: flush"):
-        await servers.deployment.give_memory()
+        await servers.deployment.offload()
     assert servers.got("release_memory_occupation") == set()
     assert servers.policy.router.gate == "closed"
-    await servers.deployment.give_memory()
+    await servers.deployment.offload()
     assert await servers.phases() == dict.fromkeys(("policy", "reference"), "offloaded")
     assert servers.reference["judge-0"].operations().count("flush_cache") == 1
 
@@ -118,7 +118,7 @@ async def test_a_push_for_a_server_that_is_not_there_is_refused_before_anything(
     tmp_path: Path,
 ) -> None:
     servers = await pair(tmp_path)
-    await servers.deployment.give_memory()
+    await servers.deployment.offload()
     with pytest.raises(ConfigError, match=r"no server 'polcy'.* known: policy, reference"):
         await servers.deployment.serve({"polcy": push(1)})
     assert servers.got("resume_memory_occupation") == set()
@@ -128,7 +128,7 @@ async def test_a_push_that_is_missing_for_one_server_is_refused_before_memory_is
     tmp_path: Path,
 ) -> None:
     servers = await pair(tmp_path)
-    await servers.deployment.give_memory()
+    await servers.deployment.offload()
     with pytest.raises(LifecycleError, match="discarded the weights of group actor"):
         await servers.deployment.serve({})
     assert servers.got("resume_memory_occupation") == set()
@@ -138,7 +138,7 @@ async def test_a_push_that_is_missing_for_one_server_is_refused_before_memory_is
 async def test_one_transaction_waits_for_the_one_before_it(tmp_path: Path) -> None:
     servers = await pair(tmp_path)
     gate = servers.reference["judge-0"].hold("flush_cache")
-    offloading = asyncio.create_task(servers.deployment.give_memory())
+    offloading = asyncio.create_task(servers.deployment.offload())
     await gate.entered.wait()
     onloading = asyncio.create_task(servers.deployment.serve({"policy": push(1)}))
     for _ in range(50):
@@ -159,7 +159,7 @@ async def test_after_an_offload_that_failed_on_one_server_all_can_be_given_weigh
     servers.reference["judge-0"].fail_next(operation, EngineUnreachable("connection broke"))
     servers.reference.server._recovery.probe_soon()
     with pytest.raises(PhaseFailed, match="judge-0"):
-        await servers.deployment.give_memory()
+        await servers.deployment.offload()
     with pytest.raises(PhaseFailed, match="no engine can serve: engine judge-0"):
         await servers.deployment.serve({"policy": push(1)})
     assert servers.reference.router.gate == "closed"

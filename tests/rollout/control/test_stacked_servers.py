@@ -99,12 +99,12 @@ async def test_each_takes_its_turn_and_the_gpu_is_never_fuller_than_with_one(sta
     await stack.deployment.start()
     policy, reference = (stack.servers[name].server for name in ("policy", "reference"))
     for version in (1, 2):
-        await policy.give_memory()
+        await policy.offload()
         await reference.serve()
         assert await stack.phases() == ["offloaded", "serving", "offloaded"]
-        await reference.give_memory()
+        await reference.offload()
         assert stack.used() == 0  # the trainer has the whole GPU
-        await policy.serve_weights(push(version))
+        await policy.push(push(version))
         assert policy.weight_version == version
     assert stack.most_bytes == PER_ENGINE
 
@@ -123,7 +123,7 @@ async def test_one_that_finds_no_room_beside_another_is_refused_and_both_live(
 async def test_onload_of_all_is_refused_where_they_do_not_fit_together(stack: Stack) -> None:
     """Asked at the same time, each would find the room that only one can have."""
     await stack.deployment.start()
-    await stack.deployment.give_memory()
+    await stack.deployment.offload()
     assert await stack.phases() == ["offloaded"] * 3
     stack.total_bytes = 500 * MIB
     with pytest.raises(LifecycleError, match="judge-0: GPU GPU-0 has 200 MiB free, weights need"):
@@ -132,7 +132,7 @@ async def test_onload_of_all_is_refused_where_they_do_not_fit_together(stack: St
     assert await stack.phases() == ["weights_onloaded", "offloaded", "offloaded"]
     # Without the others, the same engine goes on from there.
     stack.total_bytes = PER_ENGINE
-    await stack.servers["policy"].server.serve_weights(push(1))
+    await stack.servers["policy"].server.push(push(1))
     assert await stack.phases() == ["serving", "offloaded", "offloaded"]
 
 
@@ -141,7 +141,7 @@ async def test_all_serve_together_where_there_is_room_for_all(stack: Stack) -> N
     stack.total_bytes = 3 * PER_ENGINE
     await stack.deployment.serve({})
     assert await stack.phases() == ["serving"] * 3
-    await stack.deployment.give_memory()
+    await stack.deployment.offload()
     assert stack.used() == 0
     await stack.deployment.serve({"policy": push(1)})
     assert await stack.phases() == ["serving"] * 3

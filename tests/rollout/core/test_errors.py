@@ -34,15 +34,20 @@ from rollout.core.errors import (
 )
 from rollout.core.samples import Sample
 
-FAILURE = EngineFailure("late", engine_id="main-0", operation="pause", elapsed_s=2.5)
+FAILURE = EngineFailure("late", engine_id="main-0", operation="pause_generation", elapsed_s=2.5)
 ERRORS = [
     RolloutError("text"),
     ConfigError("text", setting="servers.policy", value={"a": 1}),
     PlacementError("text", requested={"GPU": 16.0}, available={"GPU": 8.0}),
-    LifecycleError("text", command="release", phase="paused", legal=("flush", "continue")),
+    LifecycleError(
+        "text",
+        command="release_memory_occupation",
+        phase="paused",
+        legal=("flush_cache", "continue_generation"),
+    ),
     FAILURE,
-    PhaseFailed("text", phase="pause", failures=(FAILURE,)),
-    PhaseTimeout("text", phase="flush", budget_s=60.0, late={"main-0": "flush"}),
+    PhaseFailed("text", phase="pause_generation", failures=(FAILURE,)),
+    PhaseTimeout("text", phase="flush_cache", budget_s=60.0, late={"main-0": "flush_cache"}),
     WeightError("text"),
     WeightMismatch("text", tensor="lm_head.weight", engine_id="main-1"),
     WeightsUnavailable("text"),

@@ -60,7 +60,7 @@ def train_until(step: int, settings: Any, trainer: Trainer, data: PromptData) ->
     """The first run, which ends after this step; returns the prompts that it used."""
     trainer.step = step
     with rollout.launch(settings) as deployment:
-        deployment["policy"].serve_weights(push(step)).result(60)
+        deployment["policy"].push(push(step)).result(60)
         with rollout.Driver(deployment["policy"].url, always(1.0)) as driver:
             groups = driver.rollout(step, data, **BATCH).result()
             run_code(PAGE, trainer=trainer, driver=driver, data=data, step=step)
@@ -95,7 +95,7 @@ def test_a_step_that_was_not_saved_is_delivered_again_from_the_journal(
     for _ in range(2):  # the first one ends before it has saved step 58
         with rollout.launch(settings, expect_version=57) as deployment:
             policy = deployment["policy"]
-            policy.serve_weights(push(57)).result(60)
+            policy.push(push(57)).result(60)
             names = {"rollout": rollout, "policy": policy, "judge": always(1.0), "step": 57}
             made.append(run_code(PAGE, number=2, data=source(12), batch=BATCH, **names)["groups"])
     assert numbers(made[0]) == [1, 2, 3, 4]
@@ -113,7 +113,7 @@ def test_without_the_push_nothing_is_sampled(settings: Any) -> None:
         policy = deployment["policy"]
         status = policy.status().result(30)
         assert (status.gate, status.weight_version) == ("closed", 0)
-        policy.serve_weights(push(58)).result(60)
+        policy.push(push(58)).result(60)
         groups = driver.rollout(59, source(4), weight_version=58, **BATCH).result()
     assert {version for group in groups for one in group for version in one.versions} == {58}
 

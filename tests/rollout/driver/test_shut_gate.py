@@ -56,7 +56,7 @@ def test_a_rollout_before_the_push_that_was_expected_says_so_and_loses_nothing(
             with pytest.raises(LifecycleError, match=EXPECTED):
                 driver.rollout(8, prompts_of, **batch, **more).result(TIMEOUT_S)
             assert time.monotonic() - began_s < 3.0  # 0.1 s on a machine that is not busy
-        policy.serve_weights(push(7)).result(TIMEOUT_S)
+        policy.push(push(7)).result(TIMEOUT_S)
         groups = driver.rollout(8, data, num_groups=4, **batch).result(TIMEOUT_S)
         assert numbers(groups) == [1, 2, 3, 4]
         assert {version for group in groups for one in group for version in one.versions} == {7}
@@ -84,12 +84,12 @@ def test_a_command_that_needs_the_push_first_does_not_hide_that(policy: ServerHa
 def test_a_rollout_waits_for_the_push_of_another_thread_that_has_begun(
     policy: ServerHandle,
 ) -> None:
-    policy.give_memory().result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
     with rollout.Driver(policy.url, always(1.0)) as driver:
         call = driver.rollout(8, source(8), num_groups=2, **BATCH)
         with pytest.raises(TimeoutError):
             call.result(0.5)
-        trainer = threading.Thread(target=lambda: policy.serve_weights(push(7)).result(TIMEOUT_S))
+        trainer = threading.Thread(target=lambda: policy.push(push(7)).result(TIMEOUT_S))
         trainer.start()
         assert numbers(call.result(TIMEOUT_S)) == [1, 2]
         trainer.join()
@@ -102,13 +102,13 @@ def test_a_first_push_that_failed_half_way_leaves_the_reason_and_the_next_one_se
         for engine in served.values():
             engine._post("/fake/fault", fault="update_weights_from_tensor#1:reject")
     with pytest.raises(PhaseFailed):
-        policy.serve_weights(push(7)).result(TIMEOUT_S)
+        policy.push(push(7)).result(TIMEOUT_S)
     with rollout.Driver(policy.url, always(1.0), adapt_every_s=0.1) as driver:
         call = driver.rollout(8, source(8), num_groups=2, **BATCH)
         assert wait_until(lambda: "which is closed: " in driver._inner.why_waiting, TIMEOUT_S)
         with pytest.raises(TimeoutError, match=r"turned away .* closed: .*update_weights"):
             call.result(0.1)
-        policy.serve_weights(push(7)).result(TIMEOUT_S)
+        policy.push(push(7)).result(TIMEOUT_S)
         assert numbers(call.result(TIMEOUT_S)) == [1, 2]
         assert wait_until(lambda: not driver._inner.why_waiting, TIMEOUT_S)
 

@@ -32,7 +32,11 @@ def test_the_time_lost_at_a_boundary_is_that_of_the_servers_phases(tmp_path: Pat
     server.mkdir()
     spans = [
         Span(Kind.PHASE, name, "policy", start_s, 1.0, Outcome.OK)
-        for start_s, name in ((10.0, "pause"), (11.0, "release"), (20.0, "continue"))
+        for start_s, name in (
+            (10.0, "pause_generation"),
+            (11.0, "release_memory_occupation"),
+            (20.0, "continue_generation"),
+        )
     ]
     lines = "".join(json.dumps(span.to_dict()) + "\n" for span in spans)
     (server / f"policy{SPANS_SUFFIX}").write_text(lines)

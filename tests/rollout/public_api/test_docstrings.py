@@ -49,7 +49,7 @@ def test_the_docstring_of_a_call_that_raises_says_so(name: str) -> None:
 
 
 def test_the_list_is_that_of_the_package_and_the_page() -> None:
-    assert {"launch", "ServerHandle.serve_weights", "Pusher.push", "RolloutFunction"} <= set(CALLS)
+    assert {"launch", "ServerHandle.push", "Pusher.push", "RolloutFunction"} <= set(CALLS)
     assert {"Pending.object_ref", "AgentSession.samples", "math", "rewards.math"} & set(CALLS)
     assert "DeploymentHandle" in public_objects()
     assert parameters(CALLS["ServerHandle.stream"]) == [

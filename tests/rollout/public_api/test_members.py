@@ -13,12 +13,12 @@ from tests.support.served_fakes import TIMEOUT_S, launched
 IN_A_LOOP = """
     name url weight_version status close
     generate stream session abort
-    offloaded give_memory serve serve_weights pusher
+    offloaded offload serve push pusher
 """
 GROUPS = {
     "phases": """
         pause_generation flush_cache release_memory_occupation onload_weights update_weights verify
-        onload_kv continue_generation make_push
+        onload_kv continue_generation snapshot make_push
     """,
     "engines": "add remove",
     "checks": "base_differs canary_prompts expect push_path",

@@ -118,7 +118,7 @@ def closed_session(on: On) -> Any:
 def closed_pusher(on: On) -> Any:
     pusher = on.policy.pusher()
     pusher.close()
-    return pusher.give_memory()
+    return pusher.offload()
 
 
 def push_of(on: On, value: Any, **options: Any) -> Any:
@@ -183,7 +183,7 @@ CASES: list[Case] = [
     (lambda on: rollout.RunHandle({})["a"], KeyError, "no server 'a'; this run has no server"),
     (lambda on: on.deployment.started(), LifecycleError, "was started by launch"),
     (
-        lambda on: on.deployment.serve_weights({"polcy": {}}),
+        lambda on: on.deployment.push({"polcy": {}}),
         ConfigError,
         "no server 'polcy' to push weights to; known: policy",
     ),
@@ -198,7 +198,7 @@ CASES: list[Case] = [
     (lambda on: on.policy.checks.expect(5), WeightMismatch, "a list of floats per prompt"),
     (lambda on: on.policy.checks.expect([["x"]]), WeightMismatch, "a list of floats per prompt"),
     (lambda on: on.policy.checks.expect([[0.1]]), WeightMismatch, "expected log-probs of"),
-    (lambda on: on.policy.serve_weights({}, name_map=5), WeightMismatch, "name_map is a function"),
+    (lambda on: on.policy.push({}, name_map=5), WeightMismatch, "name_map is a function"),
     # Requests and sessions.
     (lambda on: on.policy.generate([1], nope=3), ConfigError, "nope is no option of a request; kn"),
     (lambda on: on.policy.generate([1], timeout_s=0), ConfigError, "timeout_s = 0: must be more"),
@@ -374,7 +374,7 @@ PUSHES: list[tuple[Any, str]] = [
 def test_a_push_of_something_else_is_refused(value: Any, words: str, on: On) -> None:
     checks, phases = on.policy.checks, on.policy.phases
     for call in (
-        *(on.policy.serve_weights, phases.update_weights, phases.make_push),
+        *(on.policy.push, phases.update_weights, phases.make_push),
         *(checks.push_path, checks.base_differs),
     ):
         with pytest.raises(WeightMismatch, match=words):
@@ -385,7 +385,7 @@ def test_after_a_stop_every_call_says_so(on: On) -> None:
     policy = on.closed["policy"]
     transfer = WeightTransfer(policy)
     for call in (
-        *(on.closed.status, on.closed.give_memory, policy.status, policy.give_memory, policy.serve),
+        *(on.closed.status, on.closed.offload, policy.status, policy.offload, policy.serve),
         *(policy.phases.pause_generation, policy.phases.verify, policy.phases.continue_generation),
         *(transfer.pause, transfer.resume, lambda: policy.weight_version),
         lambda: ServerHandle("policy", policy._config, policy._caller).url,
@@ -415,12 +415,12 @@ def test_a_command_in_the_wrong_phase_says_what_to_do_and_both_ways_lead_on(on: 
         window.__enter__()
     with pytest.raises(LifecycleError, match=r"push them: with window.push\(weights\) in an offl"):
         policy.serve().result(TIMEOUT_S)
-    with pytest.raises(LifecycleError, match="cannot flush while offloaded"):
+    with pytest.raises(LifecycleError, match="cannot flush_cache while offloaded"):
         policy.phases.flush_cache().result(TIMEOUT_S)
-    policy.give_memory().result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
     assert policy.status().result(TIMEOUT_S).phase == "offloaded"
     version = policy.weight_version + 1
-    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
+    assert policy.push(push(version)).result(TIMEOUT_S).weight_version == version
 
 
 # -- packages that are not installed --------------------------------------------------------------

@@ -50,8 +50,10 @@ def stuck(elapsed_s: float = 40.0, **more: Any) -> dict[str, Any]:
         lock_owner="offload",
         gate={"state": "holding"},
         running=[
-            span("phase", "release", elapsed_s, budget_s=120.0),
-            span("engine", "release", elapsed_s, engine_id="main-1", budget_s=120.0),
+            span("phase", "release_memory_occupation", elapsed_s, budget_s=120.0),
+            span(
+                "engine", "release_memory_occupation", elapsed_s, engine_id="main-1", budget_s=120.0
+            ),
             span("call", "release_memory_occupation", elapsed_s, engine_id="main-1", budget_s=60.0),
         ],
         **more,
@@ -80,11 +82,14 @@ def test_a_stuck_phase_names_engine_call_and_since_when() -> None:
     assert finding.severity is Severity.STUCK
     since = time.strftime("%H:%M:%S", time.localtime(100.0))
     assert finding.what == (
-        f"release has waited 40.0 s for engine main-1, since {since} (deadline 120 s)"
+        "release_memory_occupation has waited 40.0 s for engine main-1, "
+        f"since {since} (deadline 120 s)"
     )
     assert "HTTP call release_memory_occupation without a reply for 40.0 s" in finding.details[0]
     assert "the other 1 of 2 engines have finished" in finding.details[1]
-    assert finding.details[2].startswith("in release, the engine releases its memory")
+    assert finding.details[2].startswith(
+        "in release_memory_occupation, the engine releases its memory"
+    )
     assert "in 80 s, at the deadline" in finding.advice[0]
     assert "kill -9 4711" in finding.advice[1]
     assert finding.engine_ids == ("main-1",)
@@ -113,14 +118,14 @@ def test_a_process_elsewhere_is_named_with_its_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usual", "elapsed_s"), [([], 4.9), ([{"phase_s": {"release": 9.0}}], 17.9)]
+    ("usual", "elapsed_s"), [([], 4.9), ([{"phase_s": {"release_memory_occupation": 9.0}}], 17.9)]
 )
 def test_a_phase_that_takes_its_usual_time_is_no_finding(
     usual: list[dict[str, Any]], elapsed_s: float
 ) -> None:
     (finding,) = diagnose(stuck(elapsed_s, steps=usual))
     assert finding.severity is Severity.FINE
-    assert finding.what == "server policy: release runs; nothing is wrong"
+    assert finding.what == "server policy: release_memory_occupation runs; nothing is wrong"
 
 
 def test_a_phase_that_is_not_yet_stuck_is_watched_with_the_time_when_it_will_be() -> None:
@@ -146,12 +151,12 @@ def test_a_phase_whose_deadline_is_short_for_what_it_takes_is_given_what_it_take
     elapsed_s: float, weight: Severity
 ) -> None:
     """Half of its deadline is 60 s, and it always takes 90."""
-    now = stuck(elapsed_s, steps=[{"phase_s": {"release": 90.0}}])
+    now = stuck(elapsed_s, steps=[{"phase_s": {"release_memory_occupation": 90.0}}])
     assert diagnose(now)[0].severity is weight
 
 
 def test_a_phase_that_always_takes_long_is_not_stuck_at_once() -> None:
-    usual = [{"phase_s": {"release": 9.0}}]
+    usual = [{"phase_s": {"release_memory_occupation": 9.0}}]
     now = stuck(20.0, steps=usual)
     assert diagnose(now)[0].severity is Severity.WATCH
     assert "usually takes 9.0 s" in " ".join(diagnose(now)[0].details)
@@ -160,7 +165,8 @@ def test_a_phase_that_always_takes_long_is_not_stuck_at_once() -> None:
 def test_many_late_engines_are_counted_not_listed() -> None:
     now = stuck(engines=[engine(f"main-{index}") for index in range(256)])
     now["running"] += [
-        span("engine", "release", 40.0, engine_id=f"main-{index}") for index in range(2, 200)
+        span("engine", "release_memory_occupation", 40.0, engine_id=f"main-{index}")
+        for index in range(2, 200)
     ]
     finding = diagnose(now)[0]
     assert "engines main-1, main-2, main-3 and 196 more" in finding.what
@@ -173,10 +179,14 @@ def test_a_silent_server_comes_before_its_last_report() -> None:
 
 
 def test_a_closed_gate_has_its_reason_and_the_command_to_repeat() -> None:
-    gate = {"state": "closed", "reason": "release took longer than 60 s", "in_state_s": 90.0}
+    gate = {
+        "state": "closed",
+        "reason": "release_memory_occupation took longer than 60 s",
+        "in_state_s": 90.0,
+    }
     finding = diagnose(state(phase="flushed", gate=gate | {"num_held": 3}))[0]
     assert finding.severity is Severity.WRONG
-    assert "release took longer than 60 s; 3 requests wait" in finding.what
+    assert "release_memory_occupation took longer than 60 s; 3 requests wait" in finding.what
     assert "repeat the failed command" in finding.advice[0]
 
 

@@ -29,27 +29,27 @@ ALL = frozenset(KINDS)
 OFFLOADING = frozenset({"offloads", "backed_up", "frozen"})
 # phase, command -> phase after it, kinds of group it is legal for
 LEGAL = {
-    ("serving", "pause"): ("paused", ALL),
-    ("paused", "flush"): ("flushed", ALL),
-    ("paused", "continue"): ("serving", ALL),
-    ("flushed", "release"): ("offloaded", OFFLOADING),
+    ("serving", "pause_generation"): ("paused", ALL),
+    ("paused", "flush_cache"): ("flushed", ALL),
+    ("paused", "continue_generation"): ("serving", ALL),
+    ("flushed", "release_memory_occupation"): ("offloaded", OFFLOADING),
     ("flushed", "snapshot"): ("flushed", ALL - {"frozen", "frozen_keeps"}),
     ("flushed", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
-    ("flushed", "continue"): ("serving", ALL),
-    ("offloaded", "resume_weights"): ("weights_onloaded", OFFLOADING),
+    ("flushed", "continue_generation"): ("serving", ALL),
+    ("offloaded", "onload_weights"): ("weights_onloaded", OFFLOADING),
     ("weights_onloaded", "update_weights"): ("weights_updated", {"offloads", "backed_up"}),
     ("weights_onloaded", "verify"): ("verified", ALL - {"offloads"}),
     ("weights_updated", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
     ("weights_updated", "verify"): ("verified", ALL),
     ("verified", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
     ("kv_onloaded", "update_weights"): ("weights_updated", ALL - {"frozen", "frozen_keeps"}),
-    ("verified", "resume_kv"): ("kv_onloaded", OFFLOADING),
-    ("verified", "continue"): ("serving", {"keeps", "frozen_keeps"}),
-    ("weights_onloaded", "release"): ("offloaded", OFFLOADING),
-    ("weights_updated", "release"): ("offloaded", OFFLOADING),
-    ("verified", "release"): ("offloaded", OFFLOADING),
-    ("kv_onloaded", "release"): ("offloaded", OFFLOADING),
-    ("kv_onloaded", "continue"): ("serving", ALL),
+    ("verified", "onload_kv"): ("kv_onloaded", OFFLOADING),
+    ("verified", "continue_generation"): ("serving", {"keeps", "frozen_keeps"}),
+    ("weights_onloaded", "release_memory_occupation"): ("offloaded", OFFLOADING),
+    ("weights_updated", "release_memory_occupation"): ("offloaded", OFFLOADING),
+    ("verified", "release_memory_occupation"): ("offloaded", OFFLOADING),
+    ("kv_onloaded", "release_memory_occupation"): ("offloaded", OFFLOADING),
+    ("kv_onloaded", "continue_generation"): ("serving", ALL),
 }
 
 
@@ -69,9 +69,12 @@ def test_every_phase_with_every_command(phase: Phase, command: Command, kind: st
 
 
 def test_a_refusal_lists_what_is_legal_now() -> None:
-    message = r"^cannot release while paused; legal now: flush, continue$"
+    message = (
+        "^cannot release_memory_occupation while paused; "
+        r"legal now: flush_cache, continue_generation$"
+    )
     with pytest.raises(LifecycleError, match=message):
-        lifecycle.next_phase(Phase.PAUSED, Command.RELEASE, OFFLOADS)
+        lifecycle.next_phase(Phase.PAUSED, Command.RELEASE_MEMORY_OCCUPATION, OFFLOADS)
 
 
 def phases_reached_from(phase: Phase, traits: GroupTraits) -> set[Phase]:
@@ -102,7 +105,7 @@ def test_a_repeat_is_the_command_that_led_here(phase: Phase, command: Command) -
 
 def test_nothing_serves_after_an_unbacked_release_without_an_update() -> None:
     legal = lifecycle.legal_commands(Phase.WEIGHTS_ONLOADED, OFFLOADS)
-    assert legal == (Command.UPDATE_WEIGHTS, Command.RELEASE)
+    assert legal == (Command.UPDATE_WEIGHTS, Command.RELEASE_MEMORY_OCCUPATION)
 
 
 # -- one call that leads there from every phase -------------------------------------------------
@@ -133,23 +136,23 @@ PHASES_OF_PAIRS = [
 ]
 
 
-def test_new_weights_serve_after_serve_weights_wherever_two_groups_are() -> None:
+def test_new_weights_serve_after_push_wherever_two_groups_are() -> None:
     for traits, phases in PHASES_OF_PAIRS:
         if not any(one.is_frozen for one in traits.values()):
-            after = phases_after(lifecycle.SERVE_WEIGHTS, phases, traits)
+            after = phases_after(lifecycle.PUSH, phases, traits)
             assert set(after.values()) == {Phase.SERVING}, phases
-            updated = lifecycle.up_to(Command.UPDATE_WEIGHTS, lifecycle.SERVE_WEIGHTS)
+            updated = lifecycle.up_to(Command.UPDATE_WEIGHTS, lifecycle.PUSH)
             between = phases_after(updated, phases, traits)
             assert set(between.values()) == {Phase.WEIGHTS_UPDATED}, phases
 
 
-def test_memory_is_released_after_give_memory_wherever_two_groups_are() -> None:
+def test_memory_is_released_after_offload_wherever_two_groups_are() -> None:
     for traits, phases in PHASES_OF_PAIRS:
-        after = phases_after(lifecycle.GIVE_MEMORY, phases, traits)
+        after = phases_after(lifecycle.OFFLOAD, phases, traits)
         offloaded = {name for name, phase in after.items() if phase is Phase.OFFLOADED}
         assert offloaded == {name for name, one in traits.items() if one.needs_offload}, phases
         assert Phase.SERVING not in after.values()
-        assert phases_after(lifecycle.GIVE_MEMORY, after, traits) == after
+        assert phases_after(lifecycle.OFFLOAD, after, traits) == after
 
 
 def test_weights_that_survived_serve_after_serve_wherever_two_groups_are() -> None:
@@ -174,7 +177,7 @@ def test_a_server_has_a_phase_only_when_its_groups_agree() -> None:
 def test_the_diagram_has_a_line_for_every_row() -> None:
     diagram = lifecycle.diagram().splitlines()
     assert len(diagram) == 2 + len(LEGAL)
-    assert "    flushed --> offloaded: release (groups that offload)" in diagram
+    assert "    flushed --> offloaded: release_memory_occupation (groups that offload)" in diagram
 
 
 # -- which engines can serve ----------------------------------------------------------------------
@@ -236,12 +239,16 @@ def test_the_error_names_what_leads_out(update: WeightUpdate, way_out: str) -> N
 @pytest.mark.parametrize(
     ("before", "command", "unfinished"),
     [
-        (None, Command.PAUSE, Command.PAUSE),
-        (Command.PAUSE, Command.FLUSH, Command.FLUSH),
-        (Command.RELEASE, Command.CONTINUE, Command.RELEASE),
-        (Command.RESUME_WEIGHTS, Command.RELEASE, Command.RESUME_WEIGHTS),
-        (Command.RELEASE, Command.UPDATE_WEIGHTS, Command.UPDATE_WEIGHTS),
-        (Command.UPDATE_WEIGHTS, Command.RELEASE, Command.UPDATE_WEIGHTS),
+        (None, Command.PAUSE_GENERATION, Command.PAUSE_GENERATION),
+        (Command.PAUSE_GENERATION, Command.FLUSH_CACHE, Command.FLUSH_CACHE),
+        (
+            Command.RELEASE_MEMORY_OCCUPATION,
+            Command.CONTINUE_GENERATION,
+            Command.RELEASE_MEMORY_OCCUPATION,
+        ),
+        (Command.ONLOAD_WEIGHTS, Command.RELEASE_MEMORY_OCCUPATION, Command.ONLOAD_WEIGHTS),
+        (Command.RELEASE_MEMORY_OCCUPATION, Command.UPDATE_WEIGHTS, Command.UPDATE_WEIGHTS),
+        (Command.UPDATE_WEIGHTS, Command.RELEASE_MEMORY_OCCUPATION, Command.UPDATE_WEIGHTS),
     ],
 )
 def test_of_two_commands_that_failed_the_one_counts_that_leaves_less_known(

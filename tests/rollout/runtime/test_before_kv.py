@@ -24,7 +24,7 @@ PER_TAG = 300 * MIB
 TOTAL = 2 * len(MemoryTag) * PER_TAG
 # Weights take 300 MiB, the KV cache and the CUDA graphs 600 MiB more.
 TRAINER = TOTAL - 400 * MIB
-ONLOAD = ["resume_weights", "update_weights", "verify", "resume_kv", "continue"]
+ONLOAD = ["onload_weights", "update_weights", "verify", "onload_kv", "continue_generation"]
 
 
 class Trainer:
@@ -79,10 +79,10 @@ def test_without_its_turn_the_trainer_is_in_the_way_and_the_refusal_says_so(
 ) -> None:
     with launched(tmp_path, monkeypatch, "policy") as (deployment, launcher):
         policy = deployment["policy"]
-        policy.give_memory().result(30)
+        policy.offload().result(30)
         trainer = Trainer(launcher)
         with pytest.raises(LifecycleError, match="kv_cache and cuda_graph need 600 MiB") as caught:
-            policy.serve_weights(push(1)).result(30)
+            policy.push(push(1)).result(30)
         assert "has 100 MiB free" in str(caught.value)
         assert "pid 77 (trainer) holds 1.37 GiB, free it" in str(caught.value)
         assert policy.status().result(30).phase == "verified"
@@ -96,9 +96,9 @@ def test_in_its_turn_the_trainer_frees_what_the_kv_cache_needs(
 ) -> None:
     with launched(tmp_path, monkeypatch, "policy") as (deployment, launcher):
         policy = deployment["policy"]
-        policy.give_memory().result(30)
+        policy.offload().result(30)
         trainer = Trainer(launcher)
-        report = policy.serve_weights(push(1), before_kv=trainer.free).result(30)
+        report = policy.push(push(1), before_kv=trainer.free).result(30)
         assert (list(report.phase_s), report.weight_version) == (ONLOAD, 1)
         assert trainer.threads == [threading.current_thread()]
         assert policy.status().result(30).phase == "serving"
@@ -134,14 +134,14 @@ def test_a_turn_that_fails_leaves_weights_without_kv_and_the_next_onload_goes_on
 ) -> None:
     with launched(tmp_path, monkeypatch, "policy") as (deployment, launcher):
         policy = deployment["policy"]
-        policy.give_memory().result(30)
+        policy.offload().result(30)
         trainer = Trainer(launcher)
 
         def fail() -> None:
             raise RuntimeError("the optimizer does not fit on the host")
 
         with pytest.raises(RuntimeError, match="the optimizer does not fit") as caught:
-            policy.serve_weights(push(1), before_kv=fail).result(30)
+            policy.push(push(1), before_kv=fail).result(30)
         (note,) = caught.value.__notes__
         assert "hold verified weights, have no KV cache and get no requests" in note
         status = policy.status().result(30)
@@ -162,7 +162,7 @@ def test_all_servers_are_verified_before_the_one_turn_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launched(tmp_path, monkeypatch, "policy", "critic") as (deployment, launcher):
-        deployment.give_memory().result(30)
+        deployment.offload().result(30)
         trainer = Trainer(launcher)
         phases: list[str] = []
 
@@ -171,7 +171,7 @@ def test_all_servers_are_verified_before_the_one_turn_of_the_trainer(
             trainer.free()
 
         pushes = {"policy": push(1), "critic": push(1)}
-        reports = deployment.serve_weights(pushes, before_kv=turn).result(30)
+        reports = deployment.push(pushes, before_kv=turn).result(30)
         assert phases == ["verified", "verified"]
         for report in reports.values():
             assert list(report.phase_s) == ONLOAD

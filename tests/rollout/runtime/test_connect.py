@@ -63,7 +63,7 @@ def test_another_process_uses_the_run(run: DeploymentHandle) -> None:
     child = (
         "import sys, rollout\n"
         "policy = rollout.connect(sys.argv[1])['policy']\n"
-        "assert policy.give_memory().result(30).phase_s\n"
+        "assert policy.offload().result(30).phase_s\n"
         "print(policy.status().result(30).phase, policy.weight_version)\n"
     )
     done = subprocess.run(
@@ -86,12 +86,12 @@ def test_the_version_is_the_servers(run: DeploymentHandle) -> None:
         name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
         for name, spec in manifest.tensors.items()
     }
-    assert run["policy"].serve_weights(weights).result(30).weight_version == 1
-    assert other.serve_weights(weights).result(30).weight_version == 2
+    assert run["policy"].push(weights).result(30).weight_version == 1
+    assert other.push(weights).result(30).weight_version == 2
     assert run["policy"].weight_version == 2
-    assert run["policy"].serve_weights(weights).result(30).weight_version == 3
+    assert run["policy"].push(weights).result(30).weight_version == 3
     with pytest.raises(WeightMismatch, match="no tensor 'wrong'"):
-        other.serve_weights({"wrong": torch.zeros(1)})
+        other.push({"wrong": torch.zeros(1)})
 
 
 def type_of_server() -> type:
@@ -152,7 +152,7 @@ def test_an_error_of_the_server_comes_back_whole(run: DeploymentHandle) -> None:
     policy = rollout.connect(run_folder(run))["policy"]
     with pytest.raises(rollout.LifecycleError) as refused:
         policy.phases.onload_kv().result(30)
-    assert refused.value.command == "resume_kv"
+    assert refused.value.command == "onload_kv"
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

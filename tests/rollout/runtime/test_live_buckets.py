@@ -88,7 +88,7 @@ def test_one_process_takes_a_generator_bucket_by_bucket_too(
     with launch_local(config, launcher=HttpFakeLauncher(make_engine)) as deployment:
         policy = deployment["policy"]
         for version in (1, 2):
-            report = policy.serve_weights(trainer.tensors()).result(60)
+            report = policy.push(trainer.tensors()).result(60)
             assert report.weight_version == version
         assert trainer.most <= 2 * BUCKET_BYTES + TENSOR_BYTES
         assert trainer.alive <= BUCKET_BYTES
@@ -97,5 +97,5 @@ def test_one_process_takes_a_generator_bucket_by_bucket_too(
             yield "layers.0.weigth", torch.ones(25)
 
         with pytest.raises(WeightMismatch, match=r"no tensor 'layers.0.weigth'; did you mean"):
-            policy.serve_weights(wrong())
+            policy.push(wrong())
         assert policy.status().result(30).gate == "open"

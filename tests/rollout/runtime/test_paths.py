@@ -167,7 +167,7 @@ def test_a_full_dev_shm_is_named_also_by_the_thread_of_a_stream(
         policy, tensors = handle["policy"], push_of(handle.config)
         monkeypatch.setattr("rollout.weights.routes.buffers.take_space", failing(errno.ENOSPC))
         with pytest.raises(RolloutError, match=r"weights.shared_memory_path elsewhere"):
-            policy.serve_weights(tensors).result(TIMEOUT_S)
+            policy.push(tensors).result(TIMEOUT_S)
 
 
 def test_a_small_dev_shm_is_named_with_its_setting(

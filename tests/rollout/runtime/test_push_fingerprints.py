@@ -62,7 +62,7 @@ def test_a_push_is_hashed_as_its_engines_hash(
     tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
     with launch_local(chosen, launcher=HttpFakeLauncher(make)) as deployment:
         found = deployment["policy"].phases.make_push(tensors).weights.manifest.fingerprints
-        deployment["policy"].serve_weights(tensors, version=2).result()
+        deployment["policy"].push(tensors, version=2).result()
     assert {text.partition(":")[0] for text in found.values()} == ({method} if method else set())
     assert len(found) == (len(tensors) if method else 0)
 
@@ -107,10 +107,10 @@ def test_engines_that_make_no_fingerprints_load_no_file_that_was_changed(
             rollout.WeightsUnavailable,
             match=r"tensor '.*' in .* is not what the trainer wrote; no engine has loaded it",
         ):
-            policy.serve_weights(tensors, version=2).result()
+            policy.push(tensors, version=2).result()
         assert policy.status().result().gate == "closed"
         changes += [False]
-        policy.serve_weights(tensors, version=2).result()
+        policy.push(tensors, version=2).result()
         assert policy.status().result().gate == "open"
 
 
@@ -122,4 +122,4 @@ def test_engines_that_make_fingerprints_need_no_look_at_the_file(
     monkeypatch.setattr(weight_push, "why_damaged", lambda *_: pytest.fail("it was read"))
     with launch_local(chosen, launcher=HttpFakeLauncher(as_embedded)) as deployment:
         tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
-        deployment["policy"].serve_weights(tensors, version=2).result()
+        deployment["policy"].push(tensors, version=2).result()

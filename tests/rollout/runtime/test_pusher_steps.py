@@ -122,7 +122,7 @@ def test_the_store_keeps_what_one_process_streams_or_copies(
     with launched(tmp_path, **weights, store=store) as (deployment, _):
         policy = deployment["policy"]
         for version in (1, 2, 3):
-            policy.serve_weights(tensors()).result(30)
+            policy.push(tensors()).result(30)
 
             def is_kept(version: int = version) -> bool:
                 found = policy.status().result(30).store
@@ -140,10 +140,10 @@ def test_the_turn_comes_after_the_weights_and_before_the_kv_cache(tmp_path: Path
             status = policy.status().result(30)
             seen.append((status.phase, status.gate))
 
-        policy.give_memory().result(30)
+        policy.offload().result(30)
         report = pusher.push(tensors(), before_kv=turn)
         assert seen == [("verified", "holding")]
-        assert list(report.phase_s)[-2:] == ["resume_kv", "continue"]
+        assert list(report.phase_s)[-2:] == ["onload_kv", "continue_generation"]
         assert "update_weights" in report.phase_s
         assert policy.status().result(30).gate == "open"
         # Engines that serve have their KV caches: the turn comes after the push.
@@ -157,7 +157,7 @@ def test_a_turn_that_fails_leaves_weights_without_kv_and_onload_goes_on(tmp_path
 
     with launched(tmp_path) as (deployment, _), deployment["policy"].pusher() as pusher:
         policy = deployment["policy"]
-        policy.give_memory().result(30)
+        policy.offload().result(30)
         with pytest.raises(RankFailure, match="rank 0: ValueError: the optimizer") as e:
             pusher.push(tensors(), before_kv=fail)
         assert WITHOUT_KV in str(e.value)
@@ -238,7 +238,7 @@ def test_a_server_that_cannot_read_the_copies_is_found_before_the_push(
         with policy.pusher() as pusher, refused:
             pusher.push(tensors())
         with refused:
-            policy.serve_weights(tensors())
+            policy.push(tensors())
         assert not loads(engine)
         assert policy.status().result(30).gate == "open"
 
@@ -264,7 +264,7 @@ def test_what_is_expected_goes_with_the_next_push_of_handle_or_pusher(tmp_path: 
         policy.checks.expect(right)
         assert pusher.push(one).weight_version == 2
         # A later push, of other weights, is not compared with it.
-        assert policy.serve_weights(other).result(30).weight_version == 3
+        assert policy.push(other).result(30).weight_version == 3
         policy.checks.expect(right)
         with pytest.raises(RolloutError, match="by the trainer's own model"):
             pusher.push(other)
@@ -275,9 +275,9 @@ def test_the_tensors_of_a_streamed_push_are_accepted_again_under_its_version(
 ) -> None:
     with launched(tmp_path, transport="shared_memory", stream=True) as (deployment, _):
         policy, pushed = deployment["policy"], tensors()
-        policy.serve_weights(pushed, version=1).result(30)
+        policy.push(pushed, version=1).result(30)
         again = policy.phases.make_push(pushed, version=1)
-        assert policy.serve_weights(again).result(30).weight_version == 1
+        assert policy.push(again).result(30).weight_version == 1
 
 
 def test_engines_that_were_not_offloaded_serve_while_before_kv_runs(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_engines_that_were_not_offloaded_serve_while_before_kv_runs(tmp_path: Pa
         def free() -> None:
             seen.append(policy.status().result(30).gate)
 
-        policy.serve_weights(tensors(), before_kv=free).result(30)
+        policy.push(tensors(), before_kv=free).result(30)
     assert seen == ["open"]
 
 
@@ -302,11 +302,11 @@ def test_the_error_of_a_single_rank_goes_up_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(KeyError) as caught:
             pusher.push(tensors(), name_map=broken)
         assert caught.value.args == (DEFAULT_TENSORS[0].name,)
-        deployment["policy"].serve_weights(tensors(), 1).result(30)
+        deployment["policy"].push(tensors(), 1).result(30)
 
 
 def by_handle(policy: Any) -> None:
-    policy.serve_weights(tensors()).result(30)
+    policy.push(tensors()).result(30)
 
 
 def by_pusher(policy: Any) -> None:

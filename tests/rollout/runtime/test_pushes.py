@@ -88,7 +88,7 @@ def test_a_push_that_is_sent_is_freed_before_the_caller_has_the_report(
     made = policy.phases.make_push(weights())
     assert not made.is_closed
     assert not is_free(policy)
-    assert policy.serve_weights(made).result(TIMEOUT_S).weight_version == made.version == 1
+    assert policy.push(made).result(TIMEOUT_S).weight_version == made.version == 1
     assert made.is_closed
     assert is_free(policy)
 
@@ -96,8 +96,8 @@ def test_a_push_that_is_sent_is_freed_before_the_caller_has_the_report(
 def test_a_push_is_sent_once(run: DeploymentHandle) -> None:
     policy = run["policy"]
     with policy.phases.make_push(weights()) as made:
-        policy.serve_weights(made).result(TIMEOUT_S)
-        for send in (policy.serve_weights, policy.phases.update_weights, policy.checks.push_path):
+        policy.push(made).result(TIMEOUT_S)
+        for send in (policy.push, policy.phases.update_weights, policy.checks.push_path):
             with pytest.raises(LifecycleError, match=r"version 1, closed\) was sent or closed"):
                 send(made)
     with pytest.raises(RolloutError, match="belongs to the process that made it"):
@@ -115,7 +115,7 @@ def test_a_window_that_raises_frees_its_push(run: DeploymentHandle) -> None:
     with pytest.raises(ZeroDivisionError):
         train()
     assert is_free(policy)
-    policy.serve_weights(weights()).result(TIMEOUT_S)
+    policy.push(weights()).result(TIMEOUT_S)
 
 
 def test_a_window_sends_a_push_that_was_made_before_it(run: DeploymentHandle) -> None:
@@ -137,7 +137,7 @@ def test_a_transaction_frees_all_its_pushes_also_with_expected_log_probs(
     made = policy.phases.make_push(weights(2.0))
     # The fakes have other log-probs, so the call fails: the pushes end all the same.
     with pytest.raises(PhaseFailed, match="log-prob"):
-        run.serve_weights({"policy": made, "critic": weights(3.0)}).result(TIMEOUT_S)
+        run.push({"policy": made, "critic": weights(3.0)}).result(TIMEOUT_S)
     assert made.is_closed
     assert is_free(policy)
     assert is_free(critic)
@@ -155,9 +155,9 @@ def test_each_way_to_drive_a_push_has_the_same_figures(run: DeploymentHandle, ho
             window.push(tensors)
         report = window.report
     elif how == "transaction":
-        report = run.serve_weights({"policy": tensors}).result(TIMEOUT_S)["policy"]
+        report = run.push({"policy": tensors}).result(TIMEOUT_S)["policy"]
     else:
-        report = policy.serve_weights(tensors).result(TIMEOUT_S)
+        report = policy.push(tensors).result(TIMEOUT_S)
     assert report.weight_version == 1
     num_bytes = sum(one.nbytes for one in tensors.values())
     shown = [(one.rank, one.stage, one.route, one.num_bytes) for one in report.push_stages]
@@ -188,7 +188,7 @@ def test_a_push_that_fails_has_no_figures_on_the_timeline(run: DeploymentHandle)
     policy = run["policy"]
     policy.checks.expect([[-1.0] * (len(one) - 1) for one in policy.checks.canary_prompts])
     with pytest.raises(PhaseFailed, match="log-prob"):
-        policy.serve_weights(weights()).result(TIMEOUT_S)
+        policy.push(weights()).result(TIMEOUT_S)
     observed = caller_of(policy).call(RolloutServer.observe, {}).result(TIMEOUT_S)
     spans = [span for one in observed.timelines.values() for span in one.spans]
     assert not [span for span in spans if span.kind is Kind.RANK]
@@ -199,13 +199,13 @@ def test_a_transaction_of_which_one_push_does_not_fit_frees_the_others(
 ) -> None:
     policy = run["policy"]
     with pytest.raises(WeightMismatch):
-        run.serve_weights({"policy": weights(), "critic": {"other": torch.ones(1)}})
+        run.push({"policy": weights(), "critic": {"other": torch.ones(1)}})
     assert is_free(policy)
     assert policy.status().result(TIMEOUT_S).phase == "serving"
     closed = policy.phases.make_push(weights())
     closed.close()
     with pytest.raises(LifecycleError, match="make another"):
-        run.serve_weights({"critic": weights(), "policy": closed})
+        run.push({"critic": weights(), "policy": closed})
     assert is_free(run["critic"])
 
 
@@ -221,9 +221,9 @@ def test_a_transaction_streams_its_pushes(
         streams.append(push.weights.stream)
 
     monkeypatch.setattr(Push, "__init__", noted)
-    run.give_memory().result(TIMEOUT_S)
+    run.offload().result(TIMEOUT_S)
     both = {name: weights(4.0) for name in run}
-    reports = run.serve_weights(both).result(TIMEOUT_S)
+    reports = run.push(both).result(TIMEOUT_S)
     assert {name: report.weight_version for name, report in reports.items()} == {
         "policy": 1,
         "critic": 1,

@@ -241,7 +241,7 @@ def test_a_request_that_a_push_interrupts_has_a_span_of_each_version(policy: Ser
     stream = policy.stream([1, 2], LONG)
     parts = iter(stream)
     assert any(len(part.output_ids) > 20 for part in parts)
-    pending = policy.serve_weights(builders.push(1))
+    pending = policy.push(builders.push(1))
     *_, reply = parts
     assert pending.result(TIMEOUT_S).weight_version == 1
     first, second = reply.weight_versions
@@ -269,7 +269,7 @@ def test_another_handle_aborts_a_running_batch_and_nothing_else(policy: ServerHa
 
 
 def test_a_request_that_is_held_is_aborted_without_tokens(policy: ServerHandle) -> None:
-    policy.give_memory().result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
     pending = policy.generate([1], LONG, request_id="held")
     with httpx.Client(headers={"authorization": "Bearer k"}, trust_env=False) as http:
         gate = lambda: http.get(f"{policy.url}/engines").json()["gate"]  # noqa: E731
@@ -311,7 +311,7 @@ def test_a_stream_over_several_pushes_fails_over_once_for_each(
     for version in (1, 2, 3):
         so_far = len(next(parts).output_ids)
         assert any(len(part.output_ids) > so_far + 60 for part in parts)
-        policy.serve_weights(builders.push(version)).result(TIMEOUT_S)
+        policy.push(builders.push(version)).result(TIMEOUT_S)
     *_, reply = parts
     assert [span.version for span in reply.weight_versions] == ["0", "1", "2", "3"]
     assert (len(reply.output_ids), reply.num_failovers) == (500, 3)

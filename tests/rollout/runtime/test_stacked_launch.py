@@ -59,10 +59,10 @@ def test_each_rank_of_the_trainer_has_its_gpu_and_all_engines_on_it(
 def test_a_step_in_which_each_server_has_its_turn(deployment: DeploymentHandle) -> None:
     assert phases(deployment) == ["serving", "offloaded"]
     policy, reference = deployment["policy"], deployment["reference"]
-    policy.give_memory().result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
     reference.serve().result(TIMEOUT_S)
     assert phases(deployment) == ["offloaded", "serving"]
-    reference.give_memory().result(TIMEOUT_S)
-    policy.serve_weights(push(1)).result(TIMEOUT_S)
+    reference.offload().result(TIMEOUT_S)
+    policy.push(push(1)).result(TIMEOUT_S)
     assert phases(deployment) == ["serving", "offloaded"]
     assert policy.status().result(TIMEOUT_S).weight_version == 1

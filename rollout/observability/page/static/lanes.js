@@ -2,12 +2,12 @@
 // Only visible spans are drawn, and of several within one pixel only the first: 256 lanes stay fast.
 
 const COLORS = {
-  pause: "--pause", flush: "--flush", release: "--release", resume_weights: "--resume",
+  pause_generation: "--pause", flush_cache: "--flush", release_memory_occupation: "--release", onload_weights: "--resume",
   update_weights: "--update", begin_weight_update: "--update", end_weight_update: "--update",
-  verify: "--verify", resume_kv: "--kv", continue: "--continue", restart: "--watch", adopt: "--watch",
+  verify: "--verify", onload_kv: "--kv", continue_generation: "--continue", restart: "--watch", adopt: "--watch",
   gather: "--gather", copy: "--copy", engine: "--engine", rollout: "--rollout", trainer: "--trainer",
 };
-export const LEGEND = ["rollout", "trainer", "pause", "flush", "release", "resume_weights", "update_weights", "verify", "resume_kv", "continue", "gather", "copy", "engine"];
+export const LEGEND = ["rollout", "trainer", "pause_generation", "flush_cache", "release_memory_occupation", "onload_weights", "update_weights", "verify", "onload_kv", "continue_generation", "gather", "copy", "engine"];
 const AXIS = 22;
 const SERVER_LANE = 22;
 
@@ -116,7 +116,7 @@ export class Lanes {
     const phases = [...this.spans.in("", from_s - 3600, to_s), ...this.running.filter((span) => span.kind === "phase")]
       .filter((span) => span.kind !== "event").sort((one, other) => one.start_s - other.start_s);
     return phases.flatMap((phase, index) => {
-      if (phase.name !== "release" || phase.outcome === "running") return [];
+      if (phase.name !== "release_memory_occupation" || phase.outcome === "running") return [];
       const begin = phase.start_s + phase.elapsed_s, end = phases[index + 1] ? phases[index + 1].start_s : to_s;
       return end > begin ? [{ kind: "trainer", name: "trainer", start_s: begin, elapsed_s: end - begin, outcome: "ok" }] : [];
     });
@@ -155,7 +155,7 @@ export class Lanes {
       pen.fillStyle = color; pen.globalAlpha = span.outcome === "running" ? 0.55 : 1;
       pen.fillRect(left, top, wide, height);
       pen.globalAlpha = 1;
-      if (hasText && wide > 46) { pen.fillStyle = colors.card; pen.fillText(span.name.replace("_weights", ""), left + 4, top + height / 2 + 0.5); }
+      if (hasText && wide > 46) { pen.fillStyle = colors.card; pen.fillText(span.name.replace(/_(generation|cache|memory_occupation|weights)$/, ""), left + 4, top + height / 2 + 0.5); }
     }
     pen.restore();
   }

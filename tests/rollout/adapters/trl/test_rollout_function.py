@@ -36,7 +36,7 @@ class Policy:
     def pusher(self, *_: Any, **__: Any) -> Any:
         return SimpleNamespace(
             push=self._push,
-            give_memory=self._give_memory,
+            offload=self._offload,
             close=lambda: self.events.append("close"),
         )
 
@@ -45,7 +45,7 @@ class Policy:
         self.events.append(f"push {weights}")
         return SimpleNamespace(weight_version=self.num_pushes)
 
-    def _give_memory(self, *, rank_timeout_s: float) -> None:
+    def _offload(self, *, rank_timeout_s: float) -> None:
         self.events.append(f"give memory, ranks have {rank_timeout_s:g} s")
 
     def generate(self, prompts: list[list[int]], sampling: Any, *, timeout_s: float) -> Any:

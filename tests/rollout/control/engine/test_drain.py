@@ -45,7 +45,7 @@ async def test_abort_ends_what_is_in_flight_with_the_tokens_it_has() -> None:
     group, engine = await slow_group(pause_timeout_s=100)
     asked = asking(engine)
     await pass_time(3.5)
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     assert len((await asked).output_ids) == 3
     assert paused(engine) == [PauseMode.ABORT]
 
@@ -55,7 +55,7 @@ async def test_an_engine_that_is_busy_after_an_abort_is_aborted_again() -> None:
     group, engine = await slow_group(pause_timeout_s=60)
     asked = asking(engine)
     await pass_time(0.5)
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     assert paused(engine) == [PauseMode.ABORT, PauseMode.ABORT]
     assert (await asked).finish_reason is not None
     assert not engine.is_dead
@@ -66,8 +66,8 @@ async def test_what_two_aborts_do_not_empty_is_killed_and_never_released() -> No
     group, engine = await slow_group(pause_timeout_s=30)
     asked = asking(engine)
     await pass_time(0.5)
-    with pytest.raises(PhaseFailed, match="engine main-0: pause took longer than 30 s"):
-        await group.run(Command.PAUSE)
+    with pytest.raises(PhaseFailed, match="engine main-0: pause_generation took longer than 30 s"):
+        await group.run(Command.PAUSE_GENERATION)
     with pytest.raises(Exception, match="killed"):
         await asked
     assert "release_memory_occupation" not in engine.operations()
@@ -76,20 +76,22 @@ async def test_what_two_aborts_do_not_empty_is_killed_and_never_released() -> No
 
 async def test_a_flush_that_is_refused_aborts_and_asks_again() -> None:
     group, (engine,) = await started_group(1)
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     engine.fail_next("flush_cache", EngineRejected("1 request in flight", status=400))
-    report = await group.run(Command.FLUSH)
+    report = await group.run(Command.FLUSH_CACHE)
     assert not report.failures
     assert engine.operations()[-3:] == ["flush_cache", "abort_request", "flush_cache"]
 
 
 async def test_a_flush_that_is_refused_twice_ends_the_engine() -> None:
     group, (engine,) = await started_group(1)
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     for _ in range(2):
         engine.fail_next("flush_cache", EngineRejected("1 request in flight", status=400))
-    with pytest.raises(PhaseFailed, match=r"main-0: flush failed after .*: 1 request in flight"):
-        await group.run(Command.FLUSH)
+    with pytest.raises(
+        PhaseFailed, match=r"main-0: flush_cache failed after .*: 1 request in flight"
+    ):
+        await group.run(Command.FLUSH_CACHE)
     assert engine.death_reason == "killed"
 
 
@@ -98,14 +100,14 @@ async def test_retracted_requests_go_on_under_the_new_weights() -> None:
     group, engine = await slow_group(drain="retract")
     asked = asking(engine)
     await pass_time(3.5)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
-    await group.run(Command.RELEASE)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
+    await group.run(Command.RELEASE_MEMORY_OCCUPATION)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.RESUME_KV)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    await group.run(Command.CONTINUE_GENERATION)
     reply = await asked
     assert len(reply.output_ids) == 10
     assert [(span.version, span.start, span.end) for span in reply.weight_versions] == [
@@ -118,9 +120,9 @@ async def test_retracted_requests_go_on_under_the_new_weights() -> None:
 
 async def test_a_retracted_engine_that_cannot_be_flushed_is_aborted() -> None:
     group, (engine,) = await started_group(1, lifecycle={"drain": "retract"})
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     engine.fail_next("flush_cache", EngineRejected("1 request in flight", status=400))
-    await group.run(Command.FLUSH)
+    await group.run(Command.FLUSH_CACHE)
     assert paused(engine) == [PauseMode.RETRACT, PauseMode.ABORT]
 
 
@@ -128,7 +130,7 @@ async def test_finish_waits_for_requests_before_anything_is_paused(tmp_path: Any
     bench = await started_server(tmp_path, lifecycle={"drain": "finish"})
     order: list[str] = []
     bench.router.drained = _noting(bench.router, order)  # type: ignore[method-assign]
-    await bench.server.give_memory()
+    await bench.server.offload()
     paused_first = [paused(engine) for engine in bench.engines]
     assert order == ["holding"]
     assert paused_first == [[PauseMode.ABORT]] * 3
@@ -147,7 +149,7 @@ async def test_what_does_not_finish_in_time_is_aborted(
     lifecycle = {"drain": "finish", "drain_timeout_s": 5}
     bench = await started_server(tmp_path, lifecycle=lifecycle)
     bench.router.late = "shared-0 has 2 requests in flight"
-    await bench.server.give_memory()
+    await bench.server.offload()
     assert (await bench.server.status()).groups[0].phase == "offloaded"
     assert (
         "not drained within 5 s: shared-0 has 2 requests in flight; these requests are abort"
@@ -160,8 +162,8 @@ async def test_a_pause_that_is_never_answered_has_its_deadline() -> None:
     group, (engine,) = await started_group(1, lifecycle={"pause_timeout_s": 20})
     engine.faults.strike("pause_generation", hang(), times=2)
     started = asyncio.get_running_loop().time()
-    with pytest.raises(PhaseFailed, match="pause took longer than 20 s"):
-        await group.run(Command.PAUSE)
+    with pytest.raises(PhaseFailed, match="pause_generation took longer than 20 s"):
+        await group.run(Command.PAUSE_GENERATION)
     assert asyncio.get_running_loop().time() - started == pytest.approx(20, abs=0.1)
 
 

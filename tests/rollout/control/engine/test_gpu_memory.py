@@ -18,7 +18,7 @@ from tests.support.builders import make_group, push
 
 MIB = 2**20
 PER_TAG = 300 * MIB
-TO_RELEASED = (Command.PAUSE, Command.FLUSH, Command.RELEASE)
+TO_RELEASED = (Command.PAUSE_GENERATION, Command.FLUSH_CACHE, Command.RELEASE_MEMORY_OCCUPATION)
 
 
 class Hoarder(FakeEngine):
@@ -98,7 +98,7 @@ async def test_without_nvml_a_release_is_not_measured_and_goes_on(tmp_path: Path
     assert await held.run(*TO_RELEASED) == 0
     (engine,) = (await held.group.status()).engines
     assert engine.state == "offloaded"
-    await held.run(Command.RESUME_WEIGHTS)
+    await held.run(Command.ONLOAD_WEIGHTS)
 
 
 async def test_weights_without_room_are_refused_before_any_engine_is_called(
@@ -109,7 +109,7 @@ async def test_weights_without_room_are_refused_before_any_engine_is_called(
     gpus = held.launcher.processes["main-0"].gpus
     held.others(gpus.total_bytes - 100 * MIB)
     with pytest.raises(LifecycleError) as caught:
-        await held.run(Command.RESUME_WEIGHTS)
+        await held.run(Command.ONLOAD_WEIGHTS)
     said = str(caught.value)
     assert "engine main-0: GPU GPU-0 has 100 MiB free, weights need 150 MiB" in said
     assert "GPU GPU-1 has 100 MiB free" in said
@@ -119,7 +119,7 @@ async def test_weights_without_room_are_refused_before_any_engine_is_called(
     assert not engine.is_dead
     # The trainer frees it, and the same command goes on.
     held.others(0)
-    await held.run(Command.RESUME_WEIGHTS)
+    await held.run(Command.ONLOAD_WEIGHTS)
     assert MemoryTag.WEIGHTS not in engine.released
 
 
@@ -140,23 +140,23 @@ async def test_a_holder_of_an_unknown_number_of_bytes_is_named_where_there_is_no
 
     monkeypatch.setattr(gpus, "memory", memory)
     with pytest.raises(LifecycleError) as caught:
-        await held.run(Command.RESUME_WEIGHTS)
+        await held.run(Command.ONLOAD_WEIGHTS)
     said = "pid 77 (trainer) holds 1.66 GiB, pid 78 (unknown) holds memory, free it"
     assert said in str(caught.value)
 
 
 async def test_the_kv_cache_without_room_is_refused_after_the_push(tmp_path: Path) -> None:
     held = await GpuGroup.start(tmp_path)
-    await held.run(*TO_RELEASED, Command.RESUME_WEIGHTS)
+    await held.run(*TO_RELEASED, Command.ONLOAD_WEIGHTS)
     await held.group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await held.group.run(Command.VERIFY, version=1)
     gpus = held.launcher.processes["main-0"].gpus
     # The weights are back, 150 MiB on each; the KV cache and the graphs need 300 MiB more.
     held.others(gpus.total_bytes - 449 * MIB)
     with pytest.raises(LifecycleError, match="kv_cache and cuda_graph need 300 MiB"):
-        await held.run(Command.RESUME_KV)
+        await held.run(Command.ONLOAD_KV)
     held.others(gpus.total_bytes - 450 * MIB)
-    await held.run(Command.RESUME_KV, Command.CONTINUE)
+    await held.run(Command.ONLOAD_KV, Command.CONTINUE_GENERATION)
     (engine,) = (await held.group.status()).engines
     assert (engine.state, engine.weight_version) == ("serving", 1)
 
@@ -183,7 +183,7 @@ async def test_what_others_took_while_it_loaded_neither_ends_an_engine_nor_keeps
     held = await GpuGroup.start(tmp_path, Inflated)
     held.launcher.processes["main-0"].gpus.names_own = names_own
     assert await held.run(*TO_RELEASED) == 3 * PER_TAG
-    await held.run(Command.RESUME_WEIGHTS)
+    await held.run(Command.ONLOAD_WEIGHTS)
     assert MemoryTag.WEIGHTS not in held.launcher["main-0"].released
 
 

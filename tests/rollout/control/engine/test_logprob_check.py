@@ -39,19 +39,19 @@ async def frozen_group(num: int, **lifecycle: Any) -> tuple[ServerGroup, list[Fa
 
 
 async def offload(group: ServerGroup) -> None:
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
-    await group.run(Command.RELEASE)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
+    await group.run(Command.RELEASE_MEMORY_OCCUPATION)
 
 
 async def up_to_continue(group: ServerGroup, version: int) -> None:
     await group.run(Command.VERIFY, version=version)
-    await group.run(Command.RESUME_KV)
+    await group.run(Command.ONLOAD_KV)
 
 
 async def give(group: ServerGroup, version: int) -> None:
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(version))
     await up_to_continue(group, version)
 
@@ -69,13 +69,13 @@ async def states(group: ServerGroup) -> dict[str, str]:
 async def test_weights_that_come_back_as_garbage_are_found_without_any_fingerprint() -> None:
     group, engines = await frozen_group(2)
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     for engine in engines:  # both: there is no majority
         engine.weights.lose()
     await up_to_continue(group, 0)
     with pytest.raises(PhaseFailed, match=r"canary prompt \d, token \d has log-prob") as failed:
-        await group.run(Command.CONTINUE)
-    assert failed.value.phase == "continue"
+        await group.run(Command.CONTINUE_GENERATION)
+    assert failed.value.phase == "continue_generation"
     assert "when the weights were the same" in str(failed.value)
     assert set((await states(group)).values()) == {"fenced"}
     assert all(engine.is_dead for engine in engines)
@@ -86,9 +86,9 @@ async def test_weights_that_come_back_whole_serve() -> None:
     group, engines = await frozen_group(1)
     for _ in range(2):
         await offload(group)
-        await group.run(Command.RESUME_WEIGHTS)
+        await group.run(Command.ONLOAD_WEIGHTS)
         await up_to_continue(group, 0)
-        await group.run(Command.CONTINUE)
+        await group.run(Command.CONTINUE_GENERATION)
     assert set((await states(group)).values()) == {"serving"}
     (engine,) = engines
     # Only when it generates again, for a paused SGLang never answers.
@@ -100,7 +100,7 @@ async def test_the_one_that_took_a_push_wrongly_is_outvoted_and_fenced() -> None
     group, engines = await started_group(3, lifecycle=BY_CANARY)
     await give(group, 1)
     scribble(engines[1])
-    report = await group.run(Command.CONTINUE)
+    report = await group.run(Command.CONTINUE_GENERATION)
     assert [one.engine_id for one in report.failures] == ["main-1"]
     assert "on engine main-0 and 1 more" in report.failures[0].failure
     assert await states(group) == {"main-0": "serving", "main-1": "fenced", "main-2": "serving"}
@@ -108,8 +108,8 @@ async def test_the_one_that_took_a_push_wrongly_is_outvoted_and_fenced() -> None
 
 async def test_a_canary_is_not_asked_where_nothing_has_changed() -> None:
     group, (engine,) = await started_group(1, lifecycle=BY_CANARY)
-    await group.run(Command.PAUSE)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.CONTINUE_GENERATION)
     assert "generate" not in engine.operations()
 
 
@@ -117,7 +117,7 @@ async def test_an_engine_that_does_not_answer_it_is_fenced() -> None:
     group, engines = await started_group(2, lifecycle=BY_CANARY)
     await give(group, 1)
     engines[0].die("it died")
-    report = await group.run(Command.CONTINUE)
+    report = await group.run(Command.CONTINUE_GENERATION)
     assert [one.engine_id for one in report.failures] == ["main-0"]
 
 
@@ -126,13 +126,13 @@ async def test_an_engine_that_refuses_it_says_what_can_be_set() -> None:
     await give(group, 1)
     engine.faults.strike("generate", faults.reject(400, "no log-probabilities here"))
     with pytest.raises(PhaseFailed, match=r"no log-probabilities here; .*verify_by to version"):
-        await group.run(Command.CONTINUE)
+        await group.run(Command.CONTINUE_GENERATION)
 
 
 async def test_without_fingerprints_nothing_is_retracted_that_would_run_unproved() -> None:
     for lifecycle, mode in ((BY_CANARY, PauseMode.ABORT), ({}, PauseMode.RETRACT)):
         group, (engine,) = await started_group(1, lifecycle=lifecycle | {"drain": "retract"})
-        await group.run(Command.PAUSE)
+        await group.run(Command.PAUSE_GENERATION)
         assert engine.calls[-1].arguments == {"mode": mode}
 
 
@@ -140,21 +140,21 @@ async def test_one_engine_whose_push_nobody_can_vouch_for_tells_that_it_makes_nu
     prompts = {"canary_prompts": PROMPTS, "sentinel": False}
     group, (engine,) = await started_group(1, lifecycle=prompts)
     await give(group, 1)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
     assert engine.operations().count("weights_checker") == 1
     assert engine.operations()[-2:] == ["generate", "generate"]
     two, engines = await started_group(2, lifecycle=prompts)
     await give(two, 1)
-    await two.run(Command.CONTINUE)  # they agree
+    await two.run(Command.CONTINUE_GENERATION)  # they agree
     assert all("generate" not in one.operations() for one in engines)
 
 
 async def test_a_server_opens_its_gate_only_after_the_canary(tmp_path: Path) -> None:
     groups = {"shared": {"num_engines": 1}}
     bench = await started_server(tmp_path, groups, lifecycle=BY_CANARY)
-    await bench.server.give_memory()
+    await bench.server.offload()
     gate = bench.engines[0].hold("generate")
-    onload = asyncio.create_task(bench.server.serve_weights(push(1)))
+    onload = asyncio.create_task(bench.server.push(push(1)))
     await gate.entered.wait()
     assert bench.engines[0].paused is None
     assert bench.router.gate == "holding"
@@ -196,10 +196,10 @@ async def test_after_a_release_an_adapter_is_compared_by_prompts_under_it() -> N
     # A release keeps it, and only a log-prob check shows that: so nothing is retracted.
     await offload(group)
     assert engines[0].calls[-3].arguments == {"mode": PauseMode.ABORT}
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     engines[1].adapters["policy@1"] = "lost"
     await up_to_continue(group, 0)
-    report = await group.run(Command.CONTINUE)
+    report = await group.run(Command.CONTINUE_GENERATION)
     assert [one.engine_id for one in report.failures] == ["main-1"]
     assert "under adapter 'policy@1' has log-probability" in report.failures[0].failure
     assert "when the weights were the same" in report.failures[0].failure
@@ -217,23 +217,23 @@ async def test_what_all_took_wrongly_alike_is_found_by_what_the_trainers_model_t
     for is_garbled in (False, True):
         group, engines = await started_group(2, lifecycle=prompts)
         await offload(group)
-        await group.run(Command.RESUME_WEIGHTS)
+        await group.run(Command.ONLOAD_WEIGHTS)
         for engine in engines if is_garbled else ():
             engine.faults.strike("update_weights_from_tensor", faults.garble())
         await group.run(Command.UPDATE_WEIGHTS, push=replace(push(1), canary=told_by_a_trainer(1)))
         await up_to_continue(group, 1)
         if not is_garbled:
-            assert not (await group.run(Command.CONTINUE)).failures
+            assert not (await group.run(Command.CONTINUE_GENERATION)).failures
             continue
         with pytest.raises(PhaseFailed, match="by the trainer's own model"):
-            await group.run(Command.CONTINUE)
+            await group.run(Command.CONTINUE_GENERATION)
         assert set((await states(group)).values()) == {"fenced"}
 
 
 async def test_expectations_of_other_prompts_are_refused_before_anything_is_sent() -> None:
     group, engines = await started_group(1, lifecycle=BY_CANARY)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     with pytest.raises(WeightMismatch, match=r"of \[1\] tokens; the canary prompts have \[2, 1\]"):
         await group.run(Command.UPDATE_WEIGHTS, push=replace(push(1), canary=((-1.0,),)))
     assert "update_weights_from_tensor" not in engines[0].operations()
@@ -255,11 +255,11 @@ async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path)
     )
     wrong = tuple((-50.0,) * (len(prompt) - 1) for prompt in PROMPTS)
     with pytest.raises(PhaseFailed, match="by the trainer's own model"):
-        await bench.server.serve_weights(replace(push(1), canary=wrong))
+        await bench.server.push(replace(push(1), canary=wrong))
     await pass_time(60)
     (engine,) = bench.engines
     assert "update_weights_from_disk" not in engine.operations()
     assert not (await bench.server.status()).groups[0].engines[0].fence_reason
-    await bench.server.serve_weights(push(2))
+    await bench.server.push(push(2))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 2}
     await bench.server.stop()

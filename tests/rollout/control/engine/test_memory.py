@@ -27,8 +27,8 @@ def telling(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 
 async def flushed(launcher: FakeLauncher, model_path: str = "/x") -> tuple[ServerGroup, FakeEngine]:
     group, (engine,) = await started_group(1, launcher=launcher, model_path=model_path)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     return group, engine
 
 
@@ -78,14 +78,14 @@ async def test_a_lost_answer_is_checked_and_the_engine_goes_on(
 ) -> None:
     group, engine = await flushed(FakeLauncher(telling))
     engine.faults.strike(operation, fault)
-    await group.run(Command.RELEASE)
+    await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert engine.released == set(MemoryTag)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     assert MemoryTag.WEIGHTS not in engine.released
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.RESUME_KV)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    await group.run(Command.CONTINUE_GENERATION)
     assert [one.state for one in (await group.status()).engines] == ["serving"]
     # Once more if it was not done, and only then.
     ordinary = 1 if operation == RELEASE else 2
@@ -103,14 +103,14 @@ async def test_memory_that_came_free_decides_what_no_engine_reports(
 
     group, engine = await flushed(FakeLauncher(big), str(tmp_path))
     engine.faults.strike(RELEASE, faults.lose(executed=True))
-    report = await group.run(Command.RELEASE)
+    report = await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert report.freed_bytes == 600 * MIB
     assert engine.operations().count(RELEASE) == 1
 
     group, engine = await flushed(FakeLauncher(big), str(tmp_path))
     engine.faults.strike(RELEASE, faults.lose())
     with pytest.raises(PhaseFailed, match="its answer was lost"):
-        await group.run(Command.RELEASE)
+        await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert engine.operations().count(RELEASE) == 1
     assert engine.death_reason == "killed"
 
@@ -119,4 +119,4 @@ async def test_an_engine_that_died_of_it_fails_with_its_own_error() -> None:
     group, engine = await flushed(FakeLauncher(telling))
     engine.faults.strike(RELEASE, faults.die())
     with pytest.raises(PhaseFailed, match="a planned death in release_memory_occupation"):
-        await group.run(Command.RELEASE)
+        await group.run(Command.RELEASE_MEMORY_OCCUPATION)

@@ -34,7 +34,7 @@ TEXT = {"vocab_size": 1000, "max_position_embeddings": 4096}
 SEES = TEXT | {"image_token_id": 9, "vision_start_token_id": 8, "vision_end_token_id": 7}
 PROMPT = tuple(range(1, 40))
 IMAGE = PromptImage("data:image/png;base64,AAAA", "1f")
-STEP = (Command.PAUSE, Command.FLUSH)
+STEP = (Command.PAUSE_GENERATION, Command.FLUSH_CACHE)
 
 ENTRIES: dict[str, dict[str, Any]] = {
     "prefix cache": {"prefix_cache": True},
@@ -81,7 +81,7 @@ async def step(group: ServerGroup, version: int) -> Any:
         await group.run(command)
     await group.run(Command.UPDATE_WEIGHTS, push=push(version, NAMES, known=TENSORS))
     await group.run(Command.VERIFY, version=version)
-    return await group.run(Command.CONTINUE)
+    return await group.run(Command.CONTINUE_GENERATION)
 
 
 async def ask(engine: FakeEngine, key: str, image: PromptImage | None = None) -> GenerateReply:
@@ -189,7 +189,7 @@ async def test_two_runs_with_one_storage_tier_never_share_a_page(tmp_path: Path)
 async def test_an_engine_is_asked_once_for_each_set_of_weights(tmp_path: Path) -> None:
     group, (engine, _) = await group_of(tmp_path, {}, TEXT)
     assert num_asked(engine) == 2
-    for command in (*STEP, Command.CONTINUE):
+    for command in (*STEP, Command.CONTINUE_GENERATION):
         await group.run(command)
     assert num_asked(engine) == 2  # the same weights
     for version in (1, 2):
@@ -271,7 +271,7 @@ async def test_a_push_of_the_same_weights_changes_no_log_prob(tmp_path: Path) ->
         await group.run(command)
     await group.run(Command.UPDATE_WEIGHTS, push=replace(push(1, NAMES, known=TENSORS), version=2))
     await group.run(Command.VERIFY, version=2)
-    assert not (await group.run(Command.CONTINUE)).failures
+    assert not (await group.run(Command.CONTINUE_GENERATION)).failures
 
 
 class Noisy(FakeEngine):

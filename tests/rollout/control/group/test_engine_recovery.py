@@ -55,7 +55,7 @@ async def test_an_engine_can_be_fenced_while_a_command_hangs_on_it() -> None:
     group, launcher = make_group(2)
     await group.start()
     gate = launcher["main-0"].hold("pause_generation")
-    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    pausing = asyncio.create_task(group.run(Command.PAUSE_GENERATION))
     await gate.entered.wait()
     await group.fence("main-0", "it is frozen")
     assert launcher["main-0"].death_reason == "killed"
@@ -69,7 +69,7 @@ async def test_an_answer_during_a_command_is_not_steady() -> None:
     await group.start()
     assert (await group.probe(1.0)).is_steady
     gate = launcher["main-0"].hold("pause_generation")
-    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    pausing = asyncio.create_task(group.run(Command.PAUSE_GENERATION))
     await gate.entered.wait()
     assert not (await group.probe(1.0)).is_steady
     gate.open()
@@ -94,7 +94,7 @@ async def test_no_command_waits_for_a_boot_and_the_new_engine_joins_where_the_ot
     launch = launcher.hold("main-0")
     booting = asyncio.create_task(group.boot("main-0"))
     await launch.entered.wait()
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     launch.open()
     assert await booting
     assert launcher["main-0"].paused is None
@@ -106,13 +106,13 @@ async def test_no_command_waits_for_a_boot_and_the_new_engine_joins_where_the_ot
 async def test_a_command_waits_for_an_admission() -> None:
     group, launcher = make_group(2, needs_offload=False)
     await group.start()
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     await group.fence("main-0", "it was slow")
     assert await group.boot("main-0")
     gate = launcher["main-0"].hold("pause_generation")
     admitting = asyncio.create_task(group.admit("main-0"))
     await gate.entered.wait()
-    flushing = asyncio.create_task(group.run(Command.FLUSH))
+    flushing = asyncio.create_task(group.run(Command.FLUSH_CACHE))
     await pass_time(10)
     assert "flush_cache" not in launcher["main-1"].operations()
     gate.open()
@@ -130,7 +130,11 @@ async def test_a_release_ends_boots_and_later_ones_wait_for_the_memory() -> None
     launch = launcher.hold("main-1")
     booting = asyncio.create_task(group.boot("main-1"))
     await launch.entered.wait()
-    for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE):
+    for command in (
+        Command.PAUSE_GENERATION,
+        Command.FLUSH_CACHE,
+        Command.RELEASE_MEMORY_OCCUPATION,
+    ):
         await group.run(command)
     assert not await booting
     assert launcher["main-0"].is_dead
@@ -145,8 +149,8 @@ async def test_a_release_ends_boots_and_later_ones_wait_for_the_memory() -> None
 async def test_a_new_engine_that_cannot_be_led_on_is_ended_and_its_place_stays_fenced() -> None:
     group, launcher = make_group(2, needs_offload=False)
     await group.start()
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     await group.fence("main-0", "it was slow")
 
     def refuse(spec, endpoint):
@@ -174,15 +178,15 @@ async def test_a_cancelled_restart_leaves_nothing_running() -> None:
         await restarting
     assert launch.num_waiting == 0
     with pytest.raises(PhaseFailed):  # the turn is free again
-        await group.run(Command.PAUSE)
+        await group.run(Command.PAUSE_GENERATION)
 
 
 async def serve_version_1(group: ServerGroup) -> None:
-    for command in (Command.PAUSE, Command.FLUSH):
+    for command in (Command.PAUSE_GENERATION, Command.FLUSH_CACHE):
         await group.run(command)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
 
 
 @virtual_time
@@ -193,8 +197,8 @@ async def test_a_stale_engine_neither_blocks_its_group_nor_counts_as_proved() ->
     await group.fence("main-0", "it was slow")
     await restart(group, "main-0")
     assert not await group.readmit("main-0", 1)
-    await group.run(Command.PAUSE)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.CONTINUE_GENERATION)
     assert launcher["main-0"].paused is None
     assert (await group.status()).engines[0].state == "stale"
 

@@ -73,7 +73,7 @@ async def test_a_right_path_is_proved_and_serves_under_the_new_version(tmp_path:
         assert await engine.weight_version() == "1"
     assert (bench.router.gate, bench.server.weight_version) == ("open", 1)
     assert {phase.command for phase in report.reports} >= {"snapshot", "update_weights", "verify"}
-    await bench.server.serve_weights(push(2))
+    await bench.server.push(push(2))
     await bench.server.stop()
 
 
@@ -154,14 +154,14 @@ async def test_what_the_error_of_a_failed_check_names_leads_out(
     with pytest.raises(
         PhaseFailed, match=r"weights differ .* repeat the call.*serve\(\) serves it"
     ):
-        await (server.serve_weights if remedy == "setting" else server.check_push_path)(SWAPPED)
+        await (server.push if remedy == "setting" else server.check_push_path)(SWAPPED)
     await pass_time(wait_s)
     if remedy == "repeat":
         await server.check_push_path(same())
     elif remedy == "serve":
         await server.serve()
     else:
-        await server.serve_weights(same() if remedy == "setting" else push(1))
+        await server.push(same() if remedy == "setting" else push(1))
     status = await server.status()
     assert (status.gate, status.weight_version) == ("open", 0 if remedy == "serve" else 1)
     assert set(bench.router.states.values()) == {"serving"}
@@ -261,7 +261,7 @@ async def test_an_engine_without_a_checker_is_told(tmp_path: Path) -> None:
 
 async def test_after_a_push_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, ONE)
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     with pytest.raises(LifecycleError, match="the engines hold pushed weights, version 1"):
         await bench.server.check_push_path(same(2))
     assert bench.router.gate == "open"
@@ -312,8 +312,8 @@ async def test_with_the_setting_the_first_sync_is_a_proof_and_the_second_is_not(
     tmp_path: Path,
 ) -> None:
     bench = first_proved(await started_server(tmp_path, ONE))
-    await bench.server.serve_weights(same(1))
-    await bench.server.serve_weights(push(2))
+    await bench.server.push(same(1))
+    await bench.server.push(push(2))
     assert checks(bench["main-0"]).count("compare") == 1
     await bench.server.stop()
 
@@ -322,17 +322,17 @@ async def test_with_the_setting_an_offload_before_the_first_push_is_refused(
     tmp_path: Path,
 ) -> None:
     bench = first_proved(await started_server(tmp_path, TWO))
-    offloads = (bench.server.give_memory, lambda: bench.server.advance(Command.PAUSE))
+    offloads = (bench.server.offload, lambda: bench.server.advance(Command.PAUSE_GENERATION))
     for offload in offloads:
         with pytest.raises(LifecycleError, match="check_first_push is true"):
             await offload()
     assert (await bench.server.status()).gate == "open"
     # The single commands still get there; then the push is refused.
-    await bench.server.run(Command.PAUSE)
-    await bench.server.run(Command.FLUSH)
-    await bench.server.run(Command.RELEASE)
+    await bench.server.run(Command.PAUSE_GENERATION)
+    await bench.server.run(Command.FLUSH_CACHE)
+    await bench.server.run(Command.RELEASE_MEMORY_OCCUPATION)
     with pytest.raises(WeightMismatch, match="check_first_push is true"):
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
     await bench.server.stop()
 
 

@@ -28,9 +28,13 @@ KEEPING = {"main": {"num_engines": 3, "needs_offload": False}}
 # The commands of a step, and the phase a group is in after each.
 TO_PHASE = {
     Phase.SERVING: (),
-    Phase.PAUSED: (Command.PAUSE,),
-    Phase.FLUSHED: (Command.PAUSE, Command.FLUSH),
-    Phase.OFFLOADED: (Command.PAUSE, Command.FLUSH, Command.RELEASE),
+    Phase.PAUSED: (Command.PAUSE_GENERATION,),
+    Phase.FLUSHED: (Command.PAUSE_GENERATION, Command.FLUSH_CACHE),
+    Phase.OFFLOADED: (
+        Command.PAUSE_GENERATION,
+        Command.FLUSH_CACHE,
+        Command.RELEASE_MEMORY_OCCUPATION,
+    ),
 }
 
 
@@ -40,8 +44,8 @@ async def bring_to(bench: ServerBench, phase: Phase) -> None:
 
 
 async def a_step(bench: ServerBench) -> None:
-    await bench.server.give_memory()
-    await bench.server.serve_weights(push(bench.server.weight_version + 1))
+    await bench.server.offload()
+    await bench.server.push(push(bench.server.weight_version + 1))
 
 
 def states(bench: ServerBench) -> dict[str, str]:
@@ -110,7 +114,7 @@ async def test_an_engine_leaves_and_comes_back_in_every_phase(
     await bring_to(bench, removed_in)
     await bench.server.remove_engine("main-1")
     if removed_in is not Phase.SERVING:
-        await bench.server.serve_weights(push(2))
+        await bench.server.push(push(2))
     await bring_to(bench, added_in)
     is_trainers = added_in is Phase.OFFLOADED and groups is THREE
     if is_trainers:
@@ -121,7 +125,7 @@ async def test_an_engine_leaves_and_comes_back_in_every_phase(
     else:
         await bench.server.add_engine("main-1")
     if added_in is not Phase.SERVING:
-        await bench.server.serve_weights(push(bench.server.weight_version + 1))
+        await bench.server.push(push(bench.server.weight_version + 1))
     if is_trainers:
         await bench.server.add_engine("main-1")
     await a_step(bench)
@@ -258,10 +262,10 @@ async def test_a_command_waits_until_the_engine_has_left(tmp_path: Path) -> None
     gate = bench["main-1"].hold("flush_cache")
     removing = asyncio.create_task(bench.server.remove_engine("main-1"))
     await gate.entered.wait()
-    offloading = asyncio.create_task(bench.server.give_memory())
+    offloading = asyncio.create_task(bench.server.offload())
     for _ in range(50):
         await asyncio.sleep(0)
-    assert (await bench.server.status()).lock_owner == "remove_engine"
+    assert (await bench.server.status()).lock_owner == "engines.remove"
     assert "pause_generation" not in bench["main-0"].operations()
     gate.open()
     await removing
@@ -314,13 +318,13 @@ async def test_steps_go_on_while_an_added_engine_boots(tmp_path: Path) -> None:
     launch = bench.launcher.hold("main-1")
     adding = asyncio.create_task(bench.server.add_engine("main-1"))
     await launch.entered.wait()
-    await bench.server.give_memory()
-    await bench.server.serve_weights(push(1))
+    await bench.server.offload()
+    await bench.server.push(push(1))
     with pytest.raises(LifecycleError, match="boots already"):
         await bench.server.add_engine("main-1")
     launch.open()
     assert (await adding).state == "stale"
-    assert (await bench.server.serve_weights(push(2))).weight_version == 2
+    assert (await bench.server.push(push(2))).weight_version == 2
     assert bench.router.states["main-1"] == "serving"
     await bench.server.stop()
 
@@ -331,11 +335,11 @@ async def test_an_offload_ends_the_boot_of_an_added_engine(tmp_path: Path) -> No
     launch = bench.launcher.hold("main-1")
     adding = asyncio.create_task(bench.server.add_engine("main-1"))
     await launch.entered.wait()
-    await bench.server.give_memory()
+    await bench.server.offload()
     with pytest.raises(LifecycleError, match="the trainer uses its memory; onload first"):
         await adding
     assert launch.num_waiting == 0
     launch.open()
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     await bench.server.add_engine("main-1")
     await bench.server.stop()

@@ -93,8 +93,8 @@ async def test_no_request_is_lost_while_an_engine_leaves_and_comes_back(
             assert (await policy.status()).groups[0].vacant_slots == ("main-1",)
             await policy.engines.add("main-1")
             await load.more(50)
-            await policy.give_memory()
-            await policy.serve_weights(push(1))
+            await policy.offload()
+            await policy.push(push(1))
             await load.more(50)
             status = await policy.status()
         assert [one.state for one in status.groups[0].engines] == ["serving"] * 3

@@ -29,9 +29,9 @@ def sent(engine: FakeEngine) -> list[str]:
 
 
 async def offload(group: ServerGroup) -> None:
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
-    await group.run(Command.RELEASE)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
+    await group.run(Command.RELEASE_MEMORY_OCCUPATION)
 
 
 async def phase_of(group: ServerGroup) -> str:
@@ -65,11 +65,11 @@ async def settled(*started: Awaitable) -> None:
 async def test_a_step_sends_each_engine_its_calls_in_the_order_that_works() -> None:
     group, engines = await started_group()
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1, num_buckets=2))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.RESUME_KV)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    await group.run(Command.CONTINUE_GENERATION)
     for engine in engines:
         assert sent(engine) == [
             "pause_generation",
@@ -103,9 +103,9 @@ async def test_requests_in_flight_are_aborted_before_the_memory_goes() -> None:
 
 async def test_a_release_reports_what_came_free() -> None:
     group, _ = await started_group()
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
-    report = await group.run(Command.RELEASE)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
+    report = await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert report.freed_bytes == 6_000
     assert [one.freed_bytes for one in report.engines] == [3_000, 3_000]
     assert (await group.status()).engines[0].resident_bytes == 0
@@ -115,45 +115,48 @@ async def test_a_repeated_command_sends_nothing() -> None:
     group, (engine,) = await started_group(1)
     await offload(group)
     before = sent(engine)
-    report = await group.run(Command.RELEASE)
+    report = await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert sent(engine) == before
     assert (report.phase, report.engines, report.freed_bytes) == ("offloaded", (), 0)
 
 
 async def test_a_command_that_is_not_legal_reaches_no_engine() -> None:
     group, (engine,) = await started_group(1)
-    with pytest.raises(LifecycleError, match="cannot release while serving; legal now: pause"):
-        await group.run(Command.RELEASE)
+    with pytest.raises(
+        LifecycleError,
+        match="cannot release_memory_occupation while serving; legal now: pause_generation",
+    ):
+        await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert sent(engine) == []
 
 
 async def test_a_stale_order_is_refused() -> None:
     group, (engine,) = await started_group(1)
-    await group.run(Command.PAUSE, 2)
+    await group.run(Command.PAUSE_GENERATION, 2)
     with pytest.raises(LifecycleError, match="command 1 came after command 2"):
-        await group.run(Command.FLUSH, 1)
+        await group.run(Command.FLUSH_CACHE, 1)
     with pytest.raises(LifecycleError, match="command 2 came after command 2"):
-        await group.run(Command.FLUSH, 2)
-    await group.run(Command.FLUSH, 3)
+        await group.run(Command.FLUSH_CACHE, 2)
+    await group.run(Command.FLUSH_CACHE, 3)
     assert sent(engine) == ["pause_generation", "flush_cache"]
 
 
 async def test_the_engine_itself_waits_a_little_less_than_its_first_half_of_the_phase() -> None:
     group, (engine,) = await started_group(1, lifecycle={"flush_timeout_s": 30})
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     assert engine.calls[-1].arguments == {"timeout_s": 13.0}
 
 
 async def test_a_group_that_keeps_its_gpus_is_updated_and_never_released() -> None:
     group, (engine,) = await started_group(1, needs_offload=False)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
-    with pytest.raises(LifecycleError, match="cannot release while flushed"):
-        await group.run(Command.RELEASE)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
+    with pytest.raises(LifecycleError, match="cannot release_memory_occupation while flushed"):
+        await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
     assert "release_memory_occupation" not in sent(engine)
     assert "resume_memory_occupation" not in sent(engine)
 
@@ -166,7 +169,7 @@ async def test_siblings_finish_when_one_fails_and_only_it_is_fenced_and_killed()
     await group.start()
     gate = launcher["main-2"].hold("pause_generation")
     launcher["main-0"].fail_next("pause_generation", EngineUnreachable("connection broke"))
-    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    pausing = asyncio.create_task(group.run(Command.PAUSE_GENERATION))
     await gate.entered.wait()
     await settled()
     assert not pausing.done()
@@ -190,21 +193,24 @@ async def test_a_fenced_engine_gets_no_further_call() -> None:
 async def test_a_late_engine_is_told_with_operation_and_budget_and_killed() -> None:
     group, launcher = make_group(2, lifecycle={"release_timeout_s": 60})
     await group.start()
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     launcher["main-1"].hold("release_memory_occupation")
-    report = await group.run(Command.RELEASE)
-    assert report.failures[0].failure == "engine main-1: release took longer than 60 s"
+    report = await group.run(Command.RELEASE_MEMORY_OCCUPATION)
+    assert (
+        report.failures[0].failure
+        == "engine main-1: release_memory_occupation took longer than 60 s"
+    )
     assert (await group.status()).engines[1].fence_reason == report.failures[0].failure
     assert launcher.processes["main-1"].num_kills == 1
 
 
 async def test_a_lost_answer_is_never_followed_by_the_same_call() -> None:
     group, (uncertain, good) = await started_group()
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     uncertain.lose_next_answer("release_memory_occupation")
-    await group.run(Command.RELEASE)
+    await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert uncertain.operations().count("release_memory_occupation") == 1
     assert uncertain.death_reason == "killed"
     assert not good.is_dead
@@ -214,11 +220,11 @@ async def test_below_the_fewest_engines_the_phase_fails_and_the_group_is_where_t
     None
 ):
     group, (bad, good) = await started_group(min_engines=2)
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     bad.fail_next("flush_cache", EngineRejected("broken", status=500))
     message = "1 of 2 engines left, 2 needed; the group is flushed"
     with pytest.raises(PhaseFailed, match=message) as caught:
-        await group.run(Command.FLUSH)
+        await group.run(Command.FLUSH_CACHE)
     assert [failure.engine_id for failure in caught.value.failures] == ["main-0"]
     assert await phase_of(group) == "flushed"
     assert sent(good) == ["pause_generation", "flush_cache"]
@@ -227,8 +233,8 @@ async def test_below_the_fewest_engines_the_phase_fails_and_the_group_is_where_t
 async def test_with_raise_one_failure_stops_the_phase_after_all_siblings_finished() -> None:
     group, (bad, good) = await started_group(lifecycle={"on_failure": "raise"}, min_engines=0)
     bad.fail_next("pause_generation", EngineUnreachable("connection broke"))
-    with pytest.raises(PhaseFailed, match="engine main-0: pause failed"):
-        await group.run(Command.PAUSE)
+    with pytest.raises(PhaseFailed, match="engine main-0: pause_generation failed"):
+        await group.run(Command.PAUSE_GENERATION)
     assert good.paused is PauseMode.ABORT
     assert await phase_of(group) == "paused"
 
@@ -238,37 +244,37 @@ async def test_a_group_without_any_engine_left_never_goes_on() -> None:
     for engine in engines:
         engine.die("kill -9")
     with pytest.raises(PhaseFailed, match="0 of 2 engines left, 1 needed") as caught:
-        await group.run(Command.PAUSE)
+        await group.run(Command.PAUSE_GENERATION)
     assert len(caught.value.failures) == 2
 
 
 async def test_after_a_half_failed_release_the_sibling_is_not_released_twice() -> None:
     group, (bad, good) = await started_group(lifecycle={"on_failure": "raise"}, min_engines=1)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     bad.fail_next("release_memory_occupation", EngineUnreachable("connection broke"))
     with pytest.raises(PhaseFailed):
-        await group.run(Command.RELEASE)
-    await group.run(Command.RELEASE)
+        await group.run(Command.RELEASE_MEMORY_OCCUPATION)
+    await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert sent(good).count("release_memory_occupation") == 1
     assert not good.is_dead
     assert await phase_of(group) == "offloaded"
 
 
-@pytest.mark.parametrize("command", ["continue", "update"])
+@pytest.mark.parametrize("command", ["continue_generation", "update"])
 async def test_after_a_half_failed_release_an_empty_engine_neither_serves_nor_is_updated(
     command: str,
 ) -> None:
     group, (bad, good) = await started_group(lifecycle={"on_failure": "raise"}, min_engines=1)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     bad.fail_next("release_memory_occupation", EngineUnreachable("connection broke"))
     with pytest.raises(PhaseFailed):
-        await group.run(Command.RELEASE)
-    with pytest.raises(LifecycleError, match="while offloaded; legal now: resume_weights"):
+        await group.run(Command.RELEASE_MEMORY_OCCUPATION)
+    with pytest.raises(LifecycleError, match="while offloaded; legal now: onload_weights"):
         await (
-            group.run(Command.CONTINUE)
-            if command == "continue"
+            group.run(Command.CONTINUE_GENERATION)
+            if command == "continue_generation"
             else group.run(Command.UPDATE_WEIGHTS, push=push(1))
         )
     assert not good.is_dead
@@ -284,7 +290,7 @@ async def test_an_engine_whose_client_cannot_be_closed_is_killed_all_the_same(mo
 
     monkeypatch.setattr(launcher["main-0"], "aclose", fail)
     launcher["main-0"].fail_next("pause_generation", EngineUnreachable("connection broke"))
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     assert launcher.processes["main-0"].num_kills == 1
     assert await states_of(group) == ["fenced", "paused"]
     launcher["main-1"].die("kill -9")
@@ -299,12 +305,12 @@ async def test_full_weights_without_a_backup_need_a_push_before_anything_else() 
     group, (engine,) = await started_group(1)
     await offload(group)
     assert (await group.status()).engines[0].weight_version is None
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     assert engine.weights_are_garbage
     with pytest.raises(LifecycleError, match="cannot verify while weights_onloaded"):
         await group.run(Command.VERIFY, version=0)
-    with pytest.raises(LifecycleError, match="cannot continue while weights_onloaded"):
-        await group.run(Command.CONTINUE)
+    with pytest.raises(LifecycleError, match="cannot continue_generation while weights_onloaded"):
+        await group.run(Command.CONTINUE_GENERATION)
     assert "continue_generation" not in sent(engine)
 
 
@@ -315,18 +321,18 @@ async def test_weights_with_a_backup_come_back_without_a_push(update: str, backu
     group, (engine,) = await started_group(1, update=update, engine={"weights_cpu_backup": backup})
     before = engine.weights.checksum()
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.VERIFY, version=0)
-    await group.run(Command.RESUME_KV)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    await group.run(Command.CONTINUE_GENERATION)
     assert engine.weights.checksum() == before
     assert await phase_of(group) == "serving"
 
 
 async def test_a_frozen_group_is_never_updated() -> None:
     group, (engine,) = await started_group(1, update="frozen")
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     with pytest.raises(LifecycleError, match="cannot update_weights while flushed"):
         await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     assert "begin_weight_update" not in sent(engine)
@@ -335,7 +341,7 @@ async def test_a_frozen_group_is_never_updated() -> None:
 async def test_an_engine_that_misses_a_bucket_is_fenced_with_its_session_closed() -> None:
     group, (bad, good) = await started_group()
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     bad.fail_next("update_weights_from_tensor", EngineRejected("no", status=400))
     await group.run(Command.UPDATE_WEIGHTS, push=push(1, num_buckets=3))
     assert sent(bad)[-2:] == ["update_weights_from_tensor", "end_weight_update"]
@@ -351,17 +357,17 @@ async def lost_bucket() -> bytes:
 @pytest.mark.parametrize("needs_offload", [True, False])
 async def test_a_push_that_breaks_off_can_neither_be_verified_nor_served(needs_offload) -> None:
     group, (engine,) = await started_group(1, needs_offload=needs_offload)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     if needs_offload:
-        await group.run(Command.RELEASE)
-        await group.run(Command.RESUME_WEIGHTS)
+        await group.run(Command.RELEASE_MEMORY_OCCUPATION)
+        await group.run(Command.ONLOAD_WEIGHTS)
     half = WeightPush(1, manifest(), [push(1, num_buckets=2).buckets[0], lost_bucket()])
     with pytest.raises(WeightsUnavailable):
         await group.run(Command.UPDATE_WEIGHTS, push=half)
     assert not engine.is_updating
     assert (await group.status()).engines[0].weight_version is None
-    for command in (Command.VERIFY, Command.CONTINUE):
+    for command in (Command.VERIFY, Command.CONTINUE_GENERATION):
         with pytest.raises(LifecycleError):
             await group.run(command, version=1)
     assert "continue_generation" not in sent(engine)
@@ -370,13 +376,13 @@ async def test_a_push_that_breaks_off_can_neither_be_verified_nor_served(needs_o
 
 async def test_after_a_push_that_broke_off_a_whole_one_mends_it() -> None:
     group, (engine,) = await started_group(1, needs_offload=False)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     with pytest.raises(WeightsUnavailable):
         await group.run(Command.UPDATE_WEIGHTS, push=WeightPush(1, manifest(), [lost_bucket()]))
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
     assert engine.paused is None
 
 
@@ -384,20 +390,20 @@ async def test_new_weights_that_one_sibling_missed_are_not_served_unverified() -
     group, (bad, good) = await started_group(
         needs_offload=False, min_engines=1, lifecycle={"on_failure": "raise"}
     )
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     bad.fail_next("begin_weight_update", EngineUnreachable("connection broke"))
     with pytest.raises(PhaseFailed):
         await group.run(Command.UPDATE_WEIGHTS, push=push(1))
-    with pytest.raises(LifecycleError, match="cannot continue while weights_updated"):
-        await group.run(Command.CONTINUE)
+    with pytest.raises(LifecycleError, match="cannot continue_generation while weights_updated"):
+        await group.run(Command.CONTINUE_GENERATION)
     assert good.paused is PauseMode.ABORT
 
 
 async def test_verify_asks_the_engine_and_not_only_the_record() -> None:
     group, (liar, good) = await started_group(needs_offload=False)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await liar.update_weight_version("0")
     report = await group.run(Command.VERIFY, version=1)
@@ -407,8 +413,8 @@ async def test_verify_asks_the_engine_and_not_only_the_record() -> None:
 
 async def test_verifying_a_version_that_no_engine_was_given_kills_nobody() -> None:
     group, engines = await started_group(needs_offload=False)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     with pytest.raises(LifecycleError, match="weight version 2 reached no engine"):
         await group.run(Command.VERIFY, version=2)
@@ -480,8 +486,8 @@ async def test_an_older_engine_is_updated_without_a_session() -> None:
         lambda spec, endpoint: FakeEngine(spec.engine_id, endpoint=endpoint, needs_session=False)
     )
     group, (engine,) = await started_group(1, needs_offload=False, launcher=launcher)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     assert sent(engine)[-1] == "update_weights_from_tensor"
 
@@ -513,7 +519,7 @@ async def test_stop_tells_which_engine_would_not_end(monkeypatch, caplog) -> Non
 async def test_a_group_that_is_stopped_under_a_command_never_reaches_its_target() -> None:
     group, (engine,) = await started_group(1)
     gate = engine.hold("pause_generation")
-    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    pausing = asyncio.create_task(group.run(Command.PAUSE_GENERATION))
     await gate.entered.wait()
     await group.stop()
     with pytest.raises(PhaseFailed, match="was stopped"):
@@ -525,7 +531,7 @@ async def test_a_cancelled_command_is_carried_to_its_end_and_its_failures_are_fe
     group, (bad, good) = await started_group()
     gate = good.hold("pause_generation")
     bad.fail_next("pause_generation", EngineUnreachable("connection broke"))
-    pausing = asyncio.create_task(group.run(Command.PAUSE))
+    pausing = asyncio.create_task(group.run(Command.PAUSE_GENERATION))
     await gate.entered.wait()
     pausing.cancel()
     await settled()
@@ -538,11 +544,11 @@ async def test_a_cancelled_command_is_carried_to_its_end_and_its_failures_are_fe
 
 async def test_a_command_waits_for_the_one_that_is_still_under_way() -> None:
     group, (engine,) = await started_group(1)
-    await group.run(Command.PAUSE, order=1)
+    await group.run(Command.PAUSE_GENERATION, order=1)
     gate = engine.hold("continue_generation")
-    exclusive = asyncio.create_task(group.run(Command.CONTINUE, order=2))
+    exclusive = asyncio.create_task(group.run(Command.CONTINUE_GENERATION, order=2))
     await gate.entered.wait()
-    pausing = asyncio.create_task(group.run(Command.PAUSE, order=3))
+    pausing = asyncio.create_task(group.run(Command.PAUSE_GENERATION, order=3))
     await settled()
     assert not pausing.done()
     gate.open()
@@ -588,7 +594,7 @@ async def test_a_base_that_came_back_as_garbage_is_found_and_its_engines_fenced(
     group, launcher = make_group(2, update="lora", launcher=FakeLauncher(forgetful))
     await group.start()
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     with pytest.raises(PhaseFailed, match="is not what it was before, and was not pushed"):
         await group.run(Command.VERIFY, version=0)
     assert await states_of(group) == ["fenced", "fenced"]
@@ -598,17 +604,17 @@ async def test_a_base_that_came_back_as_garbage_is_found_and_its_engines_fenced(
 async def test_a_base_that_was_backed_up_is_proved() -> None:
     group, engines = await started_group(2, update="lora")
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.VERIFY, version=0)
-    await group.run(Command.RESUME_KV)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    await group.run(Command.CONTINUE_GENERATION)
     assert not any(engine.weights_are_garbage for engine in engines)
 
 
 async def test_an_engine_whose_push_differs_from_the_others_is_outvoted() -> None:
     group, engines = await started_group(3)
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     engines[1].weights.digests[TENSOR_NAMES[0]] = "torn"
     report = await group.run(Command.VERIFY, version=1)
@@ -643,12 +649,12 @@ async def test_an_engine_that_keeps_its_memory_is_fenced_before_the_trainer_gets
     )
     group, _ = make_group(2, launcher=launcher, model_path=str(tmp_path))
     await group.start()
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
-    report = await group.run(Command.RELEASE)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
+    report = await group.run(Command.RELEASE_MEMORY_OCCUPATION)
     assert [one.engine_id for one in report.failures] == ["main-1"]
     said = report.failures[0].failure
-    assert "engine main-1: release failed" in said
+    assert "engine main-1: release_memory_occupation failed" in said
     assert "freed 100 MiB, at least 268 MiB must be freed; 800 MiB are still in use" in said
     assert launcher.processes["main-1"].is_stopped
     assert report.freed_bytes == 900 * MIB
@@ -662,11 +668,11 @@ async def test_a_command_asks_once_for_all_engines_whether_any_needs_the_logprob
 ) -> None:
     group, _ = await started_group(16)
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.RESUME_KV)
+    await group.run(Command.ONLOAD_KV)
     asked = []
     monkeypatch.setattr(LogprobCheck, "any_pending", lambda self, members: asked.append(members))
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
     assert len(asked) == 1

@@ -101,13 +101,13 @@ async def test_while_the_trainer_has_the_memory_a_standby_joins_asleep_and_gets_
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path, TWO, update="full") as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         bench["main-1"].die("killed -9")
         await pass_time(3)
         assert [one.state for one in await engines(bench)] == ["offloaded", "stale"]
         assert all(process.engine.resident_bytes == 0 for process in processes(bench))
         assert len(launches(bench)) == 4  # the next one waits for the memory
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert [one.weight_version for one in await engines(bench)] == [1, 1]
         assert bench.router.states == {"main-0": "serving", "main-1": "serving"}
         await until(bench, "ready")
@@ -122,14 +122,14 @@ async def test_an_offload_ends_a_standby_that_boots_and_lets_the_others_sleep(
         bench["standby-main-1"].die("killed -9")
         await launch.entered.wait()
         slept = bench["standby-main-0"]
-        await bench.server.give_memory()
+        await bench.server.offload()
         assert launch.num_waiting == 0
         assert is_released(slept)
         assert not slept.is_dead
         await pass_time(5)
         assert launch.num_waiting == 0
         launch.open()
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await until(bench, "ready")
 
 
@@ -157,14 +157,14 @@ async def test_an_engine_whose_standby_has_died_too_boots_as_without_one(tmp_pat
 @virtual_time
 async def test_both_die_while_the_trainer_has_the_memory_and_nothing_boots(tmp_path: Path) -> None:
     async with serving(tmp_path, TWO, update="full") as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         for engine in (bench["standby-main-0"], bench["main-0"]):
             engine.die("killed -9")
         await pass_time(5)
         assert len(launches(bench)) == 4
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await pass_time(5)
-        await bench.server.serve_weights(push(2))
+        await bench.server.push(push(2))
         await until(bench, "ready")
 
 
@@ -299,14 +299,14 @@ async def steps(bench: ServerBench, drawn: random.Random) -> None:
     killing = asyncio.create_task(kill())
     while not killing.done():
         await pass_time(drawn.uniform(0, 6))
-        await again(bench.server.give_memory)
+        await again(bench.server.offload)
         for _ in range(6):
             assert not sum(process.engine.resident_bytes for process in processes(bench))
             await pass_time(0.5)
         version = bench.server.weight_version + 1
-        await again(partial(bench.server.serve_weights, push(version)))
+        await again(partial(bench.server.push, push(version)))
     await pass_time(120)  # longer than a backoff
-    await bench.server.serve_weights(push(bench.server.weight_version + 1))
+    await bench.server.push(push(bench.server.weight_version + 1))
     await until(bench, "ready")
     assert set(bench.router.states.values()) == {"serving"}
     versions = {one.weight_version for one in await engines(bench)}

@@ -12,9 +12,9 @@ from engines.protocol import MemoryTag, PauseMode
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
 from rollout.rules.lifecycle import (
-    GIVE_MEMORY,
+    OFFLOAD,
+    PUSH,
     SERVE_UPDATED,
-    SERVE_WEIGHTS,
     Command,
     GroupTraits,
     Phase,
@@ -24,7 +24,7 @@ from tests.support.builders import make_group, push, restart, write_checkpoint
 from tests.support.virtual_time import pass_time, virtual_time
 
 TRAITS = {"main": GroupTraits(needs_offload=True)}
-COMMANDS = (*GIVE_MEMORY, Command.RESUME_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
+COMMANDS = (*OFFLOAD, Command.ONLOAD_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
 
 
 REPORTS = pytest.mark.parametrize("reports", [True, False], ids=["reports", "as SGLang"])
@@ -56,7 +56,7 @@ async def taken_over(
 async def serves(group: ServerGroup, version: int, num_engines: int = 2) -> None:
     """From any phase, with a push: what a repeated call does."""
     name = group.name
-    for command in SERVE_WEIGHTS:
+    for command in PUSH:
         phases = {name: Phase((await group.status()).phase)}
         if command is Command.UPDATE_WEIGHTS or groups_that_need(command, phases, TRAITS):
             await group.run(command, push=push(version), version=version)
@@ -91,15 +91,15 @@ async def test_at_rest_in_any_phase_all_engines_are_reused(num: int, reports: bo
 
 
 UNDER_WAY = {
-    Command.PAUSE: ("pause_generation", [PauseMode.ABORT]),
-    Command.FLUSH: ("flush_cache", []),
-    Command.RELEASE: ("release_memory_occupation", [list(MemoryTag)]),
-    Command.RESUME_WEIGHTS: ("resume_memory_occupation", [[MemoryTag.WEIGHTS]]),
-    Command.RESUME_KV: (
+    Command.PAUSE_GENERATION: ("pause_generation", [PauseMode.ABORT]),
+    Command.FLUSH_CACHE: ("flush_cache", []),
+    Command.RELEASE_MEMORY_OCCUPATION: ("release_memory_occupation", [list(MemoryTag)]),
+    Command.ONLOAD_WEIGHTS: ("resume_memory_occupation", [[MemoryTag.WEIGHTS]]),
+    Command.ONLOAD_KV: (
         "resume_memory_occupation",
         [[tag for tag in MemoryTag if tag is not MemoryTag.WEIGHTS]],
     ),
-    Command.CONTINUE: ("continue_generation", []),
+    Command.CONTINUE_GENERATION: ("continue_generation", []),
     Command.VERIFY: ("weights_checker", []),
 }
 
@@ -166,7 +166,7 @@ async def test_an_engine_that_is_not_as_the_record_says_is_ended(lie: str, why: 
 async def test_an_engine_that_has_released_what_its_group_uses_is_ended() -> None:
     lost, launcher = proving()
     await lost.start()
-    await walk(lost, (Command.PAUSE, Command.FLUSH), 0)
+    await walk(lost, (Command.PAUSE_GENERATION, Command.FLUSH_CACHE), 0)
     await launcher["main-1"].release_memory_occupation(list(MemoryTag))
     group = await taken_over(lost, launcher, 0)
     believed, fenced = (await group.status()).engines
@@ -174,7 +174,7 @@ async def test_an_engine_that_has_released_what_its_group_uses_is_ended() -> Non
     assert "and its group is flushed" in fenced.fence_reason
 
 
-MOVES = [Command.RELEASE, Command.RESUME_WEIGHTS]
+MOVES = [Command.RELEASE_MEMORY_OCCUPATION, Command.ONLOAD_WEIGHTS]
 
 
 @virtual_time
@@ -195,7 +195,7 @@ async def test_an_engine_that_does_not_report_its_memory_stays_if_it_had_got_the
     assert has_stayed == [num < num_done for num in range(2)]
     assert [not launcher[one.engine_id].death_reason for one in status.engines] == has_stayed
     # Where none is left, none holds memory: the trainer may have it without a boot.
-    if num_done or command is Command.RELEASE:
+    if num_done or command is Command.RELEASE_MEMORY_OCCUPATION:
         await group.run(command)
     if num_done:
         await serves(group, 2, num_done)
@@ -210,10 +210,10 @@ async def test_an_attached_engine_that_does_not_report_its_memory_is_left_as_it_
     attached = {"kind": "attached", "urls": ["http://host:1", "http://host:2"]}
     lost, _ = make_group(2, launcher=launcher, engine=attached)
     await lost.start()
-    await walk(lost, (Command.PAUSE, Command.FLUSH), 0)
+    await walk(lost, (Command.PAUSE_GENERATION, Command.FLUSH_CACHE), 0)
     await launcher["main-0"].release_memory_occupation(list(MemoryTag))
     group, _ = make_group(2, launcher=launcher, engine=attached)
-    state = LostState(await lost.status(), Command.RELEASE, 0)
+    state = LostState(await lost.status(), Command.RELEASE_MEMORY_OCCUPATION, 0)
     await group.take_over(state, launcher.processes)
     reasons = [one.fence_reason for one in (await group.status()).engines]
     assert all("does not report what memory it has released" in reason for reason in reasons)

@@ -45,18 +45,22 @@ async def started(
 
 
 async def offload(group: ServerGroup) -> None:
-    for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE):
+    for command in (
+        Command.PAUSE_GENERATION,
+        Command.FLUSH_CACHE,
+        Command.RELEASE_MEMORY_OCCUPATION,
+    ):
         await group.run(command)
 
 
 async def give(group: ServerGroup, sent: WeightPush | None) -> PhaseReport:
     """Onload up to the log-prob check."""
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     if sent is not None:
         await group.run(Command.UPDATE_WEIGHTS, push=sent)
     await group.run(Command.VERIFY, version=0 if sent is None else sent.version)
-    await group.run(Command.RESUME_KV)
-    return await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    return await group.run(Command.CONTINUE_GENERATION)
 
 
 def scribble(engine: FakeEngine) -> None:
@@ -72,13 +76,13 @@ async def test_engines_whose_checker_refuses_are_verified_by_log_probs() -> None
     assert [one.verified_by for one in report.engines] == ["canary"] * 3
     assert not report.failures
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(2))
     scribble(engines[1])
     verified = await group.run(Command.VERIFY, version=2)
     assert not verified.failures  # a refusal shows nothing
-    await group.run(Command.RESUME_KV)
-    report = await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    report = await group.run(Command.CONTINUE_GENERATION)
     assert [one.engine_id for one in report.failures] == ["main-1"]
 
 
@@ -87,12 +91,12 @@ async def test_weights_with_a_backup_have_their_log_probs_of_the_start_as_refere
     await offload(group)
     await give(group, None)
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     scribble(engine)
     await group.run(Command.VERIFY, version=0)
-    await group.run(Command.RESUME_KV)
+    await group.run(Command.ONLOAD_KV)
     with pytest.raises(PhaseFailed, match="when the weights were the same"):
-        await group.run(Command.CONTINUE)
+        await group.run(Command.CONTINUE_GENERATION)
     assert engine.is_dead
 
 
@@ -101,7 +105,7 @@ async def test_weights_with_a_backup_have_their_log_probs_of_the_start_as_refere
 async def test_a_checker_that_breaks_otherwise_is_a_failure(fault: Fault) -> None:
     group, (engine,) = await started(1, FakeLauncher())
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     engine.faults.strike("weights_checker", fault)
     with pytest.raises(PhaseFailed, match="verify"):
@@ -114,7 +118,7 @@ async def test_a_checker_that_reported_before_and_refuses_now_is_a_failure() -> 
     await offload(group)
     await give(group, push(1))
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=push(2))
     engine.faults.strike("weights_checker", reject(400, "out of memory"))
     with pytest.raises(PhaseFailed, match="out of memory"):
@@ -133,7 +137,7 @@ async def test_a_drain_that_retracts_aborts_where_only_log_probs_verify() -> Non
     group, (engine,) = await started(
         1, FakeLauncher(refusing), needs_offload=False, lifecycle={"drain": "retract"}
     )
-    await group.run(Command.PAUSE)
+    await group.run(Command.PAUSE_GENERATION)
     assert engine.calls[-1].arguments == {"mode": "abort"}
 
 
@@ -144,8 +148,8 @@ def test_over_http_a_refusal_leads_to_the_log_prob_check(tmp_path: Path) -> None
         with engines_of(policy) as engines:
             for engine in engines.values():
                 engine.fail_next("weights_checker", NO_COMPARABLE)
-            policy.give_memory().result()
-            report = policy.serve_weights(push(1)).result()
+            policy.offload().result()
+            report = policy.push(push(1)).result()
         by = {one.verified_by for phase in report.reports for one in phase.engines}
         assert "canary" in by
         states = {one.state for group in policy.status().result().groups for one in group.engines}
@@ -177,7 +181,7 @@ def balanced(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 async def test_engines_that_place_their_experts_differently_are_not_fenced() -> None:
     group, engines = await started(2, FakeLauncher(balanced), lifecycle={"canary_prompts": []})
     await offload(group)
-    await group.run(Command.RESUME_WEIGHTS)
+    await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=of_experts(1))
     for engine in engines:
         engine.weights.digests[EXPERT.name] = engine.engine_id

@@ -54,13 +54,18 @@ async def test_a_step_pauses_again_before_it_continues() -> None:
     await group.start()
     engines = [launcher["main-0"], launcher["main-1"]]
     before = [len(engine.calls) for engine in engines]
-    for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE, Command.RESUME_WEIGHTS):
+    for command in (
+        Command.PAUSE_GENERATION,
+        Command.FLUSH_CACHE,
+        Command.RELEASE_MEMORY_OCCUPATION,
+        Command.ONLOAD_WEIGHTS,
+    ):
         await group.run(command)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1, num_buckets=2))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.RESUME_KV)
+    await group.run(Command.ONLOAD_KV)
     assert all(engine.paused for engine in engines)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
     for engine, num in zip(engines, before, strict=True):
         assert engine.operations()[num:] == STEP
         assert not engine.weights_are_garbage
@@ -87,7 +92,7 @@ async def test_an_engine_that_somebody_resumes_in_a_push_dies_and_is_fenced() ->
     """Only the router's gate keeps requests from it; this one is sent past the router."""
     group, launcher = make_group(2, launcher=StubLauncher())
     await group.start()
-    for command in (Command.PAUSE, Command.FLUSH):
+    for command in (Command.PAUSE_GENERATION, Command.FLUSH_CACHE):
         await group.run(command)
     engine = launcher["main-0"]
     assert isinstance(engine, StubVllm)
@@ -109,7 +114,12 @@ async def test_weights_that_sleep_at_level_2_are_not_served_without_a_push() -> 
     """vLLM itself answers every call of this with 200, and serves garbage."""
     group, launcher = make_group(1, launcher=StubLauncher())
     await group.start()
-    for command in (Command.PAUSE, Command.FLUSH, Command.RELEASE, Command.RESUME_WEIGHTS):
+    for command in (
+        Command.PAUSE_GENERATION,
+        Command.FLUSH_CACHE,
+        Command.RELEASE_MEMORY_OCCUPATION,
+        Command.ONLOAD_WEIGHTS,
+    ):
         await group.run(command)
     with pytest.raises(Exception, match="verify"):
         await group.run(Command.VERIFY, version=0)
@@ -136,7 +146,7 @@ async def test_an_engine_that_lost_a_tensor_of_a_push_is_found() -> None:
     """vLLM keeps the old tensor and says nothing; the engines then differ."""
     group, _ = make_group(3, launcher=StubLauncher(forgetful), min_engines=3)
     await group.start()
-    for command in (Command.PAUSE, Command.FLUSH):
+    for command in (Command.PAUSE_GENERATION, Command.FLUSH_CACHE):
         await group.run(command)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     with pytest.raises(PhaseFailed, match=f"main-1.*{DEFAULT_TENSORS[0].name}"):
@@ -225,8 +235,8 @@ def test_both_engines_serve_in_one_deployment_and_one_server(tmp_path: Path) -> 
     with launch_local(config, launcher=launcher) as deployment:  # type: ignore[arg-type]
         policy = deployment["policy"]
         tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
-        policy.give_memory().result(30)
-        policy.serve_weights(tensors, 1).result(30)
+        policy.offload().result(30)
+        policy.push(tensors, 1).result(30)
         assert {type(engine) for engine in launcher.engines.values()} == {FakeEngine, StubVllm}
         replies = [ask(policy.status().result(30).router_url) for _ in range(4)]
         assert {reply["meta_info"]["weight_version"] for reply in replies} == {"1"}

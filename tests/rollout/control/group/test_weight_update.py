@@ -28,31 +28,31 @@ async def lost() -> bytes:
 
 async def test_half_a_push_does_not_serve_and_a_whole_one_mends_it() -> None:
     group, engines = await started_group(2)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     half = WeightPush(1, manifest(), [push(1, num_buckets=2).buckets[0], lost()])
     with pytest.raises(WeightsUnavailable):
         await group.run(Command.UPDATE_WEIGHTS, push=half)
     with pytest.raises(LifecycleError):
-        await group.run(Command.CONTINUE)
+        await group.run(Command.CONTINUE_GENERATION)
     assert [one.weight_version for one in (await group.status()).engines] == [None, None]
     await group.run(Command.UPDATE_WEIGHTS, push=push(2))
     await group.run(Command.VERIFY, version=2)
-    await group.run(Command.RESUME_KV)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    await group.run(Command.CONTINUE_GENERATION)
     assert [await engine.weight_version() for engine in engines] == ["2", "2"]
     await group.stop()
 
 
 async def test_a_push_that_never_began_leaves_the_engines_what_they_were() -> None:
     group, engines = await started_group(2)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     nobody = PushStreamAddress("127.0.0.1", 1, "token", timeout_s=5)
     with pytest.raises(WeightsUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
         await group.run(Command.UPDATE_WEIGHTS, push=WeightPush(1, manifest(), stream=nobody))
     assert [one.weight_version for one in (await group.status()).engines] == [0, 0]
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
     assert not any(engine.weights_are_garbage for engine in engines)
     await group.stop()
 
@@ -67,20 +67,20 @@ async def test_what_an_engine_itself_has_not_is_refused_before_anything_is_sent(
 
     monkeypatch.setattr(FakeEngine, "endpoints", endpoints)
     group, engines = await started_group(2)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     wrong = Manifest.of([*manifest().tensors.values(), TensorSpec("extra", "float32", (2,))])
     with pytest.raises(WeightMismatch, match=r"main-0: .* no tensor 'extra'.*nothing was sent"):
         await group.run(Command.UPDATE_WEIGHTS, push=replace(push(1), manifest=wrong))
     assert all("update_weights_from_tensor" not in engine.operations() for engine in engines)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.CONTINUE_GENERATION)
     await group.stop()
 
 
 async def test_an_engine_that_came_after_the_plan_waits_for_the_next_push() -> None:
     group, engines = await started_group(2)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     first, late = [one.engine_id for one in (await group.status()).engines]
     (value,) = push(1).buckets
     routes = {
@@ -140,8 +140,8 @@ def listing_engine(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 async def taking(num: int, *pushes: WeightPush, garbled: bool = True) -> ServerGroup:
     """Engines that list their tensors and were given these, the last of them garbled."""
     group, engines = await started_group(num, launcher=FakeLauncher(listing_engine))
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     for one in pushes[:-1]:
         await group.run(Command.UPDATE_WEIGHTS, push=one)
     for engine in engines if garbled else ():
@@ -177,8 +177,8 @@ async def test_a_tensor_of_an_earlier_push_is_held_against_the_trainers_of_then(
     group, engines = await started_group(
         2, update="partial", needs_offload=False, launcher=FakeLauncher(listing_engine)
     )
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     await group.run(
         Command.UPDATE_WEIGHTS,
         push=replace(told_by_the_trainer(push(1)), contents=WeightUpdate.FULL),
@@ -207,11 +207,11 @@ async def test_a_push_compares_no_engine_with_all_others(monkeypatch: pytest.Mon
 
     group, engines = await started_group(3)
     monkeypatch.setattr(EngineState, "__eq__", compare)
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     await group.run(Command.UPDATE_WEIGHTS, push=push(1))
     await group.run(Command.VERIFY, version=1)
-    await group.run(Command.RESUME_KV)
-    await group.run(Command.CONTINUE)
+    await group.run(Command.ONLOAD_KV)
+    await group.run(Command.CONTINUE_GENERATION)
     assert [await engine.weight_version() for engine in engines] == ["1"] * 3
     await group.stop()

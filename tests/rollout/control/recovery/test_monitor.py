@@ -148,20 +148,20 @@ async def test_a_busy_engine_is_not_dead(tmp_path: Path) -> None:
 @virtual_time
 async def test_an_offloaded_engine_is_neither_probed_nor_killed(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         for one in bench.engines:
             one.calls.clear()
             one.hold("is_ready")
         await pass_time(600)
         assert [one.operations() for one in bench.engines] == [[], []]
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert len(bench.launcher.specs) == 2
 
 
 @virtual_time
 async def test_a_paused_engine_need_not_be_ready(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.run(Command.PAUSE)
+        await bench.server.run(Command.PAUSE_GENERATION)
         await pass_time(60)
         assert "is_ready" in bench["main-0"].operations()
         assert len(bench.launcher.specs) == 2
@@ -265,7 +265,7 @@ async def test_no_request_waits_for_a_restarted_engine_that_only_a_push_makes_se
     tmp_path: Path,
 ) -> None:
     async with watched(tmp_path, ONE, update="lora") as bench:
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         await until(lambda: not bench.router.members[0].may_return, timeout_s=10)
@@ -275,14 +275,14 @@ async def test_no_request_waits_for_a_restarted_engine_that_only_a_push_makes_se
 @virtual_time
 async def test_a_stale_engine_is_never_in_routing_before_it_is_verified(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         await pass_time(100)
         assert state(bench, "main-0") == "fenced"
         assert (await engine(bench, "main-0")).is_stale
         gate = bench["main-0"].hold("weight_version")
-        updating = asyncio.create_task(bench.server.serve_weights(push(2)))
+        updating = asyncio.create_task(bench.server.push(push(2)))
         await gate.entered.wait()
         assert state(bench, "main-0") == "fenced"
         gate.open()
@@ -296,12 +296,12 @@ async def test_a_restarted_engine_joins_at_the_next_step_of_a_group_that_offload
     tmp_path: Path,
 ) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
-        await bench.server.give_memory()
+        await bench.server.offload()
         assert bench["main-0"].released
-        await bench.server.serve_weights(push(2))
+        await bench.server.push(push(2))
         assert bench.router.states == {"main-0": "serving", "main-1": "serving"}
         await pass_time(50)
         assert bench.router.states == {"main-0": "serving", "main-1": "serving"}
@@ -314,15 +314,15 @@ def test_a_push_of_some_tensors_does_not_make_a_stale_engine_whole(tmp_path, upd
     @virtual_time
     async def run() -> None:
         async with watched(tmp_path, update=update) as bench:
-            await bench.server.serve_weights(push(1, names))
+            await bench.server.push(push(1, names))
             bench["main-0"].die("segfault")
             await until(lambda: launches(bench, "main-0") == 2)
-            await bench.server.give_memory()
-            await bench.server.serve_weights(push(2, names))
+            await bench.server.offload()
+            await bench.server.push(push(2, names))
             assert state(bench, "main-0") == "fenced"
             assert (await engine(bench, "main-0")).state == "stale"
             assert state(bench, "main-1") == "serving"
-            await bench.server.give_memory()
+            await bench.server.offload()
             await bench.server.serve()
             assert launches(bench, "main-0") == 2
 
@@ -341,7 +341,7 @@ async def test_saved_weights_of_the_published_version_make_it_serve_without_a_pu
     path, by_version = tmp_path / "saved", {"verify_by": "version"}
     more = {"weights_path": str(path / "{version}"), "lifecycle": by_version}
     async with watched(tmp_path, **more) as bench:
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         await pass_time(5)
@@ -358,7 +358,7 @@ async def test_saved_weights_that_differ_from_what_the_others_hold_are_not_serve
     path = tmp_path / "saved"
     save(path / "1")
     async with watched(tmp_path, weights_path=str(path / "{version}")) as bench:
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 4)
         assert state(bench, "main-0") == "fenced"
@@ -415,10 +415,10 @@ async def test_the_place_is_used_again_only_when_the_kill_is_confirmed(
 async def test_an_engine_that_failed_a_command_is_replaced(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         bench["main-0"].fail_next("flush_cache", EngineUnreachable("reset"))
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert state(bench, "main-0") == "fenced"
         await until(lambda: launches(bench, "main-0") == 2)
-        await bench.server.serve_weights(push(2))
+        await bench.server.push(push(2))
         assert state(bench, "main-0") == "serving"
 
 
@@ -541,7 +541,7 @@ async def test_a_boot_that_its_group_refuses_is_tried_once_a_probe() -> None:
 async def test_recovery_waits_for_a_running_transition(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
         gate = bench["main-1"].hold("pause_generation")
-        updating = asyncio.create_task(bench.server.serve_weights(push(1)))
+        updating = asyncio.create_task(bench.server.push(push(1)))
         await gate.entered.wait()
         bench["main-0"].die("segfault")
         await pass_time(20)
@@ -559,15 +559,15 @@ async def test_no_step_waits_for_a_boot(tmp_path: Path) -> None:
         await launch.entered.wait()
         started = asyncio.get_running_loop().time()
         for version in range(1, 4):
-            await bench.server.give_memory()
-            await bench.server.serve_weights(push(version))
+            await bench.server.offload()
+            await bench.server.push(push(version))
         assert asyncio.get_running_loop().time() - started < 1
         assert (await engine(bench, "main-0")).state == "booting"
         launch.open()
-        await bench.server.give_memory()
-        await bench.server.serve_weights(push(4))
+        await bench.server.offload()
+        await bench.server.push(push(4))
         await until(lambda: launches(bench, "main-0") == 2)
-        await bench.server.serve_weights(push(5))
+        await bench.server.push(push(5))
         assert (await engine(bench, "main-0")).weight_version == 5
         assert state(bench, "main-0") == "serving"
 
@@ -579,13 +579,13 @@ async def test_a_boot_is_ended_before_the_trainer_gets_the_memory(tmp_path: Path
         bench["main-0"].die("segfault")
         await launch.entered.wait()
         started = asyncio.get_running_loop().time()
-        await bench.server.give_memory()
+        await bench.server.offload()
         assert asyncio.get_running_loop().time() - started < 1
         assert launch.num_waiting == 0
         assert (await engine(bench, "main-0")).state == "fenced"
         await pass_time(100)
         assert launches(bench, "main-0") == 2  # not a third while the trainer has the memory
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await until(lambda: launch.num_waiting == 1)  # the boot that was ended was no restart
         launch.open()
         await until(lambda: bench["main-0"].paused is None and not bench["main-0"].is_dead)
@@ -599,7 +599,7 @@ async def test_an_engine_that_has_booted_is_released_with_the_others(tmp_path: P
         bench["main-0"].die("segfault")
         await launch.entered.wait()
         gate = bench["main-1"].hold("flush_cache")
-        offloading = asyncio.create_task(bench.server.give_memory())
+        offloading = asyncio.create_task(bench.server.offload())
         await gate.entered.wait()
         launch.open()
         groups = bench.server._recovery.tracker.groups
@@ -636,8 +636,8 @@ async def test_a_command_that_waits_too_long_names_recovery(tmp_path: Path) -> N
         bench.groups["main"].fence = slow
         bench["main-0"].die("segfault")
         await until(lambda: bench.server._lock.owner == "recover")
-        with pytest.raises(LifecycleError, match="cannot give_memory: recover has been running"):
-            await bench.server.give_memory()
+        with pytest.raises(LifecycleError, match="cannot offload: recover has been running"):
+            await bench.server.offload()
         fence.set()
 
 
@@ -659,12 +659,12 @@ async def test_another_engine_leaves_routing_while_one_is_being_restarted(tmp_pa
 @virtual_time
 async def test_nothing_is_restarted_while_the_trainer_has_the_memory(tmp_path: Path) -> None:
     async with watched(tmp_path) as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         bench["main-0"].die("killed by the kernel")
         await pass_time(100)
         assert launches(bench, "main-0") == 1
         assert (await engine(bench, "main-0")).fence_reason
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert launches(bench, "main-0") == 1
         await until(lambda: launches(bench, "main-0") == 2)
 
@@ -672,11 +672,11 @@ async def test_nothing_is_restarted_while_the_trainer_has_the_memory(tmp_path: P
 @virtual_time
 async def test_the_only_engine_of_a_group_comes_back_with_the_memory(tmp_path: Path) -> None:
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         bench["main-0"].die("killed by the kernel")
         await pass_time(100)
         assert launches(bench, "main-0") == 1
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert launches(bench, "main-0") == 2
         assert state(bench, "main-0") == "serving"
         assert not bench["main-0"].weights_are_garbage
@@ -687,10 +687,10 @@ async def test_a_step_that_lost_its_only_engine_can_be_taken_up_again(tmp_path: 
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
         bench["main-0"].fail_next("release_memory_occupation", EngineUnreachable("reset"))
         with pytest.raises(PhaseFailed):
-            await bench.server.give_memory()
-        await bench.server.give_memory()  # the engine was ended, and holds no memory
+            await bench.server.offload()
+        await bench.server.offload()  # the engine was ended, and holds no memory
         assert launches(bench, "main-0") == 1
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert launches(bench, "main-0") == 2
         assert state(bench, "main-0") == "serving"
 
@@ -701,23 +701,23 @@ async def test_a_group_that_keeps_its_gpus_is_mended_while_the_trainer_trains(
 ) -> None:
     groups = {"shared": {"num_engines": 1}, "apart": {"num_engines": 2, "needs_offload": False}}
     async with watched(tmp_path, groups) as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         bench["apart-0"].die("segfault")
         await until(lambda: launches(bench, "apart-0") == 2)
         assert bench["apart-0"].paused is not None
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert set(bench.router.states.values()) == {"serving"}
 
 
 @virtual_time
 async def test_a_new_engine_is_led_to_where_the_others_are_in_an_onload(tmp_path: Path) -> None:
     async with watched(tmp_path, {"main": {"num_engines": 1}}) as bench:
-        await bench.server.give_memory()
-        await bench.server.run(Command.RESUME_WEIGHTS)
+        await bench.server.offload()
+        await bench.server.run(Command.ONLOAD_WEIGHTS)
         bench["main-0"].die("segfault")
         await until(lambda: launches(bench, "main-0") == 2)
         assert bench["main-0"].released == {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH}
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         assert state(bench, "main-0") == "serving"
 
 
@@ -727,7 +727,7 @@ async def test_a_late_answer_during_a_command_is_not_held_against_the_engine(
 ) -> None:
     async with watched(tmp_path) as bench:
         gate = bench["main-1"].hold("pause_generation")
-        updating = asyncio.create_task(bench.server.serve_weights(push(1)))
+        updating = asyncio.create_task(bench.server.push(push(1)))
         await gate.entered.wait()
         fail_probes(bench, "main-0", 8)
         await pass_time(10)
@@ -829,7 +829,7 @@ async def test_a_group_that_cannot_be_asked_says_nothing_about_its_engines(
 async def test_without_recovery_a_failed_engine_stays_fenced(tmp_path: Path) -> None:
     async with watched(tmp_path, recover=False) as bench:
         bench["main-0"].fail_next("flush_cache", EngineUnreachable("reset"))
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await pass_time(500)
         assert launches(bench, "main-0") == 1
         assert len(asyncio.all_tasks()) == 1

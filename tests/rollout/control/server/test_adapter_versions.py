@@ -49,13 +49,13 @@ async def test_adapters_are_published_without_a_pause_until_a_base_ends_them(
     tmp_path: Path,
 ) -> None:
     bench = await started(tmp_path)
-    report = await bench.server.serve_weights(adapter_push(1))
-    assert {"stage_adapter", "continue"} == set(report.phase_s)
+    report = await bench.server.push(adapter_push(1))
+    assert {"stage_adapter", "continue_generation"} == set(report.phase_s)
     assert report.paused_s == 0.0
-    await bench.server.serve_weights(adapter_push(2, "judge"))
+    await bench.server.push(adapter_push(2, "judge"))
     assert [one["state"] for one in bench.router.gates] == ["closed", "open", "open", "open"]
-    await bench.server.serve_weights(base(3))
-    await bench.server.serve_weights(adapter_push(4))
+    await bench.server.push(base(3))
+    await bench.server.push(adapter_push(4))
     assert opened(bench) == [
         gate(0, 0),
         gate(1, 0, policy=1),
@@ -71,8 +71,8 @@ async def test_adapters_are_published_without_a_pause_until_a_base_ends_them(
 @virtual_time
 async def test_the_push_of_an_offload_is_published_when_the_gate_opens(tmp_path: Path) -> None:
     bench = await started(tmp_path)
-    await bench.server.give_memory()
-    await bench.server.serve_weights(adapter_push(1))
+    await bench.server.offload()
+    await bench.server.push(adapter_push(1))
     assert [one["state"] for one in bench.router.gates] == ["closed", "open", "holding", "open"]
     assert opened(bench)[-1] == gate(1, 0, policy=1)
     assert (await bench.server.status()).weight_version == 1
@@ -85,13 +85,13 @@ async def test_what_fails_on_one_engine_leaves_the_version_before_everywhere(
     tmp_path: Path, error: Exception
 ) -> None:
     bench = await started(tmp_path)
-    await bench.server.serve_weights(adapter_push(1))
+    await bench.server.push(adapter_push(1))
     bench.engines[-1].fail_next(LOAD, error)
     with pytest.raises(PhaseFailed, match="policy@2 serves nowhere"):
-        await bench.server.serve_weights(adapter_push(2))
+        await bench.server.push(adapter_push(2))
     assert bench.router.gates[-1] == gate(1, 0, policy=1)  # which no call has changed since
     assert loaded(bench) == [{"policy@1"}] * len(bench.engines)
-    await bench.server.serve_weights(adapter_push(2))
+    await bench.server.push(adapter_push(2))
     assert bench.router.gates[-1] == gate(2, 0, policy=2)
     await bench.server.stop()
 
@@ -99,9 +99,9 @@ async def test_what_fails_on_one_engine_leaves_the_version_before_everywhere(
 @virtual_time
 async def test_a_version_is_unloaded_when_its_last_request_has_ended(tmp_path: Path) -> None:
     bench = await started(tmp_path)
-    await bench.server.serve_weights(adapter_push(1))
+    await bench.server.push(adapter_push(1))
     bench.router.pin("policy@1")
-    await bench.server.serve_weights(adapter_push(2))
+    await bench.server.push(adapter_push(2))
     await pass_time(500)
     assert loaded(bench) == [{"policy@1", "policy@2"}] * len(bench.engines)
     bench.router.pins["policy@1"].set()
@@ -114,15 +114,15 @@ async def test_a_version_is_unloaded_when_its_last_request_has_ended(tmp_path: P
 async def test_a_push_waits_for_the_oldest_version_and_then_refuses(tmp_path: Path) -> None:
     bench = await started(tmp_path)
     for version in (1, 2, 3):
-        await bench.server.serve_weights(adapter_push(version))
+        await bench.server.push(adapter_push(version))
         bench.router.pin(f"policy@{version}")
     with pytest.raises(
         WeightMismatch, match="after 30 s 1 requests and sessions stay with policy@1"
     ):
-        await bench.server.serve_weights(adapter_push(4))
-    await bench.server.serve_weights(adapter_push(5, "judge"))  # another has room of its own
+        await bench.server.push(adapter_push(4))
+    await bench.server.push(adapter_push(5, "judge"))  # another has room of its own
     assert bench.router.gates[-1] == gate(5, 0, policy=3, judge=5)
-    pushing = asyncio.create_task(bench.server.serve_weights(adapter_push(6)))
+    pushing = asyncio.create_task(bench.server.push(adapter_push(6)))
     await pass_time(10)
     assert not pushing.done()
     bench.router.pins["policy@1"].set()
@@ -134,7 +134,7 @@ async def test_a_push_waits_for_the_oldest_version_and_then_refuses(tmp_path: Pa
 @virtual_time
 async def test_a_call_that_is_repeated_loads_nothing_twice(tmp_path: Path) -> None:
     bench = await started(tmp_path)
-    await bench.server.serve_weights(adapter_push(1))
+    await bench.server.push(adapter_push(1))
     num_loads = [engine.operations().count(LOAD) for engine in bench.engines]
     await bench.server.serve()
     assert [engine.operations().count(LOAD) for engine in bench.engines] == num_loads

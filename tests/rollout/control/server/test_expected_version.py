@@ -39,16 +39,16 @@ async def test_the_gate_says_what_it_waits_for_and_opens_with_the_push(tmp_path:
     assert bench.router.gate == "closed"
     assert "expects weight version 57" in bench.router.gates[-1]["reason"]
     assert bench.router.gates[-1]["needs_push"] == 57
-    await bench.server.serve_weights(push(57))
+    await bench.server.push(push(57))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 57}
-    await bench.server.serve_weights(push(58))
+    await bench.server.push(push(58))
     await bench.server.stop()
 
 
 async def test_an_older_push_is_refused_and_nothing_is_sent(tmp_path: Path) -> None:
     bench = await expecting(tmp_path)
     with pytest.raises(WeightMismatch, match=f"weight version 1 is too old: .*{EXPECTED}"):
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
     assert not any("update" in name for one in bench.engines for name in one.operations())
     await assert_shut(bench)
     await bench.server.stop()
@@ -62,18 +62,18 @@ async def test_no_command_opens_it_without_the_push(tmp_path: Path, command: str
         with pytest.raises(PhaseFailed, match=EXPECTED):
             await server.serve()
     elif command == "offload and serve":
-        await server.give_memory()
+        await server.offload()
         with pytest.raises(RolloutError):
             await server.serve()
     elif command == "phases":
-        await server.run(Command.PAUSE)
+        await server.run(Command.PAUSE_GENERATION)
         with pytest.raises(PhaseFailed, match=EXPECTED):
-            await server.run(Command.CONTINUE)
+            await server.run(Command.CONTINUE_GENERATION)
     else:
         for engine in bench.engines:
             engine.fail_next("update_weights_from_tensor", EngineUnreachable("connection broke"))
         with pytest.raises(PhaseFailed):
-            await server.serve_weights(push(57))
+            await server.push(push(57))
     await assert_shut(bench)
     # Behind a step that is half done, a push may be under way.
     is_between_steps = command == "serve"
@@ -84,9 +84,9 @@ async def test_no_command_opens_it_without_the_push(tmp_path: Path, command: str
 
 async def test_a_whole_step_of_a_trainer_that_continues(tmp_path: Path) -> None:
     bench = await expecting(tmp_path)
-    await bench.server.give_memory()
+    await bench.server.offload()
     assert bench.router.gate == "holding"  # requests wait for the push
-    await bench.server.serve_weights(push(58))
+    await bench.server.push(push(58))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 58}
     await bench.server.stop()
 
@@ -119,7 +119,7 @@ def test_requests_get_the_reason_until_the_push(tmp_path: Path) -> None:
         refusal = reply.json()["error"]
         assert "expects weight version 57" in refusal["reason"]
         assert (refusal["gate"], refusal["needs_push"]) == ("closed", 57)
-        policy.serve_weights(push(57)).result(60)
+        policy.push(push(57)).result(60)
         reply = httpx.post(f"{policy.url}/generate", json=body, timeout=30, trust_env=False)
         assert reply.json()["meta_info"]["weight_version"] == "57"
 

@@ -59,9 +59,13 @@ async def test_what_is_written_is_read_and_nothing_else_is_left_in_the_folder(
     tmp_path: Path,
 ) -> None:
     entry = replace(ENTRY, processes=(HERE,))
-    await journal(tmp_path).write(phases={"main": "paused"}, doing="flush", engines=(entry,))
+    await journal(tmp_path).write(phases={"main": "paused"}, doing="flush_cache", engines=(entry,))
     found = read(tmp_path / "journal.json")
-    assert (found.phases, found.doing, found.engines) == ({"main": "paused"}, "flush", (entry,))
+    assert (found.phases, found.doing, found.engines) == (
+        {"main": "paused"},
+        "flush_cache",
+        (entry,),
+    )
     assert found.driver == HERE
     assert os.listdir(tmp_path) == ["journal.json"]
 
@@ -212,9 +216,9 @@ def test_a_server_writes_down_every_phase_before_it_begins(tmp_path: Path) -> No
         assert (started.phases, started.gate, started.doing) == ({"main": "serving"}, "open", "")
         (engine,) = started.engines
         assert process_state(engine.processes[0]) is ProcessState.RUNS
-        policy.give_memory().result(30)
+        policy.offload().result(30)
         assert (read(path).phases, read(path).gate) == ({"main": "offloaded"}, "holding")
-        policy.serve_weights(push(1)).result(30)
+        policy.push(push(1)).result(30)
         assert (read(path).weight_version, read(path).gate) == (1, "open")
     assert read(path).is_ended
     assert read(path).engines == ()

@@ -78,11 +78,11 @@ async def serves(bench: ServerBench, version: int) -> None:
 
 
 async def onload_up_to_kv(bench: ServerBench, version: int) -> None:
-    await bench.server.give_memory()
-    await bench.server.run(Command.RESUME_WEIGHTS)
+    await bench.server.offload()
+    await bench.server.run(Command.ONLOAD_WEIGHTS)
     await bench.server.update_weights(push(version))
     await bench.server.run(Command.VERIFY)
-    await bench.server.run(Command.RESUME_KV)
+    await bench.server.run(Command.ONLOAD_KV)
 
 
 @virtual_time
@@ -92,26 +92,26 @@ async def test_continue_fails_when_every_engine_came_back_without_weights(tmp_pa
         await kill_all(bench)
         message = r"main-0.*main-1.*lack.*weight version 1.*push"
         with pytest.raises(PhaseFailed, match=message):
-            await bench.server.run(Command.CONTINUE)
+            await bench.server.run(Command.CONTINUE_GENERATION)
         assert await phase(bench) == "kv_onloaded"
         assert bench.router.gate == "closed"
         assert "main-0" in bench.router.gates[-1]["reason"]
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await serves(bench, 1)
 
 
 @virtual_time
 async def test_sync_weights_again_after_all_died_before_continue(tmp_path: Path) -> None:
     async with recovering(tmp_path, KEEPING) as bench:
-        await bench.server.run(Command.PAUSE)
-        await bench.server.run(Command.FLUSH)
+        await bench.server.run(Command.PAUSE_GENERATION)
+        await bench.server.run(Command.FLUSH_CACHE)
         await bench.server.update_weights(push(1))
         await bench.server.run(Command.VERIFY)
         await kill_all(bench)
-        with pytest.raises(PhaseFailed, match="serve_weights"):
-            await bench.server.run(Command.CONTINUE)
+        with pytest.raises(PhaseFailed, match="push"):
+            await bench.server.run(Command.CONTINUE_GENERATION)
         assert await phase(bench) == "verified"
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await serves(bench, 1)
 
 
@@ -126,14 +126,14 @@ async def test_continue_restores_from_a_source_what_no_engine_holds(tmp_path: Pa
         for engine in bench.engines:
             engine.die("killed -9")
         await pass_time(20)
-        await bench.server.run(Command.CONTINUE)
+        await bench.server.run(Command.CONTINUE_GENERATION)
         assert set(bench.router.states.values()) == {"serving"}
 
 
 @virtual_time
 async def test_a_step_of_a_frozen_server_survives_all_its_engines(tmp_path: Path) -> None:
     async with recovering(tmp_path, update="frozen") as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         for engine in bench.engines:
             engine.die("killed -9")
         await pass_time(20)
@@ -144,12 +144,12 @@ async def test_a_step_of_a_frozen_server_survives_all_its_engines(tmp_path: Path
 @virtual_time
 async def test_the_gate_stays_shut_over_the_only_engine_left_if_it_is_stale(tmp_path: Path) -> None:
     async with recovering(tmp_path, update="partial") as bench:
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         bench["main-0"].die("killed -9")
         await pass_time(20)
         bench["main-1"].fail_next("continue_generation", EngineUnreachable("connection broke"))
         with pytest.raises(PhaseFailed, match=r"main-0 .*lack.*weights\.store"):
-            await bench.server.serve_weights(push(2, TENSOR_NAMES[:1]))
+            await bench.server.push(push(2, TENSOR_NAMES[:1]))
         assert bench.router.gate == "closed"
 
 
@@ -158,11 +158,11 @@ async def test_a_restarted_engine_has_what_is_not_pushed_from_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     async with recovering(tmp_path, not_pushed=["lm_head.*"]) as bench:
-        await bench.server.serve_weights(push(1, TENSOR_NAMES[:2]))
+        await bench.server.push(push(1, TENSOR_NAMES[:2]))
         bench["main-0"].die("killed -9")
         await pass_time(20)
-        await bench.server.give_memory()
-        await bench.server.serve_weights(push(2, TENSOR_NAMES[:2]))
+        await bench.server.offload()
+        await bench.server.push(push(2, TENSOR_NAMES[:2]))
         await serves(bench, 2)
         assert bench["main-0"].weights.digests == bench["main-1"].weights.digests
 
@@ -175,11 +175,11 @@ def test_the_same_push_again_after_all_engines_that_got_it_died(tmp_path: Path, 
     @virtual_time
     async def run() -> None:
         async with recovering(tmp_path, groups) as bench:
-            await bench.server.give_memory()
-            await bench.server.serve_weights(push(1))
+            await bench.server.offload()
+            await bench.server.push(push(1))
             await kill_all(bench)
-            await bench.server.give_memory()
-            await bench.server.serve_weights(push(1))
+            await bench.server.offload()
+            await bench.server.push(push(1))
             await serves(bench, 1)
 
     run()
@@ -188,9 +188,9 @@ def test_the_same_push_again_after_all_engines_that_got_it_died(tmp_path: Path, 
 @virtual_time
 async def test_an_onload_whose_engines_died_after_the_update_is_repeated(tmp_path: Path) -> None:
     async with recovering(tmp_path) as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         gates = [bench[name].hold("weight_version") for name in ("main-0", "main-1")]
-        onloading = asyncio.create_task(bench.server.serve_weights(push(1)))
+        onloading = asyncio.create_task(bench.server.push(push(1)))
         for gate in gates:
             await gate.entered.wait()
         for engine in bench.engines:
@@ -198,33 +198,33 @@ async def test_an_onload_whose_engines_died_after_the_update_is_repeated(tmp_pat
         with pytest.raises(PhaseFailed):
             await onloading
         await pass_time(20)
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await serves(bench, 1)
 
 
 @virtual_time
 async def test_a_version_that_served_takes_no_other_contents(tmp_path: Path) -> None:
     async with recovering(tmp_path) as bench:
-        await bench.server.give_memory()
-        await bench.server.serve_weights(with_fingerprints(1))
+        await bench.server.offload()
+        await bench.server.push(with_fingerprints(1))
         await kill_all(bench)
-        await bench.server.give_memory()
+        await bench.server.offload()
         with pytest.raises(WeightMismatch, match=r"weight version 1 .* other contents.* 2"):
-            await bench.server.serve_weights(with_fingerprints(1, value=7))
-        await bench.server.serve_weights(with_fingerprints(1))
+            await bench.server.push(with_fingerprints(1, value=7))
+        await bench.server.push(with_fingerprints(1))
         await serves(bench, 1)
 
 
 @virtual_time
 async def test_the_same_contents_may_be_pushed_twice(tmp_path: Path) -> None:
     async with recovering(tmp_path) as bench:
-        await bench.server.serve_weights(with_fingerprints(1))
-        await bench.server.serve_weights(with_fingerprints(1))
+        await bench.server.push(with_fingerprints(1))
+        await bench.server.push(with_fingerprints(1))
         await serves(bench, 1)
         with pytest.raises(WeightMismatch, match="has served with other contents"):
-            await bench.server.serve_weights(with_fingerprints(1, value=7))
+            await bench.server.push(with_fingerprints(1, value=7))
         with pytest.raises(WeightMismatch, match="not newer than 1"):
-            await bench.server.serve_weights(push(1))
+            await bench.server.push(push(1))
         await serves(bench, 1)
 
 
@@ -232,11 +232,11 @@ async def test_the_same_contents_may_be_pushed_twice(tmp_path: Path) -> None:
 async def test_a_release_gives_up_no_version(tmp_path: Path) -> None:
     """Between two steps no engine holds weights, but all are there to be given the next ones."""
     async with recovering(tmp_path) as bench:
-        await bench.server.serve_weights(push(1))
-        await bench.server.give_memory()
+        await bench.server.push(push(1))
+        await bench.server.offload()
         with pytest.raises(WeightMismatch, match="not newer than 1"):
-            await bench.server.serve_weights(push(1))
-        await bench.server.serve_weights(push(2))
+            await bench.server.push(push(1))
+        await bench.server.push(push(2))
         await serves(bench, 2)
 
 
@@ -246,7 +246,7 @@ async def test_a_command_by_hand_repeats_the_push_of_engines_that_died(tmp_path:
         await onload_up_to_kv(bench, 1)
         await kill_all(bench)
         await bench.server.update_weights(push(1))
-        for command in (Command.VERIFY, Command.RESUME_KV, Command.CONTINUE):
+        for command in (Command.VERIFY, Command.ONLOAD_KV, Command.CONTINUE_GENERATION):
             await bench.server.advance(command)
         await serves(bench, 1)
 
@@ -258,10 +258,10 @@ async def test_a_command_by_hand_repeats_the_push_of_engines_that_died(tmp_path:
 async def test_an_engine_that_was_restarted_to_be_released_holds_no_version(tmp_path: Path) -> None:
     """Its release loses the checkpoint that it started from: it is no reference for another."""
     async with recovering(tmp_path, lifecycle={"on_failure": "raise"}) as bench:
-        await bench.server.give_memory()
+        await bench.server.offload()
         bench["main-0"].die("killed -9")
         await pass_time(20)
-        await bench.server.run(Command.RESUME_WEIGHTS)
+        await bench.server.run(Command.ONLOAD_WEIGHTS)
         await pass_time(20)
         assert bench["main-0"].weights_are_garbage
         held = {one.engine_id: one for one in (await bench.server.status()).groups[0].engines}
@@ -269,5 +269,5 @@ async def test_an_engine_that_was_restarted_to_be_released_holds_no_version(tmp_
         assert held["main-0"].is_stale
         bench["main-1"].die("killed -9")
         await pass_time(20)
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await serves(bench, 1)

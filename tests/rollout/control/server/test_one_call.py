@@ -1,4 +1,4 @@
-"""``serve_weights`` and ``give_memory`` from every phase of a step, after every kind of trouble."""
+"""``push`` and ``offload`` from every phase of a step, after every kind of trouble."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -21,13 +21,13 @@ GROUPS: dict[str, dict[str, Any]] = {
     "mixed": {"main": {"num_engines": 2}, "apart": {"num_engines": 1, "needs_offload": False}},
 }
 STEP = (
-    Command.PAUSE,
-    Command.FLUSH,
-    Command.RELEASE,
-    Command.RESUME_WEIGHTS,
+    Command.PAUSE_GENERATION,
+    Command.FLUSH_CACHE,
+    Command.RELEASE_MEMORY_OCCUPATION,
+    Command.ONLOAD_WEIGHTS,
     Command.UPDATE_WEIGHTS,
     Command.VERIFY,
-    Command.RESUME_KV,
+    Command.ONLOAD_KV,
 )
 # What happens before the call: the engines that die, or the call of an engine that fails in it.
 DEATHS = {"no engine died": (), "one engine died": ("main-0",), "all engines died": ("main-",)}
@@ -108,21 +108,21 @@ async def check_released(bench: ServerBench) -> None:
 async def check_both_ways(bench: ServerBench, first: str) -> None:
     """Each call leads to its end; repeated, it stays there."""
     server = bench.server
-    if first == "give_memory":
-        await again(server.give_memory)
+    if first == "offload":
+        await again(server.offload)
         await check_released(bench)
-        await again(server.give_memory)
+        await again(server.offload)
         await check_released(bench)
     version = server.weight_version + 1
-    await again(lambda: server.serve_weights(push(version)))
+    await again(lambda: server.push(push(version)))
     await check_serves(bench, version)
-    await again(lambda: server.serve_weights(push(version + 1)))
+    await again(lambda: server.push(push(version + 1)))
     await check_serves(bench, version + 1)
 
 
 @pytest.mark.parametrize("groups", SOME_GROUPS)
 @pytest.mark.parametrize("deaths", DEATHS)
-@pytest.mark.parametrize("first", ["serve_weights", "give_memory"])
+@pytest.mark.parametrize("first", ["push", "offload"])
 def test_from_every_phase_whichever_engines_died(
     tmp_path: Path, first: str, deaths: str, groups: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_from_every_phase_whichever_engines_died(
 
 @pytest.mark.parametrize("groups", SOME_GROUPS)
 @pytest.mark.parametrize("operation", FAILURES)
-@pytest.mark.parametrize("first", ["serve_weights", "give_memory"])
+@pytest.mark.parametrize("first", ["push", "offload"])
 def test_from_every_phase_whichever_call_fails(
     tmp_path: Path, first: str, operation: str, groups: str
 ) -> None:
@@ -161,11 +161,11 @@ async def test_a_call_that_failed_after_the_push_is_repeated_with_the_same_versi
     async with after_steps(tmp_path, "offloading", 3, on_failure="raise") as bench:
         bench["main-0"].fail_next("continue_generation", EngineUnreachable("connection broke"))
         with pytest.raises(PhaseFailed):
-            await bench.server.serve_weights(push(1))
-        await bench.server.serve_weights(push(1))
+            await bench.server.push(push(1))
+        await bench.server.push(push(1))
         await check_serves(bench, 1)
         with pytest.raises(WeightMismatch, match="not newer than 1"):
-            await bench.server.serve_weights(push(1))
+            await bench.server.push(push(1))
 
 
 @virtual_time
@@ -182,10 +182,10 @@ async def test_a_version_that_the_router_may_have_served_takes_no_unknown_conten
 
         monkeypatch.setattr(bench.router, "set_gate", lose_reply)
         with pytest.raises(Exception, match="the reply is lost"):
-            await bench.server.serve_weights(push(1))
+            await bench.server.push(push(1))
         monkeypatch.undo()
         with pytest.raises(WeightMismatch, match="not newer than 1"):
-            await bench.server.serve_weights(push(1))
+            await bench.server.push(push(1))
         await bench.server.serve()
         await check_serves(bench, 1)
 
@@ -195,12 +195,12 @@ async def test_memory_is_given_back_between_two_phases_of_an_onload_and_weights_
     tmp_path: Path,
 ) -> None:
     async with after_steps(tmp_path, "offloading", 5) as bench:
-        freed = await bench.server.give_memory()
-        assert [report.command for report in freed.reports] == ["release"]
+        freed = await bench.server.offload()
+        assert [report.command for report in freed.reports] == ["release_memory_occupation"]
         await check_released(bench)
-        with pytest.raises(LifecycleError, match="else with serve_weights"):
+        with pytest.raises(LifecycleError, match="else with push"):
             await bench.server.serve()
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
         await check_serves(bench, 1)
 
 
@@ -212,9 +212,9 @@ def test_one_call_is_refused_before_the_server_has_started(tmp_path: Path) -> No
             await call()
 
     calls: Mapping[str, Callable[[], Awaitable[Any]]] = {
-        "give_memory": bench.server.give_memory,
+        "offload": bench.server.offload,
         "serve": bench.server.serve,
-        "serve_weights": lambda: bench.server.serve_weights(push(1)),
+        "push": lambda: bench.server.push(push(1)),
     }
     for call in calls.values():
         asyncio.run(run(call))
@@ -225,6 +225,6 @@ async def test_a_stop_right_after_a_failed_call_ends_recovery_too(tmp_path: Path
     async with after_steps(tmp_path, "offloading", 0, on_failure="raise") as bench:
         bench["main-0"].fail_next("pause_generation", EngineUnreachable("connection broke"))
         with pytest.raises(PhaseFailed):
-            await bench.server.give_memory()
+            await bench.server.offload()
         async with asyncio.timeout(1000):
             await bench.server.stop()

@@ -103,7 +103,9 @@ async def test_every_call_has_a_deadline_and_its_error_names_the_router() -> Non
 async def test_a_call_that_a_lost_router_got_is_repeated_when_it_serves_again() -> None:
     link, router = await linked()
     router.error = lost()
-    shutting = asyncio.create_task(link.set_gate("holding", reason="paused", phase="pause"))
+    shutting = asyncio.create_task(
+        link.set_gate("holding", reason="paused", phase="pause_generation")
+    )
     await pass_time(1.0)
     assert not shutting.done()
     begin_again(link, router)

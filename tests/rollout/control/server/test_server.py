@@ -62,7 +62,7 @@ async def test_no_engine_is_further_than_the_slowest_of_all_groups_on_the_way_do
 ) -> None:
     bench = await started_server(tmp_path)
     gate = bench[slow].hold(held)
-    offloading = asyncio.create_task(bench.server.give_memory())
+    offloading = asyncio.create_task(bench.server.offload())
     await gate.entered.wait()
     await settle()
     assert engines_that_got(bench, held) == ALL
@@ -84,11 +84,11 @@ async def test_no_engine_is_further_than_the_slowest_of_all_groups_on_the_way_up
     tmp_path: Path, held: str, next_one: str, num_before: int
 ) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
+    await bench.server.offload()
     for engine in bench.engines:
         engine.calls.clear()
     gate = bench["shared-1"].hold(held)
-    onloading = asyncio.create_task(bench.server.serve_weights(push(1)))
+    onloading = asyncio.create_task(bench.server.push(push(1)))
     await gate.entered.wait()
     await settle()
     assert bench["shared-0"].operations().count(next_one) == num_before
@@ -99,8 +99,8 @@ async def test_no_engine_is_further_than_the_slowest_of_all_groups_on_the_way_up
 
 async def test_nothing_continues_before_every_kv_cache_is_back(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
-    await bench.server.run(Command.RESUME_WEIGHTS)
+    await bench.server.offload()
+    await bench.server.run(Command.ONLOAD_WEIGHTS)
     await bench.server.update_weights(push(1))
     gate = bench["shared-1"].hold("resume_memory_occupation")
     onloading = asyncio.create_task(bench.server.serve())
@@ -117,7 +117,7 @@ async def test_the_release_of_one_group_starts_only_after_every_group_has_flushe
 ) -> None:
     bench = await started_server(tmp_path)
     gate = bench["apart-0"].hold("flush_cache")
-    offloading = asyncio.create_task(bench.server.give_memory())
+    offloading = asyncio.create_task(bench.server.offload())
     await gate.entered.wait()
     await settle()
     assert all(not engine.released for engine in bench.engines)
@@ -130,8 +130,8 @@ async def test_a_group_that_keeps_its_gpus_goes_along_without_release_and_resume
     tmp_path: Path,
 ) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
-    await bench.server.serve_weights(push(1))
+    await bench.server.offload()
+    await bench.server.push(push(1))
     assert bench["apart-0"].operations()[3:] == [
         "pause_generation",
         "flush_cache",
@@ -147,17 +147,17 @@ async def test_a_group_that_keeps_its_gpus_goes_along_without_release_and_resume
 async def test_a_step_by_hand_goes_the_same_way(tmp_path: Path) -> None:
     by_hand = await started_server(tmp_path)
     server = by_hand.server
-    await server.run(Command.PAUSE)
-    await server.run(Command.FLUSH)
-    await server.run(Command.RELEASE)
-    await server.run(Command.RESUME_WEIGHTS)
+    await server.run(Command.PAUSE_GENERATION)
+    await server.run(Command.FLUSH_CACHE)
+    await server.run(Command.RELEASE_MEMORY_OCCUPATION)
+    await server.run(Command.ONLOAD_WEIGHTS)
     await server.update_weights(push(1))
     await server.run(Command.VERIFY)
-    await server.run(Command.RESUME_KV)
-    await server.run(Command.CONTINUE)
+    await server.run(Command.ONLOAD_KV)
+    await server.run(Command.CONTINUE_GENERATION)
     at_once = await started_server(tmp_path)
-    await at_once.server.give_memory()
-    await at_once.server.serve_weights(push(1))
+    await at_once.server.offload()
+    await at_once.server.push(push(1))
     for one, other in zip(by_hand.engines, at_once.engines, strict=True):
         assert one.operations() == other.operations()
     assert by_hand.router.gate == "open"
@@ -165,35 +165,37 @@ async def test_a_step_by_hand_goes_the_same_way(tmp_path: Path) -> None:
 
 async def test_continue_by_hand_is_refused_before_the_kv_cache_is_back(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
-    await bench.server.run(Command.RESUME_WEIGHTS)
+    await bench.server.offload()
+    await bench.server.run(Command.ONLOAD_WEIGHTS)
     await bench.server.update_weights(push(1))
     await bench.server.run(Command.VERIFY)
-    with pytest.raises(LifecycleError, match=r"cannot continue while verified; .* resume_kv"):
-        await bench.server.run(Command.CONTINUE)
+    with pytest.raises(
+        LifecycleError, match=r"cannot continue_generation while verified; .* onload_kv"
+    ):
+        await bench.server.run(Command.CONTINUE_GENERATION)
     assert bench.router.gate == "holding"  # a refused command ends no held request
     assert not any(engine.is_dead for engine in bench.engines)
 
 
 async def test_the_reports_say_seconds_bytes_and_version(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    report = await bench.server.give_memory()
-    assert list(report.phase_s) == ["pause", "flush", "release"]
+    report = await bench.server.offload()
+    assert list(report.phase_s) == ["pause_generation", "flush_cache", "release_memory_occupation"]
     assert report.freed_bytes == 6_000
-    report = await bench.server.serve_weights(push(7))
+    report = await bench.server.push(push(7))
     assert report.weight_version == 7
     assert list(report.phase_s) == [
-        "resume_weights",
+        "onload_weights",
         "update_weights",
         "verify",
-        "resume_kv",
-        "continue",
+        "onload_kv",
+        "continue_generation",
     ]
 
 
 async def test_new_weights_for_serving_engines_release_nothing(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert engines_that_got(bench, "release_memory_occupation") == set()
     assert engines_that_got(bench, "resume_memory_occupation") == set()
     assert engines_that_got(bench, "continue_generation") == ALL
@@ -203,7 +205,7 @@ async def test_new_weights_for_serving_engines_release_nothing(tmp_path: Path) -
 async def test_an_opened_gate_has_the_metrics_of_the_boundary_for_drivers(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     assert bench.router.metrics == {"server/restarts": 0.0, "server/weight_version": 0.0}
-    reports = [await bench.server.give_memory(), await bench.server.serve_weights(push(1))]
+    reports = [await bench.server.offload(), await bench.server.push(push(1))]
     metrics = bench.router.metrics
     assert metrics["server/weight_version"] == 1.0
     phases = {name for report in reports for name in report.phase_s}
@@ -212,7 +214,7 @@ async def test_an_opened_gate_has_the_metrics_of_the_boundary_for_drivers(tmp_pa
     }
     lost_s, trainer_s = metrics["server/lost_s"], metrics["server/trainer_s"]
     assert lost_s > 0 < trainer_s
-    await bench.server.serve_weights(push(2))
+    await bench.server.push(push(2))
     assert bench.router.metrics["server/trainer_s"] == 0.0
 
 
@@ -225,7 +227,7 @@ async def test_the_gate_is_shut_before_the_first_engine_is_paused(tmp_path: Path
     for engine in bench.engines:
         gate = engine.hold("pause_generation")
         asyncio.create_task(_remember(gate, bench, gate_at_pause))  # noqa: RUF006
-    await bench.server.give_memory()
+    await bench.server.offload()
     assert gate_at_pause == ["holding"] * 3
 
 
@@ -241,7 +243,7 @@ async def test_no_engine_is_paused_when_the_gate_cannot_be_shut(
     bench = await started_server(tmp_path)
     monkeypatch.setattr(bench.router, "set_gate", _fail)
     with pytest.raises(ConnectionError):
-        await bench.server.give_memory()
+        await bench.server.offload()
     assert engines_that_got(bench, "pause_generation") == set()
 
 
@@ -253,9 +255,9 @@ async def test_the_gate_opens_only_after_every_group_continued_with_the_new_vers
     tmp_path: Path,
 ) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
+    await bench.server.offload()
     gate = bench["apart-0"].hold("continue_generation")
-    onloading = asyncio.create_task(bench.server.serve_weights(push(3)))
+    onloading = asyncio.create_task(bench.server.push(push(3)))
     await gate.entered.wait()
     await settle()
     assert bench["shared-0"].paused is None
@@ -268,15 +270,15 @@ async def test_the_gate_opens_only_after_every_group_continued_with_the_new_vers
 @pytest.mark.parametrize(
     ("operation", "during"),
     [
-        ("pause_generation", "pause"),
-        ("flush_cache", "flush"),
-        ("release_memory_occupation", "release"),
-        ("resume_memory_occupation", "resume_weights"),
+        ("pause_generation", "pause_generation"),
+        ("flush_cache", "flush_cache"),
+        ("release_memory_occupation", "release_memory_occupation"),
+        ("resume_memory_occupation", "onload_weights"),
         ("begin_weight_update", "update_weights"),
         ("update_weights_from_tensor", "update_weights"),
         ("end_weight_update", "update_weights"),
         ("weight_version", "verify"),
-        ("continue_generation", "continue"),
+        ("continue_generation", "continue_generation"),
     ],
 )
 async def test_the_gate_stays_shut_after_a_failure_and_says_why(
@@ -287,8 +289,8 @@ async def test_the_gate_stays_shut_after_a_failure_and_says_why(
     before = len(bench.router.gates)
 
     async def step() -> None:
-        await bench.server.give_memory()
-        await bench.server.serve_weights(push(1))
+        await bench.server.offload()
+        await bench.server.push(push(1))
 
     with pytest.raises(PhaseFailed, match="engine shared-1") as caught:
         await step()
@@ -310,11 +312,11 @@ async def test_a_router_that_fails_too_does_not_hide_what_failed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = await started_server(tmp_path, lifecycle=RAISE)
-    await bench.server.run(Command.PAUSE)
+    await bench.server.run(Command.PAUSE_GENERATION)
     bench["apart-0"].fail_next("flush_cache", BROKEN)
     monkeypatch.setattr(bench.router, "set_gate", _fail)
-    with pytest.raises(PhaseFailed, match="engine apart-0: flush failed"):
-        await bench.server.run(Command.FLUSH)
+    with pytest.raises(PhaseFailed, match="engine apart-0: flush_cache failed"):
+        await bench.server.run(Command.FLUSH_CACHE)
     assert await phases(bench) == {"shared": "flushed", "apart": "paused"}
 
 
@@ -333,14 +335,14 @@ async def test_an_engine_that_fails_is_fenced_in_the_membership_and_the_rest_ser
 ) -> None:
     bench = await started_server(tmp_path)
     bench["shared-0"].fail_next("pause_generation", BROKEN)
-    await bench.server.give_memory()
+    await bench.server.offload()
     assert bench.router.states == {
         "shared-0": "fenced",
         "shared-1": "serving",
         "apart-0": "serving",
     }
     assert "connection broke" in bench.router.members[0].reason
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert bench.router.gate == "open"
     assert bench.router.states["shared-0"] == "fenced"
     assert bench.launcher.processes["shared-0"].num_kills == 1
@@ -353,8 +355,11 @@ async def test_a_late_engine_is_named_with_operation_and_budget_at_the_gate(tmp_
     bench = await started_server(tmp_path, lifecycle=lifecycle)
     bench["shared-1"].hold("release_memory_occupation")
     with pytest.raises(PhaseFailed):
-        await bench.server.give_memory()
-    assert "engine shared-1: release took longer than 45 s" in bench.router.gates[-1]["reason"]
+        await bench.server.offload()
+    assert (
+        "engine shared-1: release_memory_occupation took longer than 45 s"
+        in bench.router.gates[-1]["reason"]
+    )
 
 
 async def test_an_offload_after_a_half_failure_goes_on_where_each_group_is(tmp_path: Path) -> None:
@@ -365,8 +370,8 @@ async def test_an_offload_after_a_half_failure_goes_on_where_each_group_is(tmp_p
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
     bench["shared-0"].fail_next("release_memory_occupation", BROKEN)
     with pytest.raises(PhaseFailed):
-        await bench.server.give_memory()
-    await bench.server.give_memory()
+        await bench.server.offload()
+    await bench.server.offload()
     assert await phases(bench) == {"shared": "offloaded", "apart": "flushed"}
     for engine_id in ("shared-1", "apart-0"):
         calls = bench[engine_id].operations()
@@ -382,11 +387,11 @@ async def test_an_onload_after_a_half_failed_offload_takes_the_memory_back_first
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
     bench["shared-0"].fail_next("release_memory_occupation", BROKEN)
     with pytest.raises(PhaseFailed):
-        await bench.server.give_memory()
+        await bench.server.offload()
     with pytest.raises(LifecycleError, match="cannot serve while offloaded: the release disc"):
         await bench.server.serve()
     assert bench.router.gate == "closed"
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert not bench["shared-1"].is_dead
     assert not bench["shared-1"].released
     assert bench.router.gate == "open"
@@ -399,13 +404,13 @@ async def test_a_command_that_only_one_group_refused_is_known_to_have_moved_the_
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
     bench["shared-0"].fail_next("release_memory_occupation", BROKEN)
     with pytest.raises(PhaseFailed):
-        await bench.server.give_memory()
-    with pytest.raises(LifecycleError, match="cannot continue while offloaded"):
-        await bench.server.run(Command.CONTINUE)
+        await bench.server.offload()
+    with pytest.raises(LifecycleError, match="cannot continue_generation while offloaded"):
+        await bench.server.run(Command.CONTINUE_GENERATION)
     assert bench["apart-0"].paused is None
-    await bench.server.give_memory()
+    await bench.server.offload()
     assert bench["apart-0"].paused is not None
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 1}
 
 
@@ -418,8 +423,8 @@ async def test_an_onload_after_a_half_failure_goes_on_where_each_group_is(
         "apart": {"needs_offload": False},
     }
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
-    await bench.server.give_memory()
-    await bench.server.run(Command.RESUME_WEIGHTS)
+    await bench.server.offload()
+    await bench.server.run(Command.ONLOAD_WEIGHTS)
     await bench.server.update_weights(push(1))
     bench["shared-0"].fail_next(failing, BROKEN)
     with pytest.raises(PhaseFailed):
@@ -441,10 +446,10 @@ async def test_offload_and_onload_repeated_send_nothing(tmp_path: Path) -> None:
         await command()
         return before == [engine.calls for engine in bench.engines]
 
-    await bench.server.give_memory()
-    assert await is_quiet(bench.server.give_memory)
+    await bench.server.offload()
+    assert await is_quiet(bench.server.offload)
     assert bench.router.gate == "holding"
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert await is_quiet(bench.server.serve)
     assert bench.router.gate == "open"
 
@@ -453,12 +458,12 @@ async def test_offload_and_onload_repeated_send_nothing(tmp_path: Path) -> None:
 async def test_a_second_command_waits_and_is_told_for_whom_it_waits(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, lifecycle={"lock_timeout_s": 5})
     gate = bench["shared-0"].hold("pause_generation")
-    offloading = asyncio.create_task(bench.server.give_memory())
+    offloading = asyncio.create_task(bench.server.offload())
     await gate.entered.wait()
-    assert (await bench.server.status()).lock_owner == "give_memory"
-    message = "cannot serve_weights: give_memory has been running for 5 s"
+    assert (await bench.server.status()).lock_owner == "offload"
+    message = "cannot push: offload has been running for 5 s"
     with pytest.raises(LifecycleError, match=message):
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
     gate.open()
     await offloading
 
@@ -468,7 +473,7 @@ async def test_a_cancelled_command_waits_for_its_engines_and_can_be_taken_up_aga
 ) -> None:
     bench = await started_server(tmp_path)
     gate = bench["shared-0"].hold("release_memory_occupation")
-    offloading = asyncio.create_task(bench.server.give_memory())
+    offloading = asyncio.create_task(bench.server.offload())
     await gate.entered.wait()
     offloading.cancel()
     await settle()
@@ -476,9 +481,9 @@ async def test_a_cancelled_command_waits_for_its_engines_and_can_be_taken_up_aga
     gate.open()
     with pytest.raises(asyncio.CancelledError):
         await offloading
-    assert bench.router.gates[-1]["reason"] == "release was cancelled"
+    assert bench.router.gates[-1]["reason"] == "release_memory_occupation was cancelled"
     assert bench["shared-0"].released == set(MemoryTag)
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert bench.router.gate == "open"
     assert not any(engine.is_dead for engine in bench.engines)
 
@@ -518,19 +523,19 @@ async def test_a_wrong_push_is_refused_before_anything_is_sent(tmp_path: Path, w
     the_push, message = WRONG_PUSHES[wrong]
     before = [engine.operations() for engine in bench.engines]
     with pytest.raises(WeightMismatch, match=message):
-        await bench.server.serve_weights(the_push)
+        await bench.server.push(the_push)
     assert [engine.operations() for engine in bench.engines] == before
     assert bench.router.gate == "open"
-    await bench.server.give_memory()
+    await bench.server.offload()
     with pytest.raises(WeightMismatch, match=message):
-        await bench.server.serve_weights(the_push)
+        await bench.server.push(the_push)
     assert engines_that_got(bench, "resume_memory_occupation") == set()
 
 
 async def test_a_partial_push_may_lack_tensors_where_the_rest_survives(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, update="partial")
-    await bench.server.give_memory()
-    await bench.server.serve_weights(push(1, TENSOR_NAMES[:1]))
+    await bench.server.offload()
+    await bench.server.push(push(1, TENSOR_NAMES[:1]))
     assert not any(engine.weights_are_garbage for engine in bench.engines)
     assert bench.router.gate == "open"
 
@@ -539,8 +544,8 @@ async def test_what_is_not_pushed_comes_back_after_each_offload_as_it_was(tmp_pa
     bench = await started_server(tmp_path, not_pushed=["lm_head.*"])
     before = [engine.weights.digests["lm_head.weight"] for engine in bench.engines]
     for version in (1, 2):
-        await bench.server.give_memory()
-        await bench.server.serve_weights(push(version, TENSOR_NAMES[:2]))
+        await bench.server.offload()
+        await bench.server.push(push(version, TENSOR_NAMES[:2]))
         assert bench.router.gate == "open"
     assert [engine.weights.digests["lm_head.weight"] for engine in bench.engines] == before
     assert not any(engine.weights_are_garbage for engine in bench.engines)
@@ -548,42 +553,42 @@ async def test_what_is_not_pushed_comes_back_after_each_offload_as_it_was(tmp_pa
 
 async def test_what_is_not_pushed_and_changed_in_a_release_does_not_serve(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, not_pushed=["lm_head.*"])
-    await bench.server.give_memory()
+    await bench.server.offload()
     for engine in bench.engines:
         engine.weights.garble()  # the first tensor by name: the head
     with pytest.raises(PhaseFailed, match=r"'lm_head\.weight' is not what it was before"):
-        await bench.server.serve_weights(push(1, TENSOR_NAMES[:2]))
+        await bench.server.push(push(1, TENSOR_NAMES[:2]))
     assert bench.router.gate != "open"
 
 
 async def test_a_push_of_what_is_said_not_to_be_pushed_is_refused(tmp_path: Path) -> None:
     bench = await started_server(tmp_path, not_pushed=["lm_head.*"])
     with pytest.raises(WeightMismatch, match=r"'lm_head\.weight' is pushed, and weights\.not_pu"):
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
     with pytest.raises(WeightMismatch, match="lacks 1 of 3 tensors"):
-        await bench.server.serve_weights(push(1, TENSOR_NAMES[:1]))
+        await bench.server.push(push(1, TENSOR_NAMES[:1]))
     assert bench.router.gate == "open"
 
 
 async def test_weight_versions_must_grow(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.serve_weights(push(5))
+    await bench.server.push(push(5))
     for version in (4, 5):
         with pytest.raises(WeightMismatch, match=f"{version} is not newer than 5"):
-            await bench.server.serve_weights(push(version))
-    await bench.server.serve_weights(push(6))
+            await bench.server.push(push(version))
+    await bench.server.push(push(6))
 
 
 async def test_full_weights_do_not_serve_again_without_a_push(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
+    await bench.server.offload()
     with pytest.raises(LifecycleError, match=r"of group shared, so push them: with window.push"):
         await bench.server.serve()
     assert (await phases(bench))["shared"] == "offloaded"
     assert engines_that_got(bench, "resume_memory_occupation") == set()
     assert engines_that_got(bench, "continue_generation") == set()
     assert bench.router.gate == "holding"
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert not any(engine.weights_are_garbage for engine in bench.engines)
     assert bench.router.gate == "open"
 
@@ -592,8 +597,8 @@ async def test_a_frozen_server_comes_back_as_it_was_and_takes_no_push(tmp_path: 
     bench = await started_server(tmp_path, update="frozen")
     before = [engine.weights.checksum() for engine in bench.engines]
     with pytest.raises(WeightMismatch, match="server policy is frozen"):
-        await bench.server.serve_weights(push(1))
-    await bench.server.give_memory()
+        await bench.server.push(push(1))
+    await bench.server.offload()
     await bench.server.serve()
     assert [engine.weights.checksum() for engine in bench.engines] == before
     assert bench.router.gate == "open"
@@ -604,23 +609,23 @@ async def test_a_push_that_fails_on_one_group_is_repeated_with_the_same_version(
 ) -> None:
     groups = {"shared": {"num_engines": 2, "min_engines": 1}, "apart": {"needs_offload": False}}
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
-    await bench.server.give_memory()
+    await bench.server.offload()
     bench["shared-0"].fail_next("update_weights_from_tensor", BROKEN)
     with pytest.raises(PhaseFailed):
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
     assert await phases(bench) == {"shared": "weights_updated", "apart": "weights_updated"}
     assert (await bench.server.status()).weight_version == 0
-    await bench.server.serve_weights(push(1))
+    await bench.server.push(push(1))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 1}
 
 
 async def test_an_onload_without_the_push_that_failed_kills_nobody(tmp_path: Path) -> None:
     groups = {"shared": {"num_engines": 2, "min_engines": 1}, "apart": {"needs_offload": False}}
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
-    await bench.server.give_memory()
+    await bench.server.offload()
     bench["shared-0"].fail_next("update_weights_from_tensor", BROKEN)
     with pytest.raises(PhaseFailed):
-        await bench.server.serve_weights(push(1))
+        await bench.server.push(push(1))
     with pytest.raises(LifecycleError):
         await bench.server.serve()
     assert [engine.engine_id for engine in bench.engines if engine.is_dead] == ["shared-0"]
@@ -684,8 +689,10 @@ async def test_a_server_that_starts_says_so_from_the_first_moment(tmp_path: Path
     for status in (before, during):
         assert (status.phase, status.gate) == ("starting", "closed")
     assert await phases(bench) == {"shared": "serving", "apart": "starting"}
-    with pytest.raises(LifecycleError, match="cannot pause while starting; legal now: nothing"):
-        await bench.groups["apart"].run(Command.PAUSE)
+    with pytest.raises(
+        LifecycleError, match="cannot pause_generation while starting; legal now: nothing"
+    ):
+        await bench.groups["apart"].run(Command.PAUSE_GENERATION)
     gate.open()
     started = await starting
     assert (started.phase, started.gate) == ("serving", "open")
@@ -704,7 +711,7 @@ async def test_engines_that_start_at_another_version_are_refused(tmp_path: Path)
 async def test_stop_works_while_a_command_hangs(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     gate = bench["shared-0"].hold("pause_generation")
-    offloading = asyncio.create_task(bench.server.give_memory())
+    offloading = asyncio.create_task(bench.server.offload())
     await gate.entered.wait()
     await bench.server.stop()
     assert all(process.is_stopped for process in bench.launcher.processes.values())
@@ -715,21 +722,17 @@ async def test_stop_works_while_a_command_hangs(tmp_path: Path) -> None:
 async def test_a_command_after_the_stop_says_that_it_was_one(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     gate = bench["shared-0"].hold("pause_generation")
-    offloading = asyncio.create_task(bench.server.give_memory())
+    offloading = asyncio.create_task(bench.server.offload())
     await gate.entered.wait()
-    waiting = asyncio.create_task(bench.server.serve_weights(push(1)))
+    waiting = asyncio.create_task(bench.server.push(push(1)))
     await asyncio.sleep(0)
     await bench.server.stop()
     with pytest.raises(PhaseFailed, match="the group was stopped"):
         await offloading
-    with pytest.raises(
-        LifecycleError, match=r"cannot serve_weights: server .* was stopped, by its"
-    ):
+    with pytest.raises(LifecycleError, match=r"cannot push: server .* was stopped, by its"):
         await waiting
-    with pytest.raises(
-        LifecycleError, match=r"cannot give_memory: .*or by rollout stop; launch it"
-    ):
-        await bench.server.give_memory()
+    with pytest.raises(LifecycleError, match=r"cannot offload: .*or by rollout stop; launch it"):
+        await bench.server.offload()
 
 
 async def test_engines_are_stopped_even_when_the_router_cannot_be(
@@ -746,8 +749,8 @@ async def test_engines_are_stopped_even_when_the_router_cannot_be(
 
 async def test_new_weights_reach_groups_that_were_only_paused(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.run(Command.PAUSE)
-    await bench.server.serve_weights(push(1))
+    await bench.server.run(Command.PAUSE_GENERATION)
+    await bench.server.push(push(1))
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 1}
     assert bench["shared-0"].operations().count("flush_cache") == 1
 
@@ -764,9 +767,9 @@ async def test_an_offload_is_not_done_while_a_fenced_engine_may_live(
     monkeypatch.setattr(process, "kill", fail)
     bench["shared-0"].lose_next_answer("pause_generation")
     with pytest.raises(PhaseFailed, match=r"shared-0.*its memory may not be free"):
-        await bench.server.give_memory()
+        await bench.server.offload()
     monkeypatch.undo()
-    await bench.server.give_memory()
+    await bench.server.offload()
     assert bench["shared-0"].is_dead
 
 
@@ -775,15 +778,15 @@ async def test_the_error_of_one_group_says_whom_another_has_fenced(tmp_path: Pat
     for engine_id in ("shared-0", "apart-0"):
         bench[engine_id].fail_next("pause_generation", BROKEN)
     with pytest.raises(PhaseFailed, match="apart-0") as caught:
-        await bench.server.give_memory()
+        await bench.server.offload()
     assert any("also fenced: engine shared-0" in note for note in caught.value.__notes__)
 
 
 async def test_a_stop_during_verify_is_told_as_such(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
+    await bench.server.offload()
     gates = [engine.hold("weights_checker") for engine in bench.engines]
-    onloading = asyncio.create_task(bench.server.serve_weights(push(1)))
+    onloading = asyncio.create_task(bench.server.push(push(1)))
     await gates[0].entered.wait()
     await bench.server.stop()
     with pytest.raises(PhaseFailed, match="was stopped"):
@@ -797,7 +800,7 @@ async def test_a_half_failed_pause_does_not_let_the_gate_open_over_a_paused_engi
     bench = await started_server(tmp_path, groups, lifecycle=RAISE)
     bench["shared-0"].fail_next("pause_generation", BROKEN)
     with pytest.raises(PhaseFailed):
-        await bench.server.give_memory()
+        await bench.server.offload()
     await bench.server.serve()
     assert bench.router.gate == "open"
     assert bench["shared-1"].paused is None

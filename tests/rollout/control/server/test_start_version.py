@@ -29,10 +29,10 @@ async def test_the_version_that_all_engines_have_is_adopted(tmp_path: Path) -> N
     status = await bench.server.start()
     assert status.weight_version == 7
     assert bench.router.gates[-1] == {"state": "open", "weight_version": 7}
-    await bench.server.give_memory()
+    await bench.server.offload()
     with pytest.raises(WeightMismatch, match="7 is not newer than 7"):
-        await bench.server.serve_weights(push(7))
-    await bench.server.serve_weights(push(8))
+        await bench.server.push(push(7))
+    await bench.server.push(push(8))
     assert (await bench.server.status()).weight_version == 8
     await bench.server.stop()
 

@@ -39,18 +39,18 @@ LIFECYCLE = {"pause_timeout_s": 10.0, "flush_timeout_s": 10.0}
 FAULTS = (faults.reject(), faults.lose(), faults.lose(executed=True), faults.die(), faults.hang())
 OPERATIONS = sorted(CONTROL - {"canary"})
 CALLS: Mapping[str, Any] = {
-    "give_memory": RolloutServer.give_memory,
+    "offload": RolloutServer.offload,
     "serve": RolloutServer.serve,
-    "pause": lambda server: server.run(Command.PAUSE),
-    "flush": lambda server: server.run(Command.FLUSH),
-    "release": lambda server: server.run(Command.RELEASE),
-    "onload_weights": lambda server: server.run(Command.RESUME_WEIGHTS),
+    "pause_generation": lambda server: server.run(Command.PAUSE_GENERATION),
+    "flush_cache": lambda server: server.run(Command.FLUSH_CACHE),
+    "release_memory_occupation": lambda server: server.run(Command.RELEASE_MEMORY_OCCUPATION),
+    "onload_weights": lambda server: server.run(Command.ONLOAD_WEIGHTS),
     "verify": lambda server: server.run(Command.VERIFY),
-    "onload_kv": lambda server: server.run(Command.RESUME_KV),
-    "continue": lambda server: server.run(Command.CONTINUE),
+    "onload_kv": lambda server: server.run(Command.ONLOAD_KV),
+    "continue_generation": lambda server: server.run(Command.CONTINUE_GENERATION),
 }
 PUSHES: Mapping[str, Any] = {
-    "serve_weights": RolloutServer.serve_weights,
+    "push": RolloutServer.push,
     "update_weights": RolloutServer.update_weights,
 }
 

@@ -112,7 +112,7 @@ def test_a_healthy_step_moves_nothing_on_the_page(
             ".getBoundingClientRect().top + window.scrollY); requestAnimationFrame(look); };"
             " look(); }"
         )
-        policy.give_memory().result(30)
+        policy.offload().result(30)
         page.wait_for_selector("#phase:has-text('offloaded'), #phase:has-text('mixed')")
         step(policy, version)
         page.wait_for_selector(f"#version:text-is('{version}')")
@@ -142,7 +142,10 @@ def test_the_report_of_a_run_has_the_same_charts(
     with open_page(browser, out.as_uri(), ready="#charts figcaption") as report:
         captions = report.locator("#charts figcaption").all_inner_texts()
         assert "0.875" in next(one for one in captions if one.startswith("Reward"))
-        assert any(one.startswith("Seconds of each phase") and "release" in one for one in captions)
+        assert any(
+            one.startswith("Seconds of each phase") and "release_memory_occupation" in one
+            for one in captions
+        )
         assert report.locator("figure:has-text('Output lengths') rect").count() == 2
         assert "Tokens per second" in text(report, "main > p:has-text('No data')")
 
@@ -383,7 +386,14 @@ def many_engines(now: dict[str, Any], num: int, num_steps: int) -> str:
     """A stream of events with copies of the first engine, and what they did in some steps."""
     first = now["engines"][0]
     now["engines"] = [first | {"engine_id": f"main-{index}"} for index in range(num)]
-    phases = ["pause", "flush", "release", "resume_weights", "update_weights", "verify"]
+    phases = [
+        "pause_generation",
+        "flush_cache",
+        "release_memory_occupation",
+        "onload_weights",
+        "update_weights",
+        "verify",
+    ]
     spans = [
         {
             "kind": "engine",
@@ -400,8 +410,8 @@ def many_engines(now: dict[str, Any], num: int, num_steps: int) -> str:
     ]
     began = {"start_s": now["now_s"] - 60, "elapsed_s": 60.0, "outcome": "running"}
     now["running"] = [
-        {"kind": "phase", "name": "pause", "source": "policy", **began},
-        {"kind": "engine", "name": "pause", "source": "policy/main", **began}
+        {"kind": "phase", "name": "pause_generation", "source": "policy", **began},
+        {"kind": "engine", "name": "pause_generation", "source": "policy/main", **began}
         | {"engine_id": "main-200"},
     ]
     events = {"hello": {"run_id": "many", "can_steer": False}, "state": now, "spans": spans}

@@ -56,7 +56,9 @@ def test_a_step_has_all_its_engines_and_calls(
     kinds = {span["kind"] for span in whole["spans"]}
     assert {Kind.PHASE, Kind.GROUP, Kind.ENGINE, Kind.CALL} <= kinds
     released = [
-        span for span in whole["spans"] if span["kind"] == "engine" and span["name"] == "release"
+        span
+        for span in whole["spans"]
+        if span["kind"] == "engine" and span["name"] == "release_memory_occupation"
     ]
     assert {span["engine_id"] for span in released} == {"shared-0", "shared-1"}
     pushed = [span for span in whole["spans"] if span["name"] == "update_weights_from_tensor"]
@@ -73,7 +75,9 @@ def test_spans_come_since_a_cursor(page: httpx.Client, deployment: DeploymentHan
     deployment["policy"].phases.pause_generation().result(30)
     deployment["policy"].phases.continue_generation().result(30)
     new = page.get("/api/spans", params={"since": first["cursor"], "fresh": True}).json()["spans"]
-    assert {"pause", "continue"} <= {span["name"] for span in new if span["kind"] == "phase"}
+    assert {"pause_generation", "continue_generation"} <= {
+        span["name"] for span in new if span["kind"] == "phase"
+    }
 
 
 def test_everything_is_in_the_files_of_the_run_too(
@@ -180,7 +184,7 @@ def test_the_metrics_of_the_server_are_those_of_the_table(
         for sample in exported["rollout_phase_seconds"]
         if sample.name.endswith("_count")
     }
-    assert counts["release"] >= 1
+    assert counts["release_memory_occupation"] >= 1
     assert any(sample.value > 0 for sample in exported["rollout_freed_bytes"])
     assert set(exported) <= set(METRICS)
 
@@ -250,7 +254,7 @@ def test_a_stuck_phase_is_seen_while_it_is_stuck(
         engines["shared-1"].open("pause_generation")
         pending.result(30)
         policy.phases.continue_generation().result(30)
-    assert doing["shared-1"]["name"] == "pause"
+    assert doing["shared-1"]["name"] == "pause_generation"
     assert doing["shared-0"] is None
     assert now["lock_owner"] == "pause_generation"
     assert [span["name"] for span in now["running"] if span["kind"] == "call"] == [
@@ -371,7 +375,7 @@ def test_the_memory_of_gpus_is_in_state_metrics_and_table(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     groups = {"shared": {"num_engines": 1, "engine": {"kind": "fake", "gpus": 2}}}
     with launched(launch_local, tmp_path, groups) as deployment:
-        deployment["policy"].give_memory().result(30)
+        deployment["policy"].offload().result(30)
         with page_of(deployment.config) as page:
             now = page.get("/api/state?fresh=1").json()
             metrics = samples(page)

@@ -156,7 +156,8 @@ def test_a_phase_that_hangs_is_seen_and_nothing_is_wrong_with_the_rules(
         engines["shared-1"].hold("pause_generation")
         pending = policy.phases.pause_generation()
         engines["shared-1"].wait_entered("pause_generation")
-        query = 'rollout_phase_running_seconds{command="pause"} / rollout_phase_budget_seconds > 0'
+        running = 'rollout_phase_running_seconds{command="pause_generation"}'
+        query = f"{running} / rollout_phase_budget_seconds > 0"
         until(partial(query_prometheus, prometheus, query), "the phase that runs is scraped")
         engines["shared-1"].open("pause_generation")
         pending.result(30)

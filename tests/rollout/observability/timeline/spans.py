@@ -15,19 +15,19 @@ def engine(name: str, engine_id: str, start_s: float, elapsed_s: float, **more: 
 def offload_step(at_s: float = 100.0) -> list[Span]:
     """A second down, ten for the trainer, two up."""
     return [
-        phase("pause", at_s, 0.25),
-        engine("pause", "main-0", at_s, 0.25),
-        engine("pause", "main-1", at_s, 0.05),
-        phase("flush", at_s + 0.25, 0.25),
-        phase("release", at_s + 0.5, 0.5),
-        phase("resume_weights", at_s + 11.0, 0.5),
+        phase("pause_generation", at_s, 0.25),
+        engine("pause_generation", "main-0", at_s, 0.25),
+        engine("pause_generation", "main-1", at_s, 0.05),
+        phase("flush_cache", at_s + 0.25, 0.25),
+        phase("release_memory_occupation", at_s + 0.5, 0.5),
+        phase("onload_weights", at_s + 11.0, 0.5),
         phase("update_weights", at_s + 11.5, 1.0, weight_version=7),
         engine("update_weights", "main-0", at_s + 11.5, 0.2),
         engine("update_weights", "main-1", at_s + 11.5, 0.4),
         engine("update_weights", "main-1", at_s + 11.9, 0.4),
         phase("verify", at_s + 12.5, 0.1),
-        phase("resume_kv", at_s + 12.6, 0.3),
-        phase("continue", at_s + 12.9, 0.1),
+        phase("onload_kv", at_s + 12.6, 0.3),
+        phase("continue_generation", at_s + 12.9, 0.1),
     ]
 
 

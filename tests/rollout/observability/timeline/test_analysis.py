@@ -27,18 +27,18 @@ def test_the_time_of_the_trainer_is_not_lost() -> None:
 
 def test_without_a_release_all_of_it_is_lost() -> None:
     spans = [
-        phase("pause", 0.0, 1.0),
-        phase("flush", 1.0, 1.0),
+        phase("pause_generation", 0.0, 1.0),
+        phase("flush_cache", 1.0, 1.0),
         phase("update_weights", 2.0, 3.0),
         phase("verify", 5.0, 1.0),
-        phase("continue", 6.0, 1.0),
+        phase("continue_generation", 6.0, 1.0),
     ]
     (step,) = steps(spans)
     assert (step.lost_s, step.paused_s, step.trainer_s) == (7.0, 7.0, 0.0)
 
 
 def test_a_step_without_a_push_is_not_paused_for_one() -> None:
-    (step,) = steps([phase("pause", 0.0, 1.0), phase("continue", 6.0, 1.0)])
+    (step,) = steps([phase("pause_generation", 0.0, 1.0), phase("continue_generation", 6.0, 1.0)])
     assert (step.lost_s, step.paused_s) == (7.0, 0.0)
 
 
@@ -48,11 +48,11 @@ def test_a_step_without_its_continue_is_not_counted() -> None:
 
 def test_a_continue_that_failed_and_was_repeated_ends_the_step_late() -> None:
     spans = offload_step()
-    failed = phase("continue", 112.9, 1.0)
+    failed = phase("continue_generation", 112.9, 1.0)
     failed.outcome = Outcome.FAILED
-    (step,) = steps([*spans[:-1], failed, phase("continue", 120.0, 1.0)])
+    (step,) = steps([*spans[:-1], failed, phase("continue_generation", 120.0, 1.0)])
     assert step.end_s == 121.0
-    assert step.phase_s["continue"] == 2.0
+    assert step.phase_s["continue_generation"] == 2.0
 
 
 def test_steps_of_several_servers_are_kept_apart() -> None:
@@ -67,22 +67,24 @@ def test_steps_of_several_servers_are_kept_apart() -> None:
 
 def test_the_slowest_engine_is_named_with_what_the_others_waited() -> None:
     (step,) = steps(offload_step())
-    assert step.slowest["pause"].engine_id == "main-0"
-    assert step.slowest["pause"].waited_s == pytest.approx(0.2)
+    assert step.slowest["pause_generation"].engine_id == "main-0"
+    assert step.slowest["pause_generation"].waited_s == pytest.approx(0.2)
     # Its two calls count together.
     assert step.slowest["update_weights"].engine_id == "main-1"
     assert step.slowest["update_weights"].elapsed_s == pytest.approx(0.8)
 
 
 def test_an_engine_that_still_runs_is_not_yet_the_slowest() -> None:
-    runs = engine("pause", "main-0", 0.0, 9.0, outcome=Outcome.RUNNING)
-    assert slowest_engines([runs, engine("pause", "main-1", 0.0, 1.0)])["pause"].engine_id == (
-        "main-1"
-    )
+    runs = engine("pause_generation", "main-0", 0.0, 9.0, outcome=Outcome.RUNNING)
+    assert slowest_engines([runs, engine("pause_generation", "main-1", 0.0, 1.0)])[
+        "pause_generation"
+    ].engine_id == ("main-1")
 
 
 def test_a_step_contains_its_failures() -> None:
-    late = engine("release", "main-1", 100.6, 0.4, outcome=Outcome.FAILED, said="too late")
+    late = engine(
+        "release_memory_occupation", "main-1", 100.6, 0.4, outcome=Outcome.FAILED, said="too late"
+    )
     (step,) = steps([*offload_step(), late])
     assert [span.said for span in step.failures] == ["too late"]
 

@@ -19,7 +19,11 @@ def test_every_engine_has_a_lane_of_its_own_under_its_server() -> None:
         for event in trace["traceEvents"]
         if event["ph"] == "X" and (event["pid"], event["tid"]) == lanes["main-1"]
     ]
-    assert [event["name"] for event in of_main_1] == ["pause", "update_weights", "update_weights"]
+    assert [event["name"] for event in of_main_1] == [
+        "pause_generation",
+        "update_weights",
+        "update_weights",
+    ]
 
 
 def test_every_rank_of_the_trainer_has_a_lane_of_its_own() -> None:
@@ -45,7 +49,9 @@ def test_times_are_microseconds_from_the_first_span() -> None:
 
 
 def test_the_trace_is_json_with_the_values_of_each_span() -> None:
-    failed = engine("release", "main-0", 1.0, 2.0, outcome=Outcome.FAILED, said="late")
+    failed = engine(
+        "release_memory_occupation", "main-0", 1.0, 2.0, outcome=Outcome.FAILED, said="late"
+    )
     failed.memory_before_bytes, failed.memory_after_bytes = 10, 4
     (event,) = [
         event
@@ -76,11 +82,16 @@ def test_opentelemetry_gets_the_tree_with_its_times_and_its_errors() -> None:
     kept = InMemorySpanExporter()
     provider = sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    child = engine("pause", "main-0", 10.0, 2.0, outcome=Outcome.FAILED, said="hung", parent=1)
-    root = Span(Kind.PHASE, "pause", "policy/main", 10.0, 3.0, Outcome.OK, span_id=1)
+    child = engine(
+        "pause_generation", "main-0", 10.0, 2.0, outcome=Outcome.FAILED, said="hung", parent=1
+    )
+    root = Span(Kind.PHASE, "pause_generation", "policy/main", 10.0, 3.0, Outcome.OK, span_id=1)
     assert export([child, root], provider) == 2
     exported = {span.name: span for span in kept.get_finished_spans()}
-    engine_span, phase_span = exported["engine pause"], exported["phase pause"]
+    engine_span, phase_span = (
+        exported["engine pause_generation"],
+        exported["phase pause_generation"],
+    )
     assert engine_span.parent.span_id == phase_span.context.span_id
     assert (engine_span.start_time, engine_span.end_time) == (10_000_000_000, 12_000_000_000)
     assert engine_span.status.description == "hung"

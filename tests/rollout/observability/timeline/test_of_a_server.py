@@ -24,8 +24,8 @@ def spans_of(snapshot: ServerSnapshot) -> list[Span]:
 
 async def test_a_step_is_phases_groups_and_engines_with_versions_and_memory(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
-    await bench.server.serve_weights(push(1))
+    await bench.server.offload()
+    await bench.server.push(push(1))
     spans = spans_of(await snapshot_of(bench))
     (step,) = steps(spans)
     assert step.weight_version == 1
@@ -34,11 +34,21 @@ async def test_a_step_is_phases_groups_and_engines_with_versions_and_memory(tmp_
         (Kind.ENGINE, "verify", "fingerprint")
     }
     assert [span.read_bytes for span in verified] == [None] * 3
-    assert set(step.slowest) >= {"pause", "flush", "release", "update_weights", "verify"}
-    released = [span for span in spans if (span.kind, span.name) == (Kind.ENGINE, "release")]
+    assert set(step.slowest) >= {
+        "pause_generation",
+        "flush_cache",
+        "release_memory_occupation",
+        "update_weights",
+        "verify",
+    }
+    released = [
+        span
+        for span in spans
+        if (span.kind, span.name) == (Kind.ENGINE, "release_memory_occupation")
+    ]
     assert sorted(span.engine_id for span in released) == ["shared-0", "shared-1"]
     assert all(span.freed_bytes and span.freed_bytes > 0 for span in released)
-    resumed = [span for span in spans if (span.kind, span.name) == (Kind.ENGINE, "resume_weights")]
+    resumed = [span for span in spans if (span.kind, span.name) == (Kind.ENGINE, "onload_weights")]
     assert all((span.freed_bytes or 0) < 0 for span in resumed)
     assert [span.said for span in spans if span.name == "gate"][-1] == "open at weight version 1"
     assert all(span.budget_s > 0 for span in spans if span.kind is Kind.PHASE)
@@ -55,8 +65,8 @@ async def test_a_verification_has_the_bytes_that_its_engine_reports(
 
     monkeypatch.setattr(FakeEngine, "weights_checker", reporting)
     bench = await started_server(tmp_path)
-    await bench.server.give_memory()
-    await bench.server.serve_weights(push(1))
+    await bench.server.offload()
+    await bench.server.push(push(1))
     spans = [span for span in spans_of(await snapshot_of(bench)) if span.name == "verify"]
     assert [span.read_bytes for span in spans if span.kind is Kind.ENGINE] == [1024] * 3
     await bench.server.stop()
@@ -65,10 +75,14 @@ async def test_a_verification_has_the_bytes_that_its_engine_reports(
 async def test_an_engine_that_fails_is_a_failed_span_and_an_event(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     bench["shared-1"].fail_next("release_memory_occupation", EngineUnreachable("it is gone"))
-    await bench.server.give_memory()
+    await bench.server.offload()
     spans = spans_of(await snapshot_of(bench))
     (failed,) = [span for span in spans if span.outcome is Outcome.FAILED]
-    assert (failed.kind, failed.name, failed.engine_id) == (Kind.ENGINE, "release", "shared-1")
+    assert (failed.kind, failed.name, failed.engine_id) == (
+        Kind.ENGINE,
+        "release_memory_occupation",
+        "shared-1",
+    )
     assert "it is gone" in failed.said
     (fenced,) = [span for span in spans if span.name == "fenced"]
     assert fenced.engine_id == "shared-1"

@@ -92,7 +92,12 @@ def test_a_step_of_a_server_reaches_a_collector_as_a_tree(
     assert collector.services == {"ray-rollout"}
     by_id = {span.span_id: span for span, _ in received}
     names = {span.name for span, _ in received}
-    assert {"phase pause", "group pause", "engine pause", "call pause_generation"} <= names
+    assert {
+        "phase pause_generation",
+        "group pause_generation",
+        "engine pause_generation",
+        "call pause_generation",
+    } <= names
     for span, known in received:
         assert span.start_time_unix_nano <= span.end_time_unix_nano
         if span.parent_span_id:
@@ -122,7 +127,7 @@ def test_a_collector_that_does_not_answer_delays_nothing(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         sink = OtelSink()
-        sink.put(Span(Kind.PHASE, "pause", "policy", 1.0, 1.0, Outcome.OK, span_id=1))
+        sink.put(Span(Kind.PHASE, "pause_generation", "policy", 1.0, 1.0, Outcome.OK, span_id=1))
         sink.close()
     assert "the collector has not taken all spans within 0.2 s" in caplog.text
     # The attempt under way ends with the socket that it waits for.

@@ -48,7 +48,10 @@ async def test_a_fan_out_within_a_span_records_each_engine_and_each_call() -> No
 async def test_an_engine_that_refuses_is_a_failed_call_with_its_message() -> None:
     timeline = Timeline("policy/main")
     async with asking("no such luck", status=502, engine_id="main-0") as (client, _):
-        with timeline.span(Kind.ENGINE, "pause", engine_id="main-0"), pytest.raises(EngineRejected):
+        with (
+            timeline.span(Kind.ENGINE, "pause_generation", engine_id="main-0"),
+            pytest.raises(EngineRejected),
+        ):
             await client.pause_generation()
     call = timeline.since().spans[0]
     assert call.outcome is Outcome.FAILED
@@ -62,7 +65,7 @@ async def test_outside_of_a_span_nothing_is_recorded() -> None:
         record_event("something")
         assert current_span() is None
 
-    await fan_out({"main-0": nothing}, operation="pause", budget_s=5.0)
+    await fan_out({"main-0": nothing}, operation="pause_generation", budget_s=5.0)
     assert timeline.since().spans == ()
 
 
@@ -71,7 +74,7 @@ async def test_a_cancelled_call_has_that_outcome() -> None:
     entered = asyncio.Event()
 
     async def wait() -> None:
-        with timeline.span(Kind.PHASE, "pause"):
+        with timeline.span(Kind.PHASE, "pause_generation"):
             entered.set()
             await asyncio.Event().wait()
 
@@ -86,10 +89,14 @@ async def test_a_cancelled_call_has_that_outcome() -> None:
 def test_a_running_span_is_visible_with_its_seconds_so_far() -> None:
     clock = Clock()
     timeline = Timeline("policy", clock=clock)
-    with timeline.span(Kind.PHASE, "release", budget_s=60.0):
+    with timeline.span(Kind.PHASE, "release_memory_occupation", budget_s=60.0):
         clock.now_s += 12.0
         (running,) = timeline.since().running
-        assert (running.name, running.elapsed_s, running.budget_s) == ("release", 12.0, 60.0)
+        assert (running.name, running.elapsed_s, running.budget_s) == (
+            "release_memory_occupation",
+            12.0,
+            60.0,
+        )
         assert running.outcome is Outcome.RUNNING
     assert timeline.since().running == ()
 
@@ -112,7 +119,7 @@ def test_memory_is_bounded_and_an_old_cursor_gets_the_spans_that_remain() -> Non
 
 def test_values_can_be_added_to_the_current_span() -> None:
     timeline = Timeline("policy/main")
-    with timeline.span(Kind.ENGINE, "release", engine_id="main-0"):
+    with timeline.span(Kind.ENGINE, "release_memory_occupation", engine_id="main-0"):
         span = current_span()
         assert span is not None
         span.memory_before_bytes, span.memory_after_bytes = 100, 30
@@ -122,7 +129,7 @@ def test_values_can_be_added_to_the_current_span() -> None:
 async def test_spans_come_back_from_the_file_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "run" / "policy.spans.jsonl"
     timeline = Timeline("policy", sinks=[SpanFile(path)])
-    with timeline.span(Kind.PHASE, "pause", budget_s=60.0) as span:
+    with timeline.span(Kind.PHASE, "pause_generation", budget_s=60.0) as span:
         span.weight_version = 3
     timeline.event("fenced", "it hangs", engine_id="main-1")
     await timeline.aclose()

@@ -483,7 +483,7 @@ def test_requests_of_an_engine_that_is_taken_away_are_held_too():
 def test_what_the_lifecycle_has_shut_stays_as_it_is(state):
     gate = open_gate(member("a", **RETURNS))
     lose(gate, "a")
-    gate.set_state(state, reason="an update", phase="pause")
+    gate.set_state(state, reason="an update", phase="pause_generation")
     assert (gate.state, gate.wanted, gate.reason) == (state, state, "an update")
     gate.set_members(2, [member("a", **RETURNS)])
     assert (gate.state, gate.reason) == (state, "an update")

@@ -61,8 +61,8 @@ def next_push(policy: ServerHandle) -> Any:
 
 def window(policy: ServerHandle) -> None:
     """One offload and onload."""
-    policy.give_memory().result(TIMEOUT_S)
-    policy.serve_weights(next_push(policy)).result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
+    policy.push(next_push(policy)).result(TIMEOUT_S)
 
 
 # -- calls ----------------------------------------------------------------------------------
@@ -79,14 +79,17 @@ def test_every_verb_returns_its_object_ref_before_its_work_is_done(
         return policy._caller.call(RolloutServer.update_weights, shipped)
 
     verbs: dict[str, tuple[Callable[[], Pending[Any]], str]] = {
-        "pause": (policy.phases.pause_generation, "pause_generation"),
-        "flush": (policy.phases.flush_cache, "flush_cache"),
-        "release": (policy.phases.release_memory_occupation, "release_memory_occupation"),
-        "resume_weights": (policy.phases.onload_weights, "resume_memory_occupation"),
+        "pause_generation": (policy.phases.pause_generation, "pause_generation"),
+        "flush_cache": (policy.phases.flush_cache, "flush_cache"),
+        "release_memory_occupation": (
+            policy.phases.release_memory_occupation,
+            "release_memory_occupation",
+        ),
+        "onload_weights": (policy.phases.onload_weights, "resume_memory_occupation"),
         "update_weights": (update, "update_weights_from_tensor"),
         "verify": (policy.phases.verify, "model_info"),
-        "resume_kv": (policy.phases.onload_kv, "resume_memory_occupation"),
-        "continue": (policy.phases.continue_generation, "continue_generation"),
+        "onload_kv": (policy.phases.onload_kv, "resume_memory_occupation"),
+        "continue_generation": (policy.phases.continue_generation, "continue_generation"),
     }
     for command, (verb, operation) in verbs.items():
         engines["shared-1"].hold(operation)
@@ -102,8 +105,8 @@ def test_every_verb_returns_its_object_ref_before_its_work_is_done(
 def test_whole_transitions_have_an_object_ref_too(world: World, policy: ServerHandle) -> None:
     calls: list[Callable[[], Pending[Any]]] = [
         policy.status,
-        policy.give_memory,
-        lambda: policy.serve_weights(next_push(policy)),
+        policy.offload,
+        lambda: policy.push(next_push(policy)),
         policy.serve,
     ]
     for call in calls:
@@ -168,7 +171,7 @@ def test_giving_up_on_a_call_does_not_stop_it(
         pausing.result(timeout_s=0.01)
     engines["shared-0"].wait_entered("pause_generation")
     engines["shared-0"].open("pause_generation")
-    assert pausing.result(TIMEOUT_S).phase_s.keys() == {"pause"}
+    assert pausing.result(TIMEOUT_S).phase_s.keys() == {"pause_generation"}
     policy.phases.continue_generation().result(TIMEOUT_S)
 
 
@@ -190,10 +193,10 @@ def test_no_group_begins_a_phase_before_every_group_has_ended_the_one_before(
     before = {name: len(one.requests(f"/{later}")) for name, one in engines.items()}
     slow.hold(earlier)
     if earlier.startswith("resume"):
-        policy.give_memory().result(TIMEOUT_S)
-        transition = policy.serve_weights(next_push(policy))
+        policy.offload().result(TIMEOUT_S)
+        transition = policy.push(next_push(policy))
     else:
-        transition = policy.give_memory()
+        transition = policy.offload()
     slow.wait_entered(earlier)
     policy.status().result(TIMEOUT_S)
     assert {name: len(one.requests(f"/{later}")) for name, one in engines.items()} == before
@@ -203,16 +206,16 @@ def test_no_group_begins_a_phase_before_every_group_has_ended_the_one_before(
     begins = [came for one in engines.values() for came, _ in one.requests(f"/{later}")[-1:]]
     assert max(ends) <= min(begins)
     if not earlier.startswith("resume"):
-        policy.serve_weights(next_push(policy)).result(TIMEOUT_S)
+        policy.push(next_push(policy)).result(TIMEOUT_S)
 
 
 def test_a_deployment_goes_on_from_where_its_server_is(
     deployment: DeploymentHandle, policy: ServerHandle
 ) -> None:
     policy.phases.pause_generation().result(TIMEOUT_S)
-    done = deployment.give_memory().result(TIMEOUT_S)["policy"].phase_s
-    assert {"flush", "release"} <= done.keys()
-    policy.serve_weights(next_push(policy)).result(TIMEOUT_S)
+    done = deployment.offload().result(TIMEOUT_S)["policy"].phase_s
+    assert {"flush_cache", "release_memory_occupation"} <= done.keys()
+    policy.push(next_push(policy)).result(TIMEOUT_S)
     assert deployment.status().result(TIMEOUT_S)["policy"].phase == "serving"
 
 
@@ -234,8 +237,8 @@ def test_buckets_travel_by_object_ref_and_every_engine_gets_them_all(
     before = {
         name: len(one.requests("/update_weights_from_tensor")) for name, one in engines.items()
     }
-    policy.give_memory().result(TIMEOUT_S)
-    policy._caller.call(RolloutServer.serve_weights, shipped).result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
+    policy._caller.call(RolloutServer.push, shipped).result(TIMEOUT_S)
     for name, one in engines.items():
         assert len(one.requests("/update_weights_from_tensor")) == before[name] + 2
     assert len({one.checksum() for one in engines.values()}) == 1
@@ -253,11 +256,14 @@ async def test_an_error_arrives_as_it_was_raised(policy: ServerHandle) -> None:
     await policy.phases.continue_generation()
     for error in (caught.value, awaited.value):
         assert type(error) is LifecycleError
-        assert str(error) == "cannot release while paused; legal now: flush, continue"
+        assert str(error) == (
+            "cannot release_memory_occupation while paused; "
+            "legal now: flush_cache, continue_generation"
+        )
         assert (error.command, error.phase, error.legal) == (
-            "release",
+            "release_memory_occupation",
             "paused",
-            ("flush", "continue"),
+            ("flush_cache", "continue_generation"),
         )
         told = "".join(traceback.format_exception(error))
         assert "RayTaskError" not in told
@@ -275,16 +281,16 @@ def test_a_failed_engine_is_named_with_its_own_words(
         for _ in range(2):  # after the first it is aborted, and asked again
             engines["main-0"].fail_next("flush_cache", "3 requests still run")
         with pytest.raises(PhaseFailed, match=r"main-0.*3 requests still run") as caught:
-            handle["policy"].give_memory().result(TIMEOUT_S)
+            handle["policy"].offload().result(TIMEOUT_S)
         assert [one.engine_id for one in caught.value.failures] == ["main-0"]
         assert handle["policy"].status().result(TIMEOUT_S).gate == "closed"
 
 
 def test_an_order_older_than_one_already_seen_is_refused(world: World) -> None:
     group = _engineless_group(world)
-    group.run(Command.PAUSE, 5).object_ref.future().result(TIMEOUT_S)
+    group.run(Command.PAUSE_GENERATION, 5).object_ref.future().result(TIMEOUT_S)
     with pytest.raises(LifecycleError, match="command 3 came after command 5"):
-        _result(world, group.run(Command.CONTINUE, 3))
+        _result(world, group.run(Command.CONTINUE_GENERATION, 3))
     assert _result(world, group.status()).phase == "paused"
     world.ray.kill(group._actor)
 
@@ -293,9 +299,9 @@ def test_orders_that_overtake_one_another_never_undo_a_later_one(world: World) -
     group = _engineless_group(world)
     for first in range(1, 60, 3):
         calls = [
-            group.run(Command.PAUSE, first),
-            group.run(Command.CONTINUE, first + 1),
-            group.run(Command.PAUSE, first + 2),
+            group.run(Command.PAUSE_GENERATION, first),
+            group.run(Command.CONTINUE_GENERATION, first + 1),
+            group.run(Command.PAUSE_GENERATION, first + 2),
         ]
         outcomes = [_outcome(world, call) for call in calls]
         assert outcomes[-1] == "paused", outcomes
@@ -356,7 +362,7 @@ def test_a_lost_group_is_named_with_what_to_do(world: World, tmp_path: Any) -> N
     with launched(launch, tmp_path, ONE_ENGINE, health=UNWATCHED, run_id="halved") as handle:
         world.crash_newest("ServerGroupActor")
         with pytest.raises(ActorLost, match=r"policy/main.*with health\.recover") as caught:
-            handle["policy"].give_memory().result(TIMEOUT_S)
+            handle["policy"].offload().result(TIMEOUT_S)
         assert (caught.value.actor, caught.value.is_dead) == ("policy/main", True)
         assert handle["policy"].status().result(TIMEOUT_S).gate == "closed"
     assert wait_until(lambda: sorted(world.live_actors()) == before, TIMEOUT_S)

@@ -52,8 +52,8 @@ def test_an_attached_engine_needs_no_bundle_and_is_driven_like_any_other(
     found = engine_of(policy)
     assert (found.endpoint.url, found.pid, found.processes) == (url, None, ())
     assert "EngineActor" not in world.live_actors()
-    policy.give_memory().result(TIMEOUT_S)
-    assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+    policy.offload().result(TIMEOUT_S)
+    assert policy.push(push(1)).result(TIMEOUT_S).weight_version == 1
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
     answer = httpx.post(policy.url + "/generate", json=body, timeout=30, trust_env=False)
     assert answer.json()["meta_info"]["weight_version"] == "1"
@@ -69,7 +69,7 @@ def test_an_attached_engine_is_taken_over_when_its_group_is_lost_and_runs_on_whe
         lambda: "ServerGroupActor" in world.live_actors() and not engine_of(policy).fence_reason,
         TIMEOUT_S,
     )
-    policy.give_memory().result(TIMEOUT_S)
-    assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+    policy.offload().result(TIMEOUT_S)
+    assert policy.push(push(1)).result(TIMEOUT_S).weight_version == 1
     assert engine_of(policy).endpoint.url == url
     assert engine.process.poll() is None

@@ -121,8 +121,8 @@ def test_a_trainer_takes_the_whole_bundle_of_each_slot_while_the_engines_live(
         ranks = [start_rank(world, handle.placement_group, slot.bundle_index) for slot in slots]
         check_slots(world, handle, slots, ranks)
         policy = handle["policy"]
-        policy.give_memory().result(TIMEOUT_S)
-        assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+        policy.offload().result(TIMEOUT_S)
+        assert policy.push(push(1)).result(TIMEOUT_S).weight_version == 1
         for rank in ranks:
             world.ray.kill(rank)
 

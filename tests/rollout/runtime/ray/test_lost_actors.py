@@ -79,8 +79,8 @@ def num_released(engine: ServedEngine) -> int:
 
 def window(policy: ServerHandle) -> int:
     version = policy.status().result(TIMEOUT_S).weight_version + 1
-    policy.give_memory().result(TIMEOUT_S)
-    return policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version
+    policy.offload().result(TIMEOUT_S)
+    return policy.push(push(version)).result(TIMEOUT_S).weight_version
 
 
 def test_a_group_lost_while_it_serves_is_replaced_and_its_engines_go_on(
@@ -103,7 +103,7 @@ def test_a_group_lost_while_it_is_offloaded_is_replaced_and_its_engines_stay_asl
     world: World, policy: ServerHandle
 ) -> None:
     version = policy.status().result(TIMEOUT_S).weight_version + 1
-    policy.give_memory().result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
     before = engines(policy)
     world.crash_newest("ServerGroupActor")
     assert wait_until(
@@ -114,7 +114,7 @@ def test_a_group_lost_while_it_is_offloaded_is_replaced_and_its_engines_stay_asl
         name: one.released for name, one in before.items()
     }
     assert policy.status().result(TIMEOUT_S).phase == "offloaded"
-    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
+    assert policy.push(push(version)).result(TIMEOUT_S).weight_version == version
     assert are_where(policy, before)
     assert generate(policy.url) == 200
 
@@ -137,16 +137,16 @@ def test_a_group_lost_in_a_release_gives_the_memory_without_a_boot(
 
         for one in served.values():
             one.hold("release_memory_occupation")
-        offloading = policy.give_memory()
+        offloading = policy.offload()
         for one in served.values():
             one.wait_entered("release_memory_occupation")
         world.crash_newest("ServerGroupActor", release if had_it else lambda: None)
         with pytest.raises(ActorLost, match="policy/main"):
             offloading.result(TIMEOUT_S)
-        policy.give_memory().result(TIMEOUT_S)
+        policy.offload().result(TIMEOUT_S)
     assert policy.status().result(TIMEOUT_S).phase == "offloaded"
     assert are_where(policy, before)  # none has booted
-    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
+    assert policy.push(push(version)).result(TIMEOUT_S).weight_version == version
     assert are_where(policy, before) == had_it
     assert generate(policy.url) == 200
 
@@ -157,7 +157,7 @@ def test_a_group_lost_in_a_command_fails_it_and_the_next_one_goes_on_with_its_en
     before = engines(policy)
     with engines_of(policy) as served:
         served["main-0"].hold("flush_cache")
-        offloading = policy.give_memory()
+        offloading = policy.offload()
         served["main-0"].wait_entered("flush_cache")
         world.crash_newest("ServerGroupActor")
         with pytest.raises(ActorLost, match="policy/main"):
@@ -215,7 +215,7 @@ def test_a_standby_of_a_lost_group_takes_a_place_without_a_boot(
         known = lost_groups(read(journal), {"main": group._settings.group})["main"].known
         assert [one.endpoint for one in known.asleep] == [slept]
         assert [one.endpoint for one in known.engines] == [engines(policy)["main-0"].endpoint]
-        for reach in (lambda: generate(policy.url), lambda: policy.give_memory().result(TIMEOUT_S)):
+        for reach in (lambda: generate(policy.url), lambda: policy.offload().result(TIMEOUT_S)):
             reach()
             world.crash_newest("ServerGroupActor")
             assert wait_until(
@@ -225,7 +225,7 @@ def test_a_standby_of_a_lost_group_takes_a_place_without_a_boot(
         with engines_of(policy) as served:
             served["main-0"].kill()
         assert wait_until(lambda: engines(policy)["main-0"].endpoint == slept, TIMEOUT_S)
-        assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+        assert policy.push(push(1)).result(TIMEOUT_S).weight_version == 1
         assert engines(policy)["main-0"].endpoint == slept
         assert generate(policy.url) == 200
 
@@ -259,7 +259,7 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
 ) -> None:
     url = policy.url
     version = policy.status().result(TIMEOUT_S).weight_version + 1
-    policy.give_memory().result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
     kill_listener(url)
 
     def gate() -> str:
@@ -270,7 +270,7 @@ def test_a_router_lost_in_an_offload_comes_back_with_its_gate_shut(
         return str(state["gate"]["state"])
 
     assert wait_until(lambda: gate() == "holding", TIMEOUT_S)
-    assert policy.serve_weights(push(version)).result(TIMEOUT_S).weight_version == version
+    assert policy.push(push(version)).result(TIMEOUT_S).weight_version == version
     assert gate() == "open"
     assert generate(url) == 200
 

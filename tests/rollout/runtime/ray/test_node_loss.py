@@ -80,8 +80,8 @@ class Fleet:
             lambda: not any(one.fence_reason for one in self.engines().values()), 120
         ), self.engines()
         version = self.policy.status().result(TIMEOUT_S).weight_version
-        self.policy.give_memory().result(60)
-        self.policy.serve_weights(push(version + 1)).result(60)
+        self.policy.offload().result(60)
+        self.policy.push(push(version + 1)).result(60)
         assert {one.state for one in self.engines().values()} == {"serving"}
 
 
@@ -178,7 +178,7 @@ def test_in_a_rollout_step_the_others_go_on_and_no_request_is_without_an_end(fle
 def test_in_an_offload_the_others_give_their_memory_back(fleet: Fleet, operation: str) -> None:
     victim = fleet.victim()
     with held(victim, operation):
-        offloading = fleet.policy.give_memory()
+        offloading = fleet.policy.offload()
         entered(victim, operation)
         fleet.lose_node_of(victim)
         report = offloading.result(SEEN_WITHIN_S)
@@ -187,7 +187,7 @@ def test_in_an_offload_the_others_give_their_memory_back(fleet: Fleet, operation
     assert fleet.is_fenced(victim)
     assert not any(is_running(one) for one in victim.processes)
     version = fleet.policy.status().result(TIMEOUT_S).weight_version + 1
-    assert fleet.policy.serve_weights(push(version)).result(60).weight_version == version
+    assert fleet.policy.push(push(version)).result(60).weight_version == version
     assert generate(fleet.policy) == 200
     fleet.restore()
 
@@ -198,10 +198,10 @@ def test_a_push_that_too_few_engines_survive_fails_and_the_gate_stays_shut_until
 ) -> None:
     victims = fleet.exposed()
     version = fleet.policy.status().result(TIMEOUT_S).weight_version + 1
-    fleet.policy.give_memory().result(60)
+    fleet.policy.offload().result(60)
     operation = "update_weights_from_tensor"
     with held(victims[0], operation), held(victims[1], operation):
-        pushing = fleet.policy.serve_weights(push(version))
+        pushing = fleet.policy.push(push(version))
         for victim in victims:
             entered(victim, operation)
         for victim in victims:
@@ -214,13 +214,13 @@ def test_a_push_that_too_few_engines_survive_fails_and_the_gate_stays_shut_until
     assert (status.gate, status.phase) == ("closed", "weights_updated")
     assert generate(fleet.policy) == 503
     with pytest.raises(PhaseFailed, match="1 of 3 engines left"):
-        fleet.policy.serve_weights(push(version)).result(60)
+        fleet.policy.push(push(version)).result(60)
     # Ray places the bundles of a run that it has lost all together or not at all.
     for _ in victims:
         fleet.world.add_node(CPU=8, GPU=NUM_GPUS)
     # In the middle of an onload just as many are started as it needs to go on.
     assert wait_until(lambda: sum(fleet.is_fenced(one) for one in victims) <= 1, 120)
-    assert fleet.policy.serve_weights(push(version)).result(60).weight_version == version
+    assert fleet.policy.push(push(version)).result(60).weight_version == version
     assert generate(fleet.policy) == 200
     fleet.restore()
 
@@ -250,8 +250,8 @@ def test_an_engine_whose_actor_and_guard_fail_is_ended_on_its_node_before_anothe
     assert not guard.is_running()
     assert fleet.engines()[victim.engine_id].node_id == victim.node_id
     version = fleet.policy.status().result(TIMEOUT_S).weight_version
-    fleet.policy.give_memory().result(60)
-    fleet.policy.serve_weights(push(version + 1)).result(60)
+    fleet.policy.offload().result(60)
+    fleet.policy.push(push(version + 1)).result(60)
 
 
 def owner_of(guard: psutil.Process) -> int:

@@ -46,8 +46,8 @@ def test_an_engine_whose_actor_crashed_comes_back_and_joins_at_the_next_push(
         lambda: any(one.endpoint != before[name].endpoint for name, one in engines(policy).items()),
         TIMEOUT_S,
     )
-    policy.give_memory().result(TIMEOUT_S)
-    policy.serve_weights(push(1)).result(TIMEOUT_S)
+    policy.offload().result(TIMEOUT_S)
+    policy.push(push(1)).result(TIMEOUT_S)
     after = engines(policy)
     assert [one.weight_version for one in after.values()] == [1, 1]
     assert not any(one.fence_reason or one.is_stale for one in after.values())

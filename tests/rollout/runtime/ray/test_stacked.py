@@ -44,11 +44,11 @@ def test_each_server_has_its_turn_and_the_trainer_all_of_each_gpu(
         calls = [rank.num_gpus.remote() for rank in ranks]
         assert world.ray.get(calls, timeout=60) == [1, 1]
         policy, reference = deployment["policy"], deployment["reference"]
-        policy.give_memory().result(TIMEOUT_S)
+        policy.offload().result(TIMEOUT_S)
         reference.serve().result(TIMEOUT_S)
         assert phases() == ["offloaded", "serving"]
-        reference.give_memory().result(TIMEOUT_S)
-        assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+        reference.offload().result(TIMEOUT_S)
+        assert policy.push(push(1)).result(TIMEOUT_S).weight_version == 1
         assert phases() == ["serving", "offloaded"]
         for rank in ranks:
             world.ray.kill(rank)

@@ -70,8 +70,8 @@ def test_each_node_runs_one_process_with_its_rank_and_gpus_and_where_they_meet(
         gpus = [environment(pid)["CUDA_VISIBLE_DEVICES"] for pid in (first, second)]
         assert gpus == ["0,1,2,3", "0,1,2,3"]
         assert logs_of(tmp_path) == {"main-0.log", "main-0.log.node-1"}
-        policy.give_memory().result(TIMEOUT_S)
-        assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+        policy.offload().result(TIMEOUT_S)
+        assert policy.push(push(1)).result(TIMEOUT_S).weight_version == 1
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (first, second)), 5)
 
 
@@ -94,8 +94,8 @@ def test_the_end_of_one_node_is_the_end_of_the_engine_and_it_comes_back_whole(
         world.crash_newest("EngineActor")
         assert wait_until(lambda: len(set(processes()) - set(before)) == 2, TIMEOUT_S)
         assert not any(Path(f"/proc/{pid}").exists() for pid in before)
-        policy.give_memory().result(TIMEOUT_S)
-        assert policy.serve_weights(push(1)).result(TIMEOUT_S).weight_version == 1
+        policy.offload().result(TIMEOUT_S)
+        assert policy.push(push(1)).result(TIMEOUT_S).weight_version == 1
 
 
 @pytest.mark.embedded
@@ -116,7 +116,7 @@ def test_it_comes_back_from_the_store_with_what_was_pushed_on_all_its_nodes(
             return only
 
         weights = {one.name: torch.rand(one.shape) for one in DEFAULT_TENSORS}
-        policy.serve_weights(weights, version=7).result(TIMEOUT_S)
+        policy.push(weights, version=7).result(TIMEOUT_S)
         assert wait_until(lambda: kept(policy) == 7, TIMEOUT_S)
         before = engine()
         pushed = checksum_of(before)

@@ -51,7 +51,7 @@ def test_a_version_that_is_no_integer_or_too_large_is_refused(version: Any) -> N
 
 
 ENTRIES = {
-    "serve_weights": lambda server, version: server.serve_weights({}, version=version),
+    "push": lambda server, version: server.push({}, version=version),
     "phases.update_weights": lambda server, version: server.phases.update_weights(
         {}, version=version
     ),

@@ -305,8 +305,8 @@ async def test_engines_with_the_checkpoint_hold_and_verify_what_was_quantised(
     group, engines = await started_group(
         2, needs_offload=False, launcher=FakeLauncher(holding), model_path=str(folder)
     )
-    await group.run(Command.PAUSE)
-    await group.run(Command.FLUSH)
+    await group.run(Command.PAUSE_GENERATION)
+    await group.run(Command.FLUSH_CACHE)
     as_trained = make_push(trained(1), version=1, bucket_bytes=70_000)
     with pytest.raises(WeightMismatch, match=r"push with name_map=.*fp8_block_quantiser"):
         check_fits(as_trained, "policy", WeightsConfig(), "", expected)
