@@ -24,7 +24,6 @@ from engines.process.cuda_runtime import LIBRARY_PATH
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
-from engines.process.guarded_process import RunProcess
 from engines.process.tcp_ports import PortReservation, reserve_port
 from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
 from engines.protocol.errors import EngineError, EngineNotReady
@@ -91,15 +90,6 @@ class NodeLauncher(EngineLauncher, Protocol):
     """One that can also start an engine's part on one node of several."""
 
     def hold_address(self, host: str) -> str: ...
-
-
-@runtime_checkable
-class RunLauncher(EngineLauncher, Protocol):
-    """One whose engines outlive the process that launched them."""
-
-    async def adopt(
-        self, spec: EngineSpec, endpoint: Endpoint, identity: ProcessIdentity
-    ) -> RunningEngine: ...
 
 
 class LocalEngine:
@@ -262,14 +252,9 @@ async def _number(client: Engine, spec: EngineSpec) -> None:
 
 
 class LocalLauncher:
-    """Launches engines as guarded child processes of this one.
+    """Launches engines as guarded child processes of this one."""
 
-    Args:
-        run: engines outlive this process while that of the run lives; None: they end with it.
-    """
-
-    def __init__(self, run: RunProcess | None = None) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._reserved: dict[str, PortReservation] = {}
 
     def hold_address(self, host: str) -> str:
@@ -314,7 +299,6 @@ class LocalLauncher:
                 cleanup=start.cleanup,
                 folder_variable=start.folder_variable,
                 kill_timeout_s=spec.process_kill_s,
-                run=self._run,
             )
         client = kind.client(endpoint, engine_id=spec.engine_id)
         # Only the first node takes requests; the others only report that they live.
@@ -329,22 +313,6 @@ class LocalLauncher:
         finally:
             await client.aclose()
         return LocalEngine(endpoint, process, spec, used_before)
-
-    async def adopt(
-        self, spec: EngineSpec, endpoint: Endpoint, identity: ProcessIdentity
-    ) -> LocalEngine:
-        """The engine of a run whose owner has ended; what it holds is not checked.
-
-        Raises:
-            EngineNotReady: it has ended too.
-        """
-        process = await EngineProcess.adopt(
-            identity,
-            log_path=Path(spec.log_path),
-            engine_id=spec.engine_id,
-            kill_timeout_s=spec.process_kill_s,
-        )
-        return LocalEngine(endpoint, process, spec)
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:
@@ -456,8 +424,6 @@ __all__ = [
     "LocalLauncher",
     "NodeLauncher",
     "Override",
-    "RunLauncher",
-    "RunProcess",
     "RunningEngine",
     "StartSettings",
     "attach",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from engines.process.guarded_process import KILL, TERMINATE, GuardedProcess, RunProcess
+from engines.process.guarded_process import KILL, TERMINATE, GuardedProcess
 from engines.process.process_identity import resident_bytes_of
 from engines.protocol import ProcessIdentity
 from engines.protocol.errors import EngineError, EngineHung, EngineNotReady
@@ -65,7 +65,6 @@ class EngineProcess:
         cleanup: Sequence[str] = (),
         folder_variable: str = "",
         kill_timeout_s: float = _KILL_S,
-        run: RunProcess | None = None,
     ) -> EngineProcess:
         """Starts ``command`` and returns when its program is loaded.
 
@@ -79,8 +78,6 @@ class EngineProcess:
                 and the like; the folder is removed with the engine.  None is made where ``env``
                 has the variable.
             kill_timeout_s: from SIGKILL until the last of its processes is gone.
-            run: once ready, it belongs to this run: another process may ``adopt`` it when this
-                one has ended.
 
         Raises:
             EngineNotReady: the guard could not start.  A command that cannot be run is an engine
@@ -94,7 +91,6 @@ class EngineProcess:
             cleanup=cleanup,
             folder_variable=folder_variable,
             name=engine_id,
-            run=run,
         )
         process = cls(
             guarded, engine_id=engine_id, log_path=log_path, kill_timeout_s=kill_timeout_s
@@ -112,38 +108,6 @@ class EngineProcess:
         logger.info(
             "engine process started", extra={"engine_id": engine_id, "engine_pid": process.pid}
         )
-        return process
-
-    @classmethod
-    async def adopt(
-        cls,
-        identity: ProcessIdentity,
-        *,
-        log_path: Path,
-        engine_id: str = "",
-        kill_timeout_s: float = _KILL_S,
-    ) -> EngineProcess:
-        """Becomes the owner of an engine of a run whose owner has ended.
-
-        Raises:
-            EngineNotReady: it does not run any more, or its guard takes no other owner.
-        """
-        try:
-            guarded = await asyncio.to_thread(GuardedProcess.adopt, identity)
-        except OSError as error:
-            raise EngineNotReady(
-                f"engine {engine_id}: process {identity.pid} has no guard that takes another "
-                f"owner: {error}",
-                engine=engine_id,
-            ) from error
-        process = cls(
-            guarded, engine_id=engine_id, log_path=log_path, kill_timeout_s=kill_timeout_s
-        )
-        await process._wait(
-            lambda: process.pid is not None or process._guarded.is_lost, _GUARD_START_S
-        )
-        if process.identity != identity:
-            raise process._not_ready(f"runs as {process.identity}, not as {identity}")
         return process
 
     @property

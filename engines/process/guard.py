@@ -8,9 +8,6 @@ library only, so that it starts in tens of milliseconds and stays near 11 MB.  W
 - The engine is killed when the owner sends the command, when the owner's end of the command pipe
   closes, when the owner dies (even if another process inherited the pipe), and when the engine's
   own main process exits.
-- An engine of a run that has become ready outlives its owner: for ``outlives_s`` another process of
-  its user may become the owner, over a socket.  It is killed when the run's own process dies, which
-  is watched if it is on this machine.
 - The guard exits after the last of them is reaped, never before.
 
 The guard is forked twice, so it is no child of the owner: Ray kills a dying worker's direct
@@ -21,17 +18,15 @@ started is then found by the owner, see ``GuardedProcess.sweep``.
 While the engine runs, shared memory holds a record of it.  After guard and owner were both killed,
 the next launch clears the rest by that record, see ``engine_records.py``.
 
-In:  one line of JSON (``command``, ``env``, ``cwd``, ``cleanup``, ``folder_variable``, ``name``,
-     ``run``: pid and start time of the run's process, ``outlives_s``), then single bytes: ``n``
-     ready, so note the processes and shared memory, ``t`` SIGTERM to the engine's process group,
-     ``k`` kill all.
+In:  one line of JSON (``command``, ``env``, ``cwd``, ``cleanup``, ``folder_variable``, ``name``),
+     then single bytes: ``n`` ready, so note the processes and shared memory, ``t`` SIGTERM to the
+     engine's process group, ``k`` kill all.
 Out: ``started GUARD_PID ENGINE_PID``, ``noted``, ``exited STATUS``, ``gone NUM_KILLED``, one line
      each.
 """
 
 from __future__ import annotations
 
-import _socket  # the module socket would double the imports
 import contextlib
 import ctypes
 import json
@@ -78,11 +73,6 @@ class Guard:
         self.engine_pid = 0
         self.exit_status: int | None = None
         self.owner_pid = owner_pid
-        self.run: list[int] = []
-        self.run_fd = -1
-        self.outlives_s = 0.0
-        self.ends_at: float | None = None
-        self.listener: _socket.socket | None = None
         self.name = ""
         self.is_ready = False
         self.cleanup: list[str] = []
@@ -119,22 +109,6 @@ class Guard:
         order: dict[str, object] = json.loads(line)
         return order, commands
 
-    def join_run(self, run: list[int], outlives_s: float) -> None:
-        """Prepares to outlive the owner, for the run whose process this is.
-
-        Args:
-            run: its pid and its start time; empty if it is on another machine.
-        """
-        if run:
-            self.run_fd, self.run = _open_pidfd(run[0]), run
-            if started_at(run[0]) != run[1]:
-                os._exit(0)  # the run has ended and nothing was started
-        if outlives_s and self.owner_fd >= 0 and (self.run_fd >= 0 or not run):
-            self.outlives_s = outlives_s
-            self.listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-            self.listener.bind(socket_name(os.environ[TOKEN_VARIABLE]))
-            self.listener.listen(1)
-
     def start(
         self, command: list[str], env: dict[str, str], cwd: str | None, execute: Execute
     ) -> None:
@@ -166,74 +140,23 @@ class Guard:
 
     def watch(self, commands: bytes) -> None:
         """Carries out the owner's commands; returns when the engine exited or has to go now."""
-        while not self.must_go(commands) and self.exit_status is None:
-            commands = b""
-            ready = self.wait()
-            if self.run_fd in ready:
-                return
-            if not ready and self.ends_at is not None and time.monotonic() >= self.ends_at:
-                return
-            if not ready and not self.is_ready:
-                self.note(mapped_files if self.has_new_files() else _open_files)
-            if self.wakeup_fd in ready:
-                _drain(self.wakeup_fd)
-                self.reap()
-            if self.command_fd in ready:
-                commands = _read(self.command_fd)
-            is_lost = self.owner_fd in ready or (self.command_fd in ready and not commands)
-            if is_lost and not self.survives_owner():
-                return
-            if self.listener is not None and self.listener.fileno() in ready:
-                self.change_owner(self.listener)
-
-    def wait(self) -> list[int]:
-        """The descriptors that can be read; none after a time without any."""
         poll = select.poll()
-        listen_fd = -1 if self.listener is None else self.listener.fileno()
-        for fd in (self.command_fd, self.wakeup_fd, self.owner_fd, self.run_fd, listen_fd):
+        for fd in (self.command_fd, self.wakeup_fd, self.owner_fd):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        timeout_s = None if self.is_ready or not self.cleanup else START_NOTES_S
-        if self.ends_at is not None:
-            timeout_s = max(0.0, self.ends_at - time.monotonic())
-        return [fd for fd, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s)]
-
-    def survives_owner(self) -> bool:
-        """Whether the engine outlives its owner, which is gone, for a time."""
-        if not self.is_ready or not self.outlives_s:
-            return False
-        print(f"guard: process {self.owner_pid}, the owner, is gone", file=sys.stderr)
-        self.drop_owner()
-        self.ends_at = time.monotonic() + self.outlives_s
-        return True
-
-    def drop_owner(self) -> None:
-        for fd in {self.command_fd, self.report_fd, self.owner_fd}:
-            if fd >= 0:
-                os.close(fd)
-        self.command_fd = self.report_fd = self.owner_fd = -1
-
-    def change_owner(self, listener: _socket.socket) -> None:
-        """Takes the process that has called as the new owner, and reports to it from the start."""
-        fd, _ = listener._accept()  # type: ignore[attr-defined]
-        caller = _socket.socket(fileno=fd)
-        credentials = caller.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
-        fd = caller.detach()
-        pid, uid = (int.from_bytes(credentials[at : at + 4], sys.byteorder) for at in (0, 4))
-        try:
-            if uid != os.getuid():
-                raise PermissionError(f"user {uid} cannot own this engine")
-            owner_fd = os.pidfd_open(pid)
-        except OSError as error:
-            print(f"guard: refused process {pid}: {error}", file=sys.stderr)
-            os.close(fd)
-            return
-        self.drop_owner()
-        self.command_fd = self.report_fd = fd
-        self.owner_fd, self.owner_pid, self.ends_at = owner_fd, pid, None
-        print(f"guard: process {pid} is the owner", file=sys.stderr)
-        self.write_record()
-        self.report(f"started {os.getpid()} {self.engine_pid}")
+        while not self.must_go(commands) and self.exit_status is None:
+            commands = b""
+            ready = poll.poll(None if self.is_ready or not self.cleanup else 1000 * START_NOTES_S)
+            if not ready:
+                self.note(mapped_files if self.has_new_files() else _open_files)
+            for fd, _ in ready:
+                if fd == self.owner_fd:
+                    return
+                if fd == self.wakeup_fd:
+                    _drain(fd)
+                    self.reap()
+                elif not (commands := os.read(fd, 4096)):
+                    return
 
     def must_go(self, commands: bytes) -> bool:
         if b"n" in commands:
@@ -318,7 +241,7 @@ class Guard:
         record = {
             "name": self.name,
             "engine": [self.engine_pid, started_at(self.engine_pid)],
-            "owner": self.run or [self.owner_pid, started_at(self.owner_pid)],
+            "owner": [self.owner_pid, started_at(self.owner_pid)],
             "place": place(),
             "files": self.leftovers(),
         }
@@ -359,9 +282,7 @@ class Guard:
                 remove_file(name)
 
     def report(self, line: str) -> None:
-        if self.report_fd < 0:
-            return
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner is gone
+        with contextlib.suppress(BrokenPipeError):  # the owner is gone
             os.write(self.report_fd, line.encode() + b"\n")
 
 
@@ -425,11 +346,6 @@ def folder_path(token: str) -> str:
     Of a fixed length, whatever the temporary folder: a socket's whole path has at most 107 bytes.
     """
     return f"{RECORD_PREFIX}{token}"
-
-
-def socket_name(token: str) -> bytes:
-    """Where the guard of the engine with this token takes a new owner; no file."""
-    return f"\0{RECORD_PREFIX}{token}".encode()
 
 
 def place() -> list[str]:
@@ -506,14 +422,6 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _read(fd: int) -> bytes:
-    """What came; nothing at the end, also if the other process was killed while it wrote."""
-    try:
-        return os.read(fd, 4096)
-    except ConnectionResetError:
-        return b""
-
-
 def _drain(fd: int) -> None:
     with contextlib.suppress(BlockingIOError):
         while os.read(fd, 4096):
@@ -536,7 +444,6 @@ def main(arguments: list[str], execute: Execute = os.execvpe) -> None:
         return
     order, commands = received
     guard.cleanup, guard.name = order["cleanup"], order["name"]  # type: ignore[assignment]
-    guard.join_run(order["run"], order["outlives_s"])  # type: ignore[arg-type]
     try:
         if b"k" not in commands:  # else the owner gave up before there was anything to start
             env: dict[str, str] = order["env"]  # type: ignore[assignment]

@@ -2,8 +2,7 @@
 
 Nothing here blocks or awaits; ``EngineProcess`` does the waiting.  The pipe ends are closed on
 exec and the guard also watches the owner's process, so neither another engine of this owner nor a
-forked helper can keep this engine alive.  Dropping the last reference kills the engine, but for one
-of a run: it waits for another owner.
+forked helper can keep this engine alive.  Dropping the last reference kills the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,33 +21,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from engines.process import engine_records
-from engines.process.guard import TOKEN_VARIABLE, place, socket_name, started_at
+from engines.process.guard import TOKEN_VARIABLE
 from engines.process.process_identity import find_processes, identify, kill_all
 from engines.protocol import ProcessIdentity
 
 NOTE, TERMINATE, KILL = b"n", b"t", b"k"
-OUTLIVES_S = 120.0
-"""How long an engine of a run waits for another owner: longer than the start of two actors."""
-
-_CONNECT_S = 5.0
 _SCRIPT = Path(__file__).with_name("guard.py")
-
-
-@dataclass(frozen=True, slots=True)
-class RunProcess:
-    """The process whose end ends a run, with all engines of the run."""
-
-    pid: int
-    started: int
-    place: tuple[str, ...]
-
-    @classmethod
-    def this_one(cls) -> RunProcess:
-        return cls(os.getpid(), started_at(os.getpid()), tuple(place()))
-
-    def here(self) -> list[int]:
-        """Its pid and start time; empty where it cannot be watched, on another machine."""
-        return [self.pid, self.started] if self.place == tuple(place()) else []
 
 
 @dataclass(slots=True)
@@ -112,9 +89,6 @@ class GuardedProcess:
         log_start: length of the log before this command wrote to it.
     """
 
-    _token: str
-    _launcher: GuardStart | None
-
     def __init__(
         self,
         command: Sequence[str],
@@ -125,9 +99,15 @@ class GuardedProcess:
         cleanup: Sequence[str] = (),
         folder_variable: str = "",
         name: str = "",
-        run: RunProcess | None = None,
     ) -> None:
-        self._prepare(secrets.token_hex(16))
+        self.report = GuardReport()
+        self.is_gone = False
+        self.is_lost = False
+        self.log_start = 0
+        self._token = secrets.token_hex(16)
+        self._known: dict[int, int] = {}  # pid -> start time
+        self._unread = b""
+        self._lock = threading.Lock()  # health and control may run in threads of their own
         order = {
             "command": list(command),
             "env": {**env, TOKEN_VARIABLE: self._token},
@@ -135,8 +115,6 @@ class GuardedProcess:
             "cleanup": list(cleanup),
             "folder_variable": folder_variable,
             "name": name,
-            "run": [] if run is None else run.here(),
-            "outlives_s": 0.0 if run is None else OUTLIVES_S,
         }
         line = json.dumps(order).encode() + b"\n"  # before anything is open that could leak
         command_read, command_write = os.pipe()
@@ -162,53 +140,19 @@ class GuardedProcess:
             os.close(report_write)
         self.send(line)
 
-    @classmethod
-    def adopt(cls, identity: ProcessIdentity) -> GuardedProcess:
-        """Becomes the owner of an engine of a run, in the place of the one before.
-
-        Raises:
-            OSError: its guard is gone, or takes no other owner.
-        """
-        guarded = cls.__new__(cls)
-        guarded._prepare(identity.token)
-        guarded._known = {identity.pid: identity.started}
-        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            caller.settimeout(_CONNECT_S)
-            caller.connect(socket_name(identity.token))
-        except BaseException:
-            caller.close()
-            raise
-        caller.setblocking(False)
-        guarded._commands = os.fdopen(os.dup(caller.fileno()), "wb", buffering=0)
-        guarded._reports = os.fdopen(caller.detach(), "rb", buffering=0)
-        return guarded
-
-    def _prepare(self, token: str) -> None:
-        self.report = GuardReport()
-        self.is_gone = False
-        self.is_lost = False
-        self.log_start = 0
-        self._token = token
-        self._known: dict[int, int] = {}  # pid -> start time
-        self._unread = b""
-        self._lock = threading.Lock()  # health and control may run in threads of their own
-        self._launcher = None
-
     def send(self, command: bytes) -> None:
         """Sends a command; does nothing if the guard has ended."""
-        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with self._lock, contextlib.suppress(BrokenPipeError):
             while command and not self._commands.closed:
                 command = command[self._commands.write(command) :]
 
     def hear(self) -> None:
         """Reads the reports of the guard since the last call."""
         with self._lock:
-            if self._launcher is not None:
-                self._launcher.poll()
+            self._launcher.poll()
             if self._reports.closed:
                 return
-            while part := self._read():
+            while part := self._reports.read(4096):
                 self._unread += part
             *lines, self._unread = self._unread.split(b"\n")
             for line in lines:
@@ -220,16 +164,9 @@ class GuardedProcess:
                     self.report.exit_status = -signal.SIGKILL
                 self._close()
 
-    def _read(self) -> bytes | None:
-        """What the guard has reported; empty after its end, None if nothing came."""
-        try:
-            return self._reports.read(4096)
-        except ConnectionResetError:
-            return b""
-
     def _is_guard_reaped(self) -> bool:
         """True once no zombie of ours is left; the guard is our child only if we adopt orphans."""
-        if self._launcher is not None and self._launcher.poll() is None:
+        if self._launcher.poll() is None:
             return False
         if self.report.guard_pid is None:
             return True

@@ -157,6 +157,10 @@ class StubRay:
             raise ValueError(f"Failed to look up actor with name {name!r}.")
         return ActorHandle(found)
 
+    def _list_named_actors(self, all_namespaces: bool = False) -> list[dict[str, str]]:
+        names = [actor.full_name for actor in list(self.cluster.actors) if actor.full_name]
+        return [{"namespace": namespace, "name": name} for namespace, name in names]
+
     def nodes(self) -> list[dict[str, Any]]:
         # Nodes of a simulated cluster share one address.
         return [
@@ -203,7 +207,10 @@ class StubRay:
                 for name, error in vars(stub_refs).items()
                 if isinstance(error, type) and issubclass(error, stub_refs.RayError)
             },
-            "ray.util": {"get_node_ip_address": lambda: "127.0.0.1"},
+            "ray.util": {
+                "get_node_ip_address": lambda: "127.0.0.1",
+                "list_named_actors": self._list_named_actors,
+            },
             "ray.util.placement_group": {
                 name: getattr(of_groups, name)
                 for name in vars(PlacementGroups)

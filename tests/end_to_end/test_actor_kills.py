@@ -1,4 +1,6 @@
-"""Our own processes are killed over Ray, in each phase: the engines stay, and the run goes on.
+"""Our own processes are killed over Ray, in each phase, and the run goes on.
+
+The engines stay, but that of a killed engine actor: it ends, and comes back.
 
 An engine that is stopped (SIGSTOP) holds a command under way until an actor is killed.
 """
@@ -7,14 +9,16 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from engines.process.guard import TOKEN_VARIABLE, record_path
 from rollout import RolloutConfig, launch
 from rollout.config.run_dir import JOURNAL_FILE, RunFolder
 from rollout.control.server.journal import read
@@ -22,7 +26,7 @@ from rollout.core.errors import RolloutError
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from tests.support.cpu_engines import cpu_engine
-from tests.support.processes import wait_until
+from tests.support.processes import shared_memory_of, wait_until
 from tests.support.ray_worlds import RayWorld
 
 pytestmark = [
@@ -58,7 +62,7 @@ class Run:
         return [one.pid for one in self.engines()]
 
     def asleep(self) -> dict[str, int]:
-        """The pids of the standbys that another server would adopt, by engine."""
+        """The pids of the standbys that another server would take over, by engine."""
         entries = read(self.journal).engines
         return {one.engine_id: one.processes[0].pid for one in entries if one.is_asleep}
 
@@ -176,15 +180,15 @@ def launched(world: RayWorld, folder: Path, kind: str = "embedded", **group: Any
 
 
 GROUP, ENGINE, STORE = "ServerGroupActor", "EngineActor", "StoreAgentActor"
-SERVER = "RolloutServerActor"  # with its groups, its router and the actors of its engines
-OURS = [(GROUP,), (ENGINE,), (STORE,), (SERVER,), (GROUP, ENGINE), (SERVER, STORE)]
+SERVER = "RolloutServerActor"  # with its groups
+OURS = [(GROUP,), (STORE,), (SERVER,), (SERVER, STORE)]
 
 
 @pytest.mark.parametrize("phase", ["serving", "offloaded"])
 @pytest.mark.parametrize("roles", OURS, ids="+".join)
 def test_at_rest_the_engines_stay(run: Run, roles: tuple[str, ...], phase: str) -> None:
     run.reach(phase)
-    before = run.pids()
+    before, owners = run.pids(), run.world.pids(ENGINE)
     run.kill(*roles)
     assert wait_until(run.are_well, TIMEOUT_S), run.engines()
     if phase == "serving":
@@ -192,6 +196,50 @@ def test_at_rest_the_engines_stay(run: Run, roles: tuple[str, ...], phase: str) 
     run.push()
     run.check_serves()
     assert run.pids() == before, run.reasons
+    assert run.world.pids(ENGINE) == owners
+
+
+@pytest.mark.parametrize("others", [(), (GROUP,), (SERVER,)], ids="+".join)
+def test_the_engine_of_a_killed_actor_ends_and_comes_back_with_the_published_weights(
+    run: Run, others: tuple[str, ...]
+) -> None:
+    check_the_lost_one_comes_back(run, lambda: run.kill(ENGINE, *others))
+
+
+def test_so_does_one_whose_actor_is_killed_through_ray(run: Run) -> None:
+    ray = run.world.ray
+    (name,) = [
+        (one["name"], one["namespace"])
+        for one in ray.util.list_named_actors(all_namespaces=True)
+        if one["name"].endswith("policy/main-1/0")
+    ]
+    check_the_lost_one_comes_back(run, lambda: ray.kill(ray.get_actor(*name)))
+
+
+def check_the_lost_one_comes_back(run: Run, kill: Callable[[], None]) -> None:
+    before = run.pids()
+    in_memory = {pid: files_of(pid) for pid in before}
+    assert all(in_memory.values())
+    kill()
+    assert wait_until(lambda: run.pids() != before and run.are_well(), TIMEOUT_S), run.engines()
+    run.check_serves()
+    assert all(one.is_verified for one in run.engines())
+    (lost,) = {*before} - {*run.pids()}
+    assert not Path(f"/proc/{lost}").exists()
+    assert {pid for pid, files in in_memory.items() if any(map(Path.exists, files))} == (
+        {*before} - {lost}
+    )
+    run.push()
+    run.check_serves()
+
+
+def files_of(pid: int | None) -> list[Path]:
+    """The shared memory of an engine, its guard's record among it."""
+    assert pid is not None
+    token = psutil.Process(pid).environ()[TOKEN_VARIABLE]
+    mapped = shared_memory_of(pid)
+    of_the_trainer = {path for path in mapped if "rollout-push-" in str(path)}
+    return [Path(record_path(token)), *(mapped - of_the_trainer)]
 
 
 @pytest.mark.parametrize("role", [GROUP, SERVER])

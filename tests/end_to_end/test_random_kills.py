@@ -23,7 +23,6 @@ import psutil
 import pytest
 
 import rollout
-from engines.process.guarded_process import OUTLIVES_S
 from rollout.core.errors import ActorLost, PhaseFailed
 from rollout.core.samples import Sample, all_samples
 from rollout.core.types import EngineStatus
@@ -343,8 +342,7 @@ def check(
         run.check(driver, [])
         assert len(run.trained) == len(set(run.trained))
         run.files |= {file for pid in run.engine_processes() for file in shared_memory_of(pid)}
-    # A standby of a server that was killed last has no owner to end it.
-    assert wait_until(lambda: not run.engine_processes(), OUTLIVES_S + 20)
+    assert wait_until(lambda: not run.engine_processes(), 20)
     assert wait_until(lambda: not any(file.exists() for file in run.files), 20), run.files
     if world is not None:
         assert not set(world.live_actors()) & {*ACTORS.values()}

@@ -1,22 +1,23 @@
 """One running engine on Ray: a process on each of its nodes, each owned by an actor.
 
 Always true: ``kill`` and ``stop`` return only after each process of the engine has ended or its
-node is lost, also if its actor was lost before.  An engine outlives its actors: other ones adopt
-it.
+node is lost, also if its actor was lost before.  An engine ends with any of its actors.  These
+belong to no other actor, so that they outlive a lost group and a lost server; they end when the
+server's actor has ended for good.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunLauncher, RunningEngine
+from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
 from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
-from engines.protocol.plain_text import describe
 
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MEASURE_TIMEOUT_S = 5.0
+# A server's actor that has no name twice in a row, at this interval, has ended for good.
+_LOOK_S = 2.0
+_MISSED = 2
 # Of the deadline for a kill, together less than all: the actor's part, and without it the node's.
 _SHARE_OF_ACTOR = 0.5
 _SHARE_OF_NODE = 0.4
@@ -36,21 +40,42 @@ _SHARE_OF_NODE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class StartedProcess:
-    """The process that an actor has started."""
+    """The process that an actor has started, on its node."""
 
     endpoint: Endpoint
     pid: int | None
     processes: tuple[ProcessIdentity, ...]
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ActorName:
+    """The name of an actor in its namespace."""
+
+    namespace: str
+    name: str
+
+    def find(self) -> Any:
+        """Its handle; None if no actor lives that has this name.  Blocks."""
+        try:
+            return ray.get_actor(self.name, self.namespace)
+        except ValueError:
+            return None
 
 
 class EngineActor:
     """Owns the process of one engine, or of its part on one node, on the node of its slot.
 
     In this file, because its process imports all of the file: it needs no server.
+
+    Args:
+        name: its own.
+        server: when this actor has ended for good, it ends itself and its engine.
     """
 
-    def __init__(self, launcher: EngineLauncher) -> None:
+    def __init__(self, launcher: EngineLauncher, name: ActorName, server: ActorName) -> None:
         self._launcher = launcher
+        self._watching = asyncio.create_task(self._end_with(server, name))
         self._engine: RunningEngine | None = None
         self._copies: HostCopies | None = None
 
@@ -67,23 +92,12 @@ class EngineActor:
         assert started is not None
         return started
 
-    async def adopt(self, spec: EngineSpec, lost: StartedProcess) -> StartedProcess:
-        """Own the process of an actor that was lost.
-
-        Raises:
-            ConfigError: such engines end with their actor.
-            EngineNotReady: it has ended, or runs elsewhere.
-        """
-        if not isinstance(self._launcher, RunLauncher) or len(lost.processes) != 1:
-            raise ConfigError(f"engine {spec.engine_id} has ended with its actor")
-        self._engine = await self._launcher.adopt(spec, lost.endpoint, lost.processes[0])
-        return lost
-
     async def started(self) -> StartedProcess | None:
         engine = self._engine
         if engine is None:
             return None
-        return StartedProcess(engine.endpoint, engine.pid, tuple(engine.processes))
+        node_id = ray.get_runtime_context().get_node_id()
+        return StartedProcess(engine.endpoint, engine.pid, tuple(engine.processes), node_id)
 
     async def resident_bytes(self) -> int | None:
         return await self._engine.resident_bytes() if self._engine else None
@@ -116,16 +130,28 @@ class EngineActor:
         if self._engine:
             await self._engine.kill()
 
+    async def _end_with(self, server: ActorName, name: ActorName) -> None:
+        num_missed = 0
+        while num_missed < _MISSED:
+            await asyncio.sleep(_LOOK_S)
+            with suppress(Exception):  # the cluster does not answer
+                found = await asyncio.to_thread(server.find)
+                num_missed = 0 if found is not None else num_missed + 1
+        logger.warning("actor %s has ended, and the engine of %s ends", server.name, name.name)
+        try:
+            await self.kill()
+        finally:
+            ray.kill(await asyncio.to_thread(name.find))
+
 
 @dataclass(frozen=True, slots=True)
 class EnginePart:
     """The part of an engine on one node.
 
     Attributes:
-        actor: None if it was lost and no other one adopted the engine.
+        actor: None if it is lost.
     """
 
-    node_id: str
     actor: Any
     started: StartedProcess
 
@@ -136,23 +162,14 @@ class RayEngine:
     Args:
         parts: in order of rank; the first takes the requests.
         kill_timeout_s: deadline for a kill; see ``EngineSpec``.
-        adopt: lets other actors adopt these parts; returns the new ones.
     """
 
-    def __init__(
-        self,
-        engine_id: str,
-        parts: Sequence[EnginePart],
-        kill_timeout_s: float,
-        adopt: Callable[[Sequence[EnginePart]], Coroutine[Any, Any, Sequence[EnginePart]]],
-    ) -> None:
+    def __init__(self, engine_id: str, parts: Sequence[EnginePart], kill_timeout_s: float) -> None:
         self.engine_id = engine_id
         self.parts = tuple(parts)
-        self._adopt = adopt
-        self._adopting: asyncio.Task[Sequence[EnginePart]] | None = None
         self.endpoint = self.parts[0].started.endpoint
         self.pid = self.parts[0].started.pid
-        self.node_ids = tuple(part.node_id for part in self.parts)
+        self.node_ids = tuple(part.started.node_id for part in self.parts)
         self.node_id = self.node_ids[0]
         self._name = f"engine {engine_id}"
         self._actor_s = _SHARE_OF_ACTOR * kill_timeout_s
@@ -185,28 +202,17 @@ class RayEngine:
         return path
 
     async def is_alive(self) -> bool:
-        """Whether all its processes run.
+        """Whether all its processes run; it ends with any of its actors.
 
         Raises:
-            ActorLost: it is unknown, until other actors have adopted it.
+            ActorLost: it is unknown.
         """
         try:
             return all(await self._all(lambda part: part.actor.is_alive.remote()))
         except ActorLost as error:
             if not error.is_dead:
                 raise
-            if self._adopting is None:
-                logger.warning("%s; another actor adopts the engine", error)
-                self._adopting = asyncio.create_task(self._adopt(self.parts))
-            if not self._adopting.done():
-                raise
-        adopting, self._adopting = self._adopting, None
-        try:
-            self.parts = tuple(adopting.result())
-        except Exception as error:
-            logger.error("engine %s is not adopted: %s", self.engine_id, describe(error))
             return False
-        return True
 
     async def log_tail(self, lines: int = 20) -> str:
         async with asyncio.timeout(_MEASURE_TIMEOUT_S):
@@ -228,10 +234,6 @@ class RayEngine:
         await self._end_parts(kill)
 
     async def _end_parts(self, call: Callable[[EnginePart], Awaitable[Any]]) -> list[Any]:
-        if self._adopting is not None:
-            self._adopting.cancel()
-            await asyncio.wait([self._adopting])
-
         async def end(part: EnginePart) -> Any:
             try:
                 if part.actor is not None:
@@ -241,7 +243,8 @@ class RayEngine:
             finally:
                 if part.actor is not None:
                     ray.kill(part.actor)
-            await confirm_ended(self.engine_id, part.node_id, part.started.processes, self._node_s)
+            started = part.started
+            await confirm_ended(self.engine_id, started.node_id, started.processes, self._node_s)
             return True
 
         done = await barrier({str(rank): end(part) for rank, part in enumerate(self.parts)})

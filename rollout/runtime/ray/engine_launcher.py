@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import ray
 from engines.launch import AttachedEngine, EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol.plain_text import describe
+from ray.util import list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.core.fanout import whole_or_none
 from rollout.core.types import EngineSlot, EngineStatus, NodeShare
-from rollout.runtime.ray.engine_handle import EnginePart, RayEngine, StartedProcess
+from rollout.runtime.ray.engine_handle import ActorName, EnginePart, RayEngine, StartedProcess
 from rollout.runtime.ray.nodes import LOOPBACK, current_share, node_addresses
 from rollout.runtime.ray.remote_call import RemoteCall
 
@@ -28,37 +29,65 @@ logger = logging.getLogger(__name__)
 
 _GPU_IDS_TIMEOUT_S = 60.0
 _QUERY_TIMEOUT_S = 5.0
-# An engine without an owner ends a little later.
-_ADOPT_TIMEOUT_S = 50.0
+_NAME_TIMEOUT_S = 10.0
+_NAME_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
-    """Where engine actors are placed, and which actor owns them.
+    """Where the engine actors of a server are placed.
 
     Attributes:
         placement_group: the Ray placement group of the run.
         actor_class: ``EngineActor`` as a Ray actor class.
         launcher: starts an engine on the node of its actor.
-        owner: namespace and name of the actor that creates them, so that they outlive a lost
-            group; None: the caller creates them.
+        server: the server's actor.
     """
 
     placement_group: Any
     actor_class: Any
     launcher: EngineLauncher
-    owner: tuple[str, str] | None = None
+    server: ActorName
 
-    def make(self, share: NodeShare, takes: Mapping[str, float]) -> Any:
-        """An actor for the part of an engine on one node; it ends with its creator."""
-        return self.actor_class.options(
+    def name(self, process: str, rank: int) -> ActorName:
+        """Of the actor of one part of an engine, by which another group finds it."""
+        return ActorName(self.server.namespace, f"{self._prefix}{process}/{rank}")
+
+    @property
+    def _prefix(self) -> str:
+        return f"engines-of-{self.server.name}/"
+
+    def make(self, name: ActorName, share: NodeShare, takes: Mapping[str, float]) -> Any:
+        """An actor for the part of an engine on one node; one that was left is killed.  Blocks."""
+        options = self.actor_class.options(
             **takes,
+            name=name.name,
+            namespace=name.namespace,
+            lifetime="detached",
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self.placement_group,
                 placement_group_bundle_index=share.bundle_indices[0],
                 placement_group_capture_child_tasks=False,
             ),
-        ).remote(self.launcher)
+        )
+        until_s = time.monotonic() + _NAME_TIMEOUT_S
+        while True:
+            if left := name.find():
+                ray.kill(left)
+            try:
+                return options.remote(self.launcher, name, self.server)
+            except ValueError:  # the name is free a moment after the kill
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(_NAME_POLL_S)
+
+    def kill_actors(self) -> None:
+        """Kill all engine actors of the server, and with them the engines.  Blocks."""
+        for found in list_named_actors(all_namespaces=True):
+            name = ActorName(found["namespace"], found["name"])
+            is_ours = name.namespace == self.server.namespace
+            if is_ours and name.name.startswith(self._prefix) and (actor := name.find()):
+                ray.kill(actor)
 
 
 class RayLauncher:
@@ -93,65 +122,56 @@ class RayLauncher:
                 for part, actor in zip(specs, actors, strict=True)
             )
         except BaseException:
-            await asyncio.gather(*(end_host(actor, spec.kill_timeout_s) for actor in actors))
+            await asyncio.gather(*(_end(actor, spec.kill_timeout_s) for actor in actors))
             raise
-        parts = [
-            EnginePart(share.node_id, actor, process)
-            for share, actor, process in zip(shares, actors, started, strict=True)
-        ]
-        return self._engine(spec, parts)
+        parts = [EnginePart(actor, process) for actor, process in zip(actors, started, strict=True)]
+        return RayEngine(spec.engine_id, parts, spec.kill_timeout_s)
 
-    async def find(
-        self, spec: EngineSpec, known: EngineStatus, hosts: Sequence[tuple[str, Any]]
-    ) -> RunningEngine:
-        """An engine of a lost group; other actors adopt it if its own are lost too.
+    async def find(self, spec: EngineSpec, known: EngineStatus) -> RunningEngine:
+        """An engine of a lost group, by its actors; it has ended if one of them is lost.
 
         Args:
             known: its last known status.
-            hosts: node and actor of each of its parts; none if they are not known.
         """
         slot = self._slots[spec.engine_id]
         if not slot.bundle_indices:
             return AttachedEngine(known.endpoint, spec.engine_id)
-        nodes = hosts or [(share.node_id, None) for share in slot.shares]
-        parts: Sequence[EnginePart] = await asyncio.gather(
-            *(_part(known, rank, *host) for rank, host in enumerate(nodes))
+        parts = await asyncio.gather(
+            *(self._part(spec.engine_id, known, rank) for rank in range(len(slot.shares)))
         )
-        if any(part.actor is None for part in parts):
+        return RayEngine(spec.engine_id, parts, spec.kill_timeout_s)
+
+    async def _part(self, process: str, known: EngineStatus, rank: int) -> EnginePart:
+        """What its actor has started; what is known of it, if that is lost or still starts it."""
+        actor = await asyncio.to_thread(self._placement.name(process, rank).find)
+        if actor is not None:
             try:
-                parts = await self._adopt(spec, parts)
-            except Exception as error:
-                logger.warning("engine %s is not adopted: %s", spec.engine_id, describe(error))
-        return self._engine(spec, parts)
-
-    def _engine(self, spec: EngineSpec, parts: Sequence[EnginePart]) -> RayEngine:
-        adopt = partial(self._adopt, spec)
-        return RayEngine(spec.engine_id, parts, spec.kill_timeout_s, adopt)
-
-    async def _adopt(self, spec: EngineSpec, lost: Sequence[EnginePart]) -> list[EnginePart]:
-        """The parts of an engine whose actors are lost, with other actors.
-
-        Raises:
-            Exception: it has ended, or its nodes are lost.
-        """
-        slot, name = self._slots[spec.engine_id], f"engine {spec.engine_id}"
-        async with asyncio.timeout(_ADOPT_TIMEOUT_S):
-            shares = await self._current_shares(slot)
-            actors = await self._make_actors(slot, shares, spec.engine_id)
-            try:
-                specs = _per_node(spec, shares, [part.started.endpoint.host for part in lost])
-                started = await whole_or_none(
-                    RemoteCall[StartedProcess](actor.adopt.remote(of_part, part.started), name)
-                    for of_part, actor, part in zip(specs, actors, lost, strict=True)
-                )
-            except BaseException:
-                for actor in actors:
+                async with asyncio.timeout(_QUERY_TIMEOUT_S):
+                    call = RemoteCall[StartedProcess | None](actor.started.remote(), process)
+                    if (started := await call) is not None:
+                        return EnginePart(actor, started)
                     ray.kill(actor)
-                raise
-        return [
-            EnginePart(share.node_id, actor, process)
-            for share, actor, process in zip(shares, actors, started, strict=True)
+            except Exception as error:
+                logger.warning(
+                    "engine %s: its actor does not report what it has started: %s", process, error
+                )
+        pid = known.pid if rank == 0 else None
+        node_id = self._slots[process].shares[rank].node_id
+        if rank == 0 and known.node_id:
+            node_id = known.node_id
+        processes = known.processes[rank : rank + 1]
+        return EnginePart(actor, StartedProcess(known.endpoint, pid, processes, node_id))
+
+    async def end_others(self, known: Collection[str], timeout_s: float) -> None:
+        """End the engines that a lost group was booting: all but the known ones."""
+        names = [
+            self._placement.name(process, rank)
+            for process, slot in self._slots.items()
+            if process not in known and slot.bundle_indices
+            for rank in range(len(slot.shares))
         ]
+        found = await asyncio.gather(*(asyncio.to_thread(name.find) for name in names))
+        await asyncio.gather(*(_end(actor, timeout_s) for actor in found if actor is not None))
 
     async def _current_shares(self, slot: EngineSlot) -> list[NodeShare]:
         group = self._placement.placement_group
@@ -163,36 +183,17 @@ class RayLauncher:
     async def _make_actors(
         self, slot: EngineSlot, shares: Sequence[NodeShare], process_name: str
     ) -> list[Any]:
-        owner, takes = self._placement.owner, _takes_of_bundle(slot)
+        takes = _takes_of_bundle(slot)
         if process_name != slot.engine_id:  # the engine itself has taken it
             takes = dict.fromkeys(takes, 0.0)
-        if owner is None:
-            return [self._placement.make(share, takes) for share in shares]
-        namespace, name = owner
-        server: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
-        made: list[Any] = await RemoteCall(
-            server.host_engine.remote(process_name, tuple(shares), takes), name
-        )
-        return made
+        make = self._placement.make
+        return [
+            await asyncio.to_thread(make, self._placement.name(process_name, rank), share, takes)
+            for rank, share in enumerate(shares)
+        ]
 
 
-async def _part(known: EngineStatus, rank: int, node_id: str, actor: Any) -> EnginePart:
-    """What its actor has started; what is known of it, if the actor is lost or owns nothing yet."""
-    name = f"engine {known.engine_id}"
-    if actor is not None:
-        try:
-            async with asyncio.timeout(_QUERY_TIMEOUT_S):
-                call = RemoteCall[StartedProcess | None](actor.started.remote(), name)
-                if (started := await call) is not None:
-                    return EnginePart(node_id, actor, started)
-        except Exception as error:
-            logger.warning("%s: its actor does not report what it has started: %s", name, error)
-    pid = known.pid if rank == 0 else None
-    started = StartedProcess(known.endpoint, pid, known.processes[rank : rank + 1])
-    return EnginePart(node_id, None, started)
-
-
-async def end_host(actor: Any, timeout_s: float) -> None:
+async def _end(actor: Any, timeout_s: float) -> None:
     """End the engine of an actor, if it has one, and the actor; a lost actor is ended."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -7,38 +7,23 @@ a group comes back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.types import EngineSlot, GroupStatus
 from rollout.observability.timeline.span_file import create_timeline
+from rollout.rules.deadlines import kill_timeout_s
 from rollout.runtime.ray.engine_launcher import EnginePlacement, RayLauncher
 from rollout.runtime.worker_process import keep_what_is_loaded
-
-
-@dataclass(frozen=True, slots=True)
-class LostGroup:
-    """A lost group, for the group that replaces it.
-
-    Attributes:
-        state: see ``ServerGroup.take_over``.
-        hosts: by name of an engine's process, the node and the actor of each part; none for
-            attached engines.
-    """
-
-    state: LostState
-    hosts: Mapping[str, Sequence[tuple[str, Any]]]
 
 
 class ServerGroupActor(ServerGroup):
     """A ``ServerGroup`` whose engines are owned by actors on their slots.
 
     Args:
-        lost_group: the group whose engines this one takes over; None for a new group.
+        lost: the group whose engines this one takes over; None for a new group.
     """
 
     def __init__(
@@ -46,7 +31,7 @@ class ServerGroupActor(ServerGroup):
         settings: GroupSettings,
         slots: Sequence[EngineSlot],
         placement: EnginePlacement,
-        lost_group: LostGroup | None = None,
+        lost: LostState | None = None,
     ) -> None:
         self._launcher = RayLauncher(placement, slots)
         super().__init__(
@@ -55,23 +40,23 @@ class ServerGroupActor(ServerGroup):
             self._launcher,
             timeline=create_timeline(settings.log_dir, settings.source, otel=settings.otel),
         )
-        self._lost_group = lost_group
+        self._lost = lost
 
     async def start(self) -> GroupStatus:
         keep_what_is_loaded()
-        lost = self._lost_group
+        lost = self._lost
         if lost is None:
             return await super().start()
-        known = (*lost.state.known.engines, *lost.state.known.asleep)
+        known = (*lost.known.engines, *lost.known.asleep)
+        names = [engine.process for engine in known]
+        await self._launcher.end_others(names, kill_timeout_s(self._settings.group.engine))
         running = await asyncio.gather(
             *(
                 self._launcher.find(
                     self._starter.spec(self._slots[engine.engine_id], engine.process_name),
                     engine,
-                    lost.hosts.get(engine.process, ()),
                 )
                 for engine in known
             )
         )
-        names = [engine.process for engine in known]
-        return await self.take_over(lost.state, dict(zip(names, running, strict=True)))
+        return await self.take_over(lost, dict(zip(names, running, strict=True)))

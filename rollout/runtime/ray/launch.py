@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from engines.launch import EngineLauncher, LocalLauncher, RunProcess
+from engines.launch import EngineLauncher, LocalLauncher
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -35,7 +35,7 @@ from rollout.runtime.local import (
     store_terms,
 )
 from rollout.runtime.preflight import check_before_launch
-from rollout.runtime.ray.engine_handle import EngineActor
+from rollout.runtime.ray.engine_handle import ActorName, EngineActor
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.group_actor import ServerGroupActor
 from rollout.runtime.ray.handles import RayCaller, remote_server
@@ -88,13 +88,11 @@ def launch_ray(
             group, granted = reserve(plan, timeout_s=timeout_s)
             undo.placement_group = group
         slots = assign_slots(plan, granted)
-        # Its engines outlive the actors, and end with this process.
-        launcher = launcher or LocalLauncher(RunProcess.this_one())
         # The share of an engine in its bundle is set when it is placed.
-        placement = EnginePlacement(group, ray.remote(EngineActor), launcher)
-        actors = {
-            name: _make_server(config, name, slots, placement, undo) for name in config.servers
-        }
+        place = partial(
+            EnginePlacement, group, ray.remote(EngineActor), launcher or LocalLauncher()
+        )
+        actors = {name: _make_server(config, name, slots, place, undo) for name in config.servers}
     except BaseException:
         undo()
         raise
@@ -156,7 +154,7 @@ def _make_server(
     config: RolloutConfig,
     name: str,
     slots: dict[tuple[str, str], list[EngineSlot]],
-    placement: EnginePlacement,
+    place: Callable[[ActorName], EnginePlacement],
     undo: _Undo,
 ) -> Any:
     server = config.servers[name]
@@ -178,6 +176,8 @@ def _make_server(
     namespace = config.cluster.namespace
     make = ray.remote(**control | {"max_restarts": -1})
     owner = (namespace, full_name)
+    placement = place(ActorName(namespace, full_name))
+    undo.placements.append(placement)
     router = undo.owns(make(RouterActor).remote(server.router, run=new_run(), server=owner))
     parts = ServerParts(
         router=router,
@@ -186,7 +186,7 @@ def _make_server(
             group: (group_settings(config, name, group, sources), slots[name, group])
             for group in started_groups(config, name)
         },
-        placement=replace(placement, owner=owner),
+        placement=placement,
     )
     return undo.owns(
         make(RolloutServerActor)
@@ -222,6 +222,7 @@ class _Undo:
     Attributes:
         placement_group: the group that this launch has reserved; never an existing one.
         journals: of the servers; they list the engines of one that could not end them.
+        placements: of the engine actors.
     """
 
     def __init__(self, lock: RunLock) -> None:
@@ -231,6 +232,7 @@ class _Undo:
         self.placement_group: Any = None
         self.agents: list[RemoteAgents] = []
         self.journals: list[Path] = []
+        self.placements: list[EnginePlacement] = []
         self._object_refs: list[Any] = []
 
     def keeps_ref(self, object_ref: Any) -> Any:
@@ -248,6 +250,8 @@ class _Undo:
                 end_agents(agents)
             for actor in reversed(self._actors):
                 ray.kill(actor)
+            for placement in self.placements:
+                placement.kill_actors()
             in_own_thread(lambda: asyncio.run(end_leftovers(self.journals)), "end").result()
             is_unused = self.placement_group is None or remove_unused(
                 self.placement_group, timeout_s=_UNUSED_TIMEOUT_S

@@ -3,8 +3,8 @@
 It is an async actor: the plain class, with the differences for an actor.  Every error of this
 library survives pickling, so it needs no translation.
 
-Always true: the server owns the actors of engines, so that they outlive a lost group.  A lost actor
-is killed before another replaces it.
+Always true: the actors of engines outlive a lost group and a lost server, and are found by name.  A
+lost actor is killed before another replaces it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from rollout.control.server.group_registry import lost_groups
 from rollout.control.server.journal import JournalRecord, ServerJournal, read
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RolloutError
-from rollout.core.types import EngineSlot, NodeShare, ServerStatus
+from rollout.core.types import EngineSlot, ServerStatus
 from rollout.observability.page.page_host import create_page
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
-from rollout.rules.deadlines import kill_timeout_s
-from rollout.runtime.ray.engine_launcher import EnginePlacement, end_host
-from rollout.runtime.ray.group_actor import LostGroup
+from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import remote_group, remote_router
 from rollout.runtime.ray.router_actor import was_restarted
 from rollout.runtime.worker_process import keep_what_is_loaded
@@ -70,11 +68,10 @@ class ServerActors:
         self._parts = parts
         self._groups: dict[str, Any] = {
             group: parts.group_class.remote(
-                settings, slots, parts.placement, LostGroup(lost[group], {}) if lost else None
+                settings, slots, parts.placement, lost[group] if lost else None
             )
             for group, (settings, slots) in parts.groups.items()
         }
-        self._hosts: dict[str, list[tuple[str, Any]]] = {}
 
     def groups(self) -> dict[str, ServerGroup]:
         return {
@@ -85,36 +82,18 @@ class ServerActors:
     def router(self) -> RouterHost:
         return remote_router(self._parts.router, f"{self._name}/router")
 
-    def host_engine(
-        self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
-    ) -> list[Any]:
-        """See ``RolloutServerActor.host_engine``."""
-        placement = self._parts.placement
-        for _, lost in self._hosts.get(engine_id, []):
-            ray.kill(lost)
-        made = [(share.node_id, placement.make(share, takes)) for share in shares]
-        self._hosts[engine_id] = made
-        return [actor for _, actor in made]
-
     async def make_group(self, name: str, lost: LostState) -> ServerGroup:
         """A group with the engines of the lost one."""
         ray.kill(self._groups[name])
         settings, slots = self._parts.groups[name]
-        known = {one.process for one in (*lost.known.engines, *lost.known.asleep)}
-        for slot in slots:
-            for process in {slot.engine_id, slot.standby_name} - known:
-                for _, actor in self._hosts.pop(process, []):  # it may be booting
-                    await end_host(actor, kill_timeout_s(settings.group.engine))
-        hosts = {process: self._hosts[process] for process in known if process in self._hosts}
         self._groups[name] = self._parts.group_class.remote(
-            settings, slots, self._parts.placement, LostGroup(lost, hosts)
+            settings, slots, self._parts.placement, lost
         )
         return self.groups()[name]
 
     def end(self) -> None:
         """Kill all actors, after their server has stopped."""
-        hosts = [actor for parts in self._hosts.values() for _, actor in parts]
-        for actor in (*hosts, *self._groups.values(), self._parts.router):
+        for actor in (*self._groups.values(), self._parts.router):
             ray.kill(actor)
 
 
@@ -170,16 +149,6 @@ class RolloutServerActor(RolloutServer):
         )
         if self._lost is not None:
             self._lock.opened.clear()
-
-    async def host_engine(
-        self, engine_id: str, shares: Sequence[NodeShare], takes: Mapping[str, float]
-    ) -> list[Any]:
-        """Actors for the parts of an engine, in order of rank; they end with this actor.
-
-        Args:
-            takes: what each takes of its bundle, by Ray's names.
-        """
-        return self._parts.host_engine(engine_id, shares, takes)
 
     async def start(self, expect_version: int = 0) -> ServerStatus:
         keep_what_is_loaded()

@@ -14,9 +14,6 @@ import pytest
 from engines.process import guard
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
-from engines.process.process_identity import identify
-from engines.protocol import ProcessIdentity
-from engines.protocol.errors import EngineNotReady
 from engines.sglang import environment as sglang
 from engines.vllm import invocation as vllm
 from tests.support.processes import wait_until
@@ -130,91 +127,12 @@ def test_the_engine_and_its_orphans_end_with_the_owner(owner: Owner, death: str)
     eventually(all_gone(engine, orphan, guard))
 
 
-class OfRun:
-    """An engine that is ready and belongs to a run, which another process represents."""
-
-    def __init__(self, owner: Owner, *, outlives_s: float = 60.0, is_ready: bool = True) -> None:
-        self.owner = owner
-        self.run = subprocess.Popen(["sleep", "600"])
-        owner.tell("from engines.process import guarded_process as G, guard")
-        owner.tell(f"G.OUTLIVES_S = {outlives_s}; pid = {self.run.pid}")
-        owner.tell("run = G.RunProcess(pid, guard.started_at(pid), tuple(guard.place()))")
-        self.engine = int(owner.ask(f"asyncio.run(spawn({ENGINE!r}, run=run))"))
-        self.orphan = owner.orphan()
-        self.guard = psutil.Process(self.engine).ppid()
-        if is_ready:
-            owner.tell("asyncio.run(engines[0].wait_until_ready(yes, 10))")
-            assert owner.ask("print('ready', flush=True)") == "ready"
-
-    def identity(self) -> ProcessIdentity:
-        token = psutil.Process(self.engine).environ()[guard.TOKEN_VARIABLE]
-        found = identify(self.engine, token)
-        assert found is not None
-        return found
-
-    async def adopted(self) -> EngineProcess:
-        log_path = self.owner.directory / "engine-0.log"
-        return await EngineProcess.adopt(self.identity(), log_path=log_path)
-
-    def kill_owner(self) -> None:
-        self.owner.process.kill()
-        self.owner.process.wait()
-
-    def end(self) -> None:
-        self.run.kill()
-        self.run.wait()
-        eventually(all_gone(self.engine, self.orphan, self.guard))
-
-
-@pytest.fixture
-def of_run(owner: Owner) -> Iterator[OfRun]:
-    made = OfRun(owner)
-    yield made
-    made.end()
-
-
-async def test_an_engine_of_a_run_is_adopted_again_and_again_and_obeys(of_run: OfRun):
-    of_run.kill_owner()
-    first = await of_run.adopted()
-    assert (first.pid, first.is_alive()) == (of_run.engine, True)
-    clear_crashed()  # its run lives
-    assert is_running(of_run.engine)
-    second = await of_run.adopted()
-    assert not first.is_alive()  # as far as it knows: it is not the owner any more
-    assert of_run.orphan in second.pids()
-    await second.kill()
-    assert all_gone(of_run.engine, of_run.orphan, of_run.guard)()
-    with pytest.raises(EngineNotReady, match="no guard that takes another owner"):
-        await EngineProcess.adopt(
-            ProcessIdentity(of_run.engine, 1, "", "", "none"), log_path=Path("none")
-        )
-
-
-async def test_an_engine_ends_with_its_run_whoever_owns_it(of_run: OfRun):
-    of_run.kill_owner()
-    adopted = await of_run.adopted()
-    of_run.end()
-    assert not adopted.is_alive()
-
-
-def test_an_engine_of_a_run_without_an_owner_ends_with_the_run(of_run: OfRun):
-    of_run.kill_owner()
-    assert is_running(of_run.engine)
-    of_run.end()
-
-
-def test_an_engine_of_a_run_that_nobody_adopts_ends(owner: Owner):
-    held = OfRun(owner, outlives_s=0.3)
-    held.kill_owner()
-    eventually(all_gone(held.engine, held.orphan, held.guard))
-    held.end()
-
-
-def test_an_engine_of_a_run_that_is_not_ready_ends_with_its_owner(owner: Owner):
-    held = OfRun(owner, is_ready=False)
-    held.kill_owner()
-    eventually(all_gone(held.engine, held.orphan, held.guard))
-    held.end()
+def test_an_engine_that_is_ready_ends_with_its_owner_too(owner: Owner):
+    engine, orphan = owner.spawn(), owner.orphan()
+    owner.tell("asyncio.run(engines[0].wait_until_ready(yes, 10))")
+    assert owner.ask("print('ready', flush=True)") == "ready"
+    owner.process.kill()
+    eventually(all_gone(engine, orphan))
 
 
 def test_a_process_that_inherited_the_pipe_does_not_keep_the_engine(owner: Owner):

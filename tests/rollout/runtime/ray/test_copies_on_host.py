@@ -19,13 +19,11 @@ pytestmark = pytest.mark.embedded
 
 async def test_deltas_become_whole_tensors_in_the_actor_of_an_engine(world: World) -> None:
     handles = world.load("engine_handle")
-    actor: Any = world.ray.remote(handles.EngineActor).remote(HttpFakeLauncher())
-    started = handles.StartedProcess(Endpoint("127.0.0.1", 1), None, ())
-
-    async def adopt(lost: Any) -> Any:
-        raise AssertionError(f"no actor was lost: {lost}")
-
-    engine = handles.RayEngine("engine", [handles.EnginePart("node", actor, started)], 10.0, adopt)
+    name = handles.ActorName("copies", "engine")
+    named = world.ray.remote(handles.EngineActor).options(name=name.name, namespace=name.namespace)
+    actor: Any = named.remote(HttpFakeLauncher(), name, name)
+    started = handles.StartedProcess(Endpoint("127.0.0.1", 1), None, (), "node")
+    engine = handles.RayEngine("engine", [handles.EnginePart(actor, started)], 10.0)
     loading = random_deltas.Loading()
     host = KnownHost(engine)
     pushes = random_deltas.DirectPushes(loading, random_deltas.tensors_of_all_dtypes(), host)

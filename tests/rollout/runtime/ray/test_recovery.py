@@ -1,5 +1,6 @@
 """Engines that are lost with their actors come back, over the stub and over Ray itself."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,3 +53,21 @@ def test_an_engine_whose_actor_crashed_comes_back_and_joins_at_the_next_push(
     assert [one.weight_version for one in after.values()] == [1, 1]
     assert not any(one.fence_reason or one.is_stale for one in after.values())
     assert world.live_actors().count("EngineActor") == 2
+
+
+def test_engines_end_when_their_server_is_gone_for_good(world: World, policy: ServerHandle) -> None:
+    """As when the driver dies and the placement group is another's."""
+    (name,) = [
+        (one["name"], one["namespace"])
+        for one in world.load("engine_launcher").list_named_actors(all_namespaces=True)
+        if one["name"].startswith("rollout-")
+    ]
+    endpoints = [one.endpoint for one in engines(policy).values()]
+    world.ray.kill(world.ray.get_actor(*name))
+    assert wait_until(lambda: "EngineActor" not in world.live_actors(), TIMEOUT_S)
+    for endpoint in endpoints:
+        with (
+            pytest.raises(ConnectionRefusedError),
+            socket.create_connection((endpoint.host, endpoint.port)),
+        ):
+            pass
