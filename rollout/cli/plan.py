@@ -155,7 +155,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
 
 
 def _server(name: str, server: ServerConfig, trainer_gpus: int) -> dict[str, Any]:
-    page = f"{server.page.host}:{server.page.port or 'any free'}" if server.page.enabled else "off"
+    page = f"{server.page.host}:{server.page.port or 'any free'}"
     return {
         "server": name,
         "router": f"{server.router.host}:{server.router.port or 'any free'}",

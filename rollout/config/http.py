@@ -37,25 +37,16 @@ class RouterConfig(ConfigSection):
     held; after it, the client gets a 504 or an incomplete reply."""
     policy: Literal["least_in_flight", "affinity", "prefix"] = "least_in_flight"
     """How an engine is chosen for a request. ``affinity`` uses ``X-Affinity`` or ``affinity``,
-    ``prefix`` the beginning of the prompt; both skip an engine whose load is too high."""
-    affinity_ttl_s: Seconds = 3600.0
-    """An affinity without requests for this long is removed."""
-    max_affinities: Annotated[int, Field(ge=1)] = 100_000
-    """Most affinities kept. Beyond it, the oldest is removed."""
+    ``prefix`` the beginning of the prompt; both skip an engine whose load is too high. Of
+    affinities 100 000 are kept, each for an hour after its last request."""
     session_ttl_s: Seconds = 3600.0
     """A session of an agent without requests for this long is removed, with its turns."""
     max_sessions: Annotated[int, Field(ge=1)] = 100_000
     """Most sessions kept. Beyond it, a new one is refused."""
     token_failover: Literal["off", "asked", "on"] = "asked"
     """Whether a request continues on another engine, with the tokens so far, when its engine dies:
-    never (``off``), if it has the header ``X-Token-Failover: on`` (``asked``), or always."""
-    failover_interval: Annotated[int, Field(ge=1)] = 32
-    """Tokens between two saved states of a request that can fail over; the tokens since the last
-    one are generated again. The interval is longer for a long request that is not streamed: its
-    state is saved at most 64 times."""
-    max_failovers: Annotated[int, Field(ge=1)] = 8
-    """Engines that one request may lose before it fails.  It fails at the second in a row that sent
-    it no token."""
+    never (``off``), if it has the header ``X-Token-Failover: on`` (``asked``), or always. One
+    request may lose eight engines, but not two in a row that sent it no token."""
     client_key: str = Field(default="", repr=False)
     """Bearer key that clients must send. Default: none is needed."""
     control_key: str = Field(default="", repr=False)
@@ -88,8 +79,6 @@ class RouterConfig(ConfigSection):
 class PageConfig(ConfigSection):
     """The live page of a server, for people and for Prometheus."""
 
-    enabled: bool = True
-    """Whether to serve the page; without it, ``doctor`` and ``top`` work over Ray only."""
     host: str = "127.0.0.1"
     """Address to bind; any address but loopback needs ``key``."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -100,5 +89,5 @@ class PageConfig(ConfigSection):
     """Bearer key for fencing and stopping from the page. Default: the page is read-only."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.enabled and not self.key and not is_loopback(self.host):
+        if not self.key and not is_loopback(self.host):
             yield "host", f"host {self.host} can be reached from other machines: set page.key"

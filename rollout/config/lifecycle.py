@@ -32,19 +32,15 @@ class LifecycleConfig(ConfigSection):
     drain_timeout_s: Seconds = 60.0
     """How long ``finish`` waits for requests, and how long the requests of an engine that is being
     removed may run; after that they are aborted."""
-    pause_timeout_s: Seconds = 60.0
-    """Deadline for every engine to stop generating."""
-    flush_timeout_s: Seconds = 60.0
-    """Deadline for every engine to have no requests in flight and empty caches; the engine itself
-    waits for that."""
-    release_timeout_s: Seconds = 120.0
-    """Deadline for releasing memory, including the copy of the weights to the host."""
-    resume_timeout_s: Seconds = 120.0
-    """Deadline for taking the memory back."""
+    command_timeout_s: Seconds = 60.0
+    """Deadline for every engine to carry out a command that moves neither memory nor weights: to
+    stop generating; to have no requests in flight and empty caches, for which the engine itself
+    waits; to report its weight version and fingerprints; to accept requests again."""
+    memory_timeout_s: Seconds = 120.0
+    """Deadline for releasing memory, including the copy of the weights to the host, and for taking
+    it back."""
     update_timeout_s: Seconds = 600.0
     """Deadline for one engine to receive a whole push."""
-    verify_timeout_s: Seconds = 60.0
-    """Deadline for every engine to report its weight version and fingerprints."""
     verify_by: Literal["fingerprint", "canary", "version"] = "fingerprint"
     """How weights are verified after a push. ``fingerprint`` reads all weights once per step; an
     engine whose fingerprints cannot be compared gets the log-prob check. ``canary`` is the log-prob
@@ -62,13 +58,6 @@ class LifecycleConfig(ConfigSection):
     weights computed: one prompt of 288 tokens, through the caches and past them (and an image, if
     the model sees). An engine that does is fenced. Its tokens are those of ``canary_prompts``,
     repeated, or drawn from the middle of the vocabulary."""
-    continue_timeout_s: Seconds = 60.0
-    """Deadline for every engine to accept requests again."""
-    stop_timeout_s: Seconds = 15.0
-    """How long engines and router may take to exit before they are killed."""
-    lock_timeout_s: Seconds = 900.0
-    """How long a command waits for the command before it; then it fails and the error names that
-    command."""
 
 
 class HealthConfig(ConfigSection):
@@ -76,7 +65,7 @@ class HealthConfig(ConfigSection):
 
     An engine that stops answering, alone or with its node, is taken out of its group after at most
     ``probes_to_dead * (probe_interval_s + probe_timeout_s)`` seconds, 40 with the defaults. If its
-    group would have too few engines without it, this takes ``patience`` times as long.
+    group would have too few engines without it, this takes three times as long.
     """
 
     recover: bool = True
@@ -87,12 +76,8 @@ class HealthConfig(ConfigSection):
     """Deadline for the reply to a probe; probes use separate connections."""
     probes_to_dead: Annotated[int, Field(ge=1)] = 4
     """Failed probes in a row after which an engine is killed and replaced; after two it gets no new
-    requests, if other engines are healthy."""
-    patience: Annotated[int, Field(ge=1)] = 3
-    """Factor on ``probes_to_dead`` for an engine without which its group has too few engines."""
-    reports_to_dead: Annotated[int, Field(ge=1)] = 3
-    """Failures that the router reports of an engine that answers probes, before it is replaced; 12
-    answered probes in a row void earlier ones."""
+    requests, if other engines are healthy. One that answers probes is replaced after three
+    failures that the router reports; 12 answered probes in a row void earlier ones."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
     """Restarts of one engine after which it stays fenced; they count no more when it has served for
     ten minutes. Four engines of a server may restart at the same time."""

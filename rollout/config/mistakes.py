@@ -47,10 +47,24 @@ GONE: Mapping[str, str] = {
         _FIXED,
     ),
     "probes_to_trust": _FIXED,
+    **dict.fromkeys(
+        ("adapter_versions", "affinity_ttl_s", "failover_interval", "max_affinities"), _FIXED
+    ),
+    **dict.fromkeys(("max_failovers", "patience", "reports_to_dead", "write_timeout_s"), _FIXED),
+    **dict.fromkeys(
+        (f"{command}_timeout_s" for command in ("pause", "flush", "verify", "continue")),
+        "set lifecycle.command_timeout_s",
+    ),
+    **dict.fromkeys(("release_timeout_s", "resume_timeout_s"), "set lifecycle.memory_timeout_s"),
+    "lock_timeout_s": "leave it out: a command waits for the one before it as long as all "
+    "deadlines of a push allow",
+    "stop_timeout_s": _FIXED,
+    "page.enabled": "leave it out: each server has its page, on this machine alone unless "
+    "page.host says otherwise",
     "strict_caches": "leave it out: after each push the sentinel asks each engine whether it "
     "answers from old state (lifecycle.sentinel)",
 }
-"""A setting of before -> what to do now."""
+"""A setting of before, by its name or with that of its section -> what to do now."""
 
 
 def examine(model: type[M], values: Any) -> tuple[M | None, list[Mistake]]:
@@ -163,14 +177,19 @@ def _short(value: Any) -> str:
 
 def _unknown_key(model: type[BaseModel], location: Location) -> str:
     *parents, key = (str(part) for part in location)
-    if key in GONE:
-        return f"{key!r} is gone; {GONE[key]}"
+    if now := _now_of(parents, key):
+        return f"{key!r} is gone; {now}"
     known = _section_at(model, parents).model_fields
     near = _nearest(key, known)
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
     if homes := _homes(model, parents, key):
         hint = f"it belongs in {' or '.join(homes[:3])}"
     return f"unknown key {key!r} in {'.'.join(parents) or 'the config'}; {hint}"
+
+
+def _now_of(parents: list[str], key: str) -> str:
+    """What to do instead of a setting that is gone; empty if there never was one."""
+    return GONE.get(".".join([*parents[-1:], key])) or GONE.get(key, "")
 
 
 def _homes(model: type[BaseModel], parents: list[str], key: str) -> list[str]:
@@ -205,7 +224,7 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 def _meant(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     """The key that an unknown key was probably meant to be; empty if there is none."""
     *parents, key = (str(part) for part in error["loc"] or ("",))
-    if error["type"] != _UNKNOWN or _homes(model, parents, key):
+    if error["type"] != _UNKNOWN or _now_of(parents, key) or _homes(model, parents, key):
         return ""
     return _nearest(key, _section_at(model, parents).model_fields)
 

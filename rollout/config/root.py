@@ -103,7 +103,7 @@ class RolloutConfig(ConfigSection):
         for name, server in self.servers.items():
             if server.router.port:
                 yield f"servers.{name}.router.port", f"{server.router.host}:{server.router.port}"
-            if server.page.enabled and server.page.port:
+            if server.page.port:
                 yield f"servers.{name}.page.port", f"{server.page.host}:{server.page.port}"
 
     def _engine_urls(self) -> Iterator[tuple[str, str]]:

@@ -79,8 +79,6 @@ class StoreConfig(ConfigSection):
     """Memory that stays free on each node; if a push would leave less, it is not stored."""
     lease_s: Seconds = 600.0
     """The stored weights of a run are deleted if the run is not heard from for this long."""
-    write_timeout_s: Seconds = 600.0
-    """Deadline for storing a push, in the background; a push that misses it is not stored."""
     max_failures: Annotated[int, Field(ge=1)] = 3
     """Failures in a row after which the store switches itself off."""
 
@@ -136,10 +134,9 @@ class WeightsConfig(ConfigSection):
     copy of the model in host memory meanwhile."""
     adapters: Annotated[tuple[AdapterName, ...], Field(min_length=1)] = ("policy",)
     """Names of pushed adapters with ``update: lora``. Requests without ``lora_path`` get the first;
-    with ``lora_path: null`` they get the base."""
-    adapter_versions: Annotated[int, Field(ge=2)] = 3
-    """Most versions of one adapter on the engines: the published one, those that requests and
-    sessions still use, and the next. A push over it waits for ``lifecycle.drain_timeout_s``."""
+    with ``lora_path: null`` they get the base. Engines have at most three versions of each: the
+    published one, those that requests and sessions still use, and the next; a push over that waits
+    for ``lifecycle.drain_timeout_s``."""
     store: StoreConfig | None = None
     """Keep the published weights in the nodes' memory: ``true``, or the settings of the store."""
 

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 _CLIENT_KEEPALIVE_S = 75
 _STOP_GRACE_S = 5.0
+_AFFINITY_TTL_S = 3600.0
+_MAX_AFFINITIES = 100_000
 
 
 def new_run() -> str:
@@ -76,8 +78,8 @@ class RouterHost:
             policy=policy
             or make_policy(
                 config.policy,
-                affinity_ttl_s=config.affinity_ttl_s,
-                max_affinities=config.max_affinities,
+                affinity_ttl_s=_AFFINITY_TTL_S,
+                max_affinities=_MAX_AFFINITIES,
             ),
             on_failure=self._note_failure,
             on_idle=self._waits.wake,

@@ -1,4 +1,4 @@
-"""How long an engine may take to start and to end.
+"""How long an engine may take to start, to leave and to end, and a command to wait for another.
 
 Always true: a deadline bounds only what hangs.  A start fails at once when the process of the
 engine ends, and a kill is done as soon as the processes have ended and their memory is free.
@@ -6,7 +6,7 @@ engine ends, and a kill is done as soon as the processes have ended and their me
 
 from __future__ import annotations
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, LifecycleConfig
 
 _START_ON_CPU_S = 300.0
 # Imports, CUDA and NCCL take up to 2 minutes; kernels that are compiled and CUDA graphs that are
@@ -19,6 +19,8 @@ _KILL_ON_CPU_S = 25.0
 # copy of 140 GB takes tens of seconds.
 _KILL_ON_GPUS_S = 150.0
 _MARGIN_S = 10.0
+STOP_TIMEOUT_S = 15.0
+"""How long engines and router may take to exit before they are killed."""
 
 
 def start_timeout_s(engine: EngineConfig, checkpoint_bytes: int) -> float:
@@ -43,3 +45,14 @@ def kill_timeout_s(engine: EngineConfig) -> float:
 def group_margin_s(engine: EngineConfig) -> float:
     """Seconds that a group may take after the deadline of a command: it ends late engines."""
     return _MARGIN_S + kill_timeout_s(engine)
+
+
+def leave_timeout_s(lifecycle: LifecycleConfig) -> float:
+    """Seconds until an engine is paused and flushed, and has released its memory."""
+    return 2 * lifecycle.command_timeout_s + lifecycle.memory_timeout_s
+
+
+def lock_timeout_s(lifecycle: LifecycleConfig) -> float:
+    """Seconds that a command waits for the one before it: as long as a push, with all phases."""
+    of_memory_s = 2 * lifecycle.memory_timeout_s
+    return of_memory_s + lifecycle.update_timeout_s + 2 * lifecycle.command_timeout_s

@@ -71,12 +71,15 @@ _RESTART_ATTACHED = (
     "start it again where it was launched, at {}; with health.recover it is used again when it "
     "answers and its weights are verified"
 )
-# Commands whose deadline is a setting with another name.
+# The deadline of each command; of all others it is ``lifecycle.command_timeout_s``.
 _SETTINGS = {
     "start": "engine.start_timeout_s",
-    "onload_weights": "lifecycle.resume_timeout_s",
-    "onload_kv": "lifecycle.resume_timeout_s",
+    "release_memory_occupation": "lifecycle.memory_timeout_s",
+    "onload_weights": "lifecycle.memory_timeout_s",
+    "onload_kv": "lifecycle.memory_timeout_s",
     "update_weights": "lifecycle.update_timeout_s",
+    "snapshot": "lifecycle.update_timeout_s",
+    "kill": "engine.kill_timeout_s",
 }
 LONG_S = 10.0
 JOURNAL_LOST = "rollout/journal_lost_s"
@@ -259,7 +262,7 @@ def _what_to_do(
         yield "find the clients that bypass the router: the engine's log names them"
     if name in ("onload_weights", "onload_kv"):
         yield "check whether the trainer has released its memory (GPU memory below)"
-    setting = _SETTINGS.get(name, f"lifecycle.{name}_timeout_s")
+    setting = _SETTINGS.get(name, "lifecycle.command_timeout_s")
     yield (
         f"if the phase is slow but not stuck, raise {setting}; "
         "`rollout trace` shows how long it took in earlier steps"

@@ -77,13 +77,17 @@ def max_detection_s(config: HealthConfig) -> float:
     """The longest time in seconds until an engine that does not reply is taken out of its group.
 
     It is usually shorter: recovery acts at once when the router loses an engine, or when a process
-    or a node is known to have ended.  For an engine that its group needs, it is ``patience`` times
+    or a node is known to have ended.  For an engine that its group needs, it is ``PATIENCE`` times
     as long.
     """
     return config.probes_to_dead * (config.probe_interval_s + config.probe_timeout_s)
 
 
 PROBES_TO_SUSPECT = 2
+PATIENCE = 3
+"""Factor on ``probes_to_dead`` for an engine without which its group has too few engines."""
+REPORTS_TO_DEAD = 3
+"""Failures that the router reports of an engine that answers probes, before it is replaced."""
 """Failed probes in a row after which an engine gets no new requests, if others are healthy."""
 PROBES_TO_TRUST = 12
 """Answered probes in a row after which earlier reports of the router no longer count."""
@@ -135,11 +139,11 @@ def liveness(streaks: Streaks, config: HealthConfig, *, can_spare: bool = True) 
         can_spare: enough other engines of its group are healthy.  If not, the fault may lie with
             the prober itself, so more failed probes are needed.
     """
-    patience = 1 if can_spare else config.patience
+    patience = 1 if can_spare else PATIENCE
     if (
         streaks.is_certain
         or streaks.failed_probes >= config.probes_to_dead * patience
-        or streaks.reports >= config.reports_to_dead
+        or streaks.reports >= REPORTS_TO_DEAD
     ):
         return Liveness.DEAD
     has_not_answered_since_report = streaks.reports > 0 and streaks.calm == 0

@@ -158,16 +158,12 @@ def budget_s(command: Command, budgets: LifecycleConfig, *, is_path_check: bool 
     if is_path_check:
         return 3 * budgets.update_timeout_s
     return {
-        Command.PAUSE_GENERATION: budgets.pause_timeout_s,
-        Command.FLUSH_CACHE: budgets.flush_timeout_s,
-        Command.RELEASE_MEMORY_OCCUPATION: budgets.release_timeout_s,
-        Command.ONLOAD_WEIGHTS: budgets.resume_timeout_s,
+        Command.RELEASE_MEMORY_OCCUPATION: budgets.memory_timeout_s,
+        Command.ONLOAD_WEIGHTS: budgets.memory_timeout_s,
         Command.SNAPSHOT: budgets.update_timeout_s,
         Command.UPDATE_WEIGHTS: budgets.update_timeout_s,
-        Command.VERIFY: budgets.verify_timeout_s,
-        Command.ONLOAD_KV: budgets.resume_timeout_s,
-        Command.CONTINUE_GENERATION: budgets.continue_timeout_s,
-    }[command]
+        Command.ONLOAD_KV: budgets.memory_timeout_s,
+    }.get(command, budgets.command_timeout_s)
 
 
 def legal_commands(phase: Phase, traits: GroupTraits) -> tuple[Command, ...]:

@@ -20,9 +20,10 @@ from rollout.control.server.journal import ServerJournal
 from rollout.control.server.server import RolloutServer
 from rollout.core.pending import LoopThread, Pending
 from rollout.core.types import EngineSlot
-from rollout.observability.page.page_host import create_page
+from rollout.observability.page.page_host import PageHost
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
+from rollout.rules.deadlines import lock_timeout_s
 from rollout.rules.placement import assign_slots, local_bundles, plan_of, trainer_slots
 from rollout.runtime.calls.caller import LAUNCH_NODE, node_without_ray
 from rollout.runtime.control_socket import ControlAddress, ControlListener, SocketCaller
@@ -160,7 +161,7 @@ def build_servers(
             RouterHost(server.router),
             store=store,
             timeline=create_timeline(run.of_server(name), name, otel=server.timeline.otel),
-            page=create_page(server, run, name),
+            page=PageHost(server, run, name),
             journal=journals[name],
         )
 
@@ -179,9 +180,9 @@ def store_nodes(slots: Mapping[tuple[str, str], Sequence[EngineSlot]], server: s
     return sorted({share.node_id for slot in own for share in slot.shares})
 
 
-def lock_timeout_s(config: RolloutConfig) -> float:
+def longest_lock_s(config: RolloutConfig) -> float:
     """How long a transaction over all servers waits for the previous one."""
-    return max(server.lifecycle.lock_timeout_s for server in config.servers.values())
+    return max(lock_timeout_s(server.lifecycle) for server in config.servers.values())
 
 
 def visible_gpus() -> list[GpuId]:
@@ -254,7 +255,7 @@ def launch_local(
         },
         Deployment(
             servers,
-            lock_timeout_s=lock_timeout_s(config),
+            lock_timeout_s=longest_lock_s(config),
             stacked=plan.stacked,
             expect_version=expect_version,
         ),

@@ -170,7 +170,6 @@ def launched(world: RayWorld, folder: Path, kind: str = "embedded", **group: Any
         "groups": {"main": {"num_engines": 2, "engine": engine} | group},
         "health": HEALTH,
         "weights": {"store": {"spare_bytes": 0}},
-        "page": {"enabled": True},
     }
     config = RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})
     with launch(config, backend="ray") as deployment:

@@ -23,7 +23,7 @@ from tests.support.load import Load
 from tests.support.models import FOR_VLLM, plain_models
 from tests.support.nvml import NvmlDouble, logical_gpus
 from tests.support.processes import shared_memory_of, wait_until
-from tests.support.real_policy import RealPolicy, Sabotage
+from tests.support.real_policy import RealPolicy, Sabotage, saved_every_4_tokens
 from tests.support.referee import Referee
 
 pytestmark = [pytest.mark.exec, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -153,16 +153,7 @@ def policy(
         "model_path": str(models[0]),
         "groups": {"main": {"num_engines": 2, "engine": engine}},
         "lifecycle": {
-            f"{phase}_timeout_s": PHASE_TIMEOUT_S
-            for phase in (
-                "pause_generation",
-                "flush_cache",
-                "release_memory_occupation",
-                "resume",
-                "update",
-                "verify",
-                "continue_generation",
-            )
+            f"{what}_timeout_s": PHASE_TIMEOUT_S for what in ("command", "memory", "update")
         },
         # All these deaths are ours: none of them is a reason to wait with the next start.
         "health": {
@@ -171,10 +162,10 @@ def policy(
             "backoff_s": 0.1,
             "max_backoff_s": 0.1,
         },
-        "router": {"failover_interval": 4},
     }
     config = RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": server}})
-    with launch_local(config, launcher=launcher) as deployment:
+    launched = launch_local(config, launcher=launcher)
+    with saved_every_4_tokens(), launched as deployment:
         yield RealPolicy(deployment["policy"], models, folder, Sabotage())
 
 

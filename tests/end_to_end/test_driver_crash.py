@@ -145,9 +145,7 @@ def crash(tmp_path: Path) -> Iterator[Crash]:
 
 
 @contextmanager
-def driven(
-    tmp_path: Path, backend: str, *, is_up: bool = True, page: bool = False
-) -> Iterator[Crash]:
+def driven(tmp_path: Path, backend: str, *, is_up: bool = True) -> Iterator[Crash]:
     """A driver; ``is_up``: only when it serves, else held while it starts."""
     with reserve_port() as reserved:
         port = reserved.port
@@ -161,7 +159,6 @@ def driven(
         server = {
             "model_path": write_checkpoint(tmp_path),
             "groups": groups,
-            "page": {"enabled": page},
             "weights": {"shared_memory_path": str(tmp_path)},
         }
         config = {"log_dir": str(tmp_path), "servers": {"policy": server}}
@@ -295,7 +292,7 @@ def test_driver_and_guards_killed_in_any_phase_leave_nothing_after_the_next_laun
     phase: str, tmp_path: Path
 ) -> None:
     reach, doing = PHASES[phase]
-    with driven(tmp_path, "local", is_up=phase != "starting", page=True) as crash:
+    with driven(tmp_path, "local", is_up=phase != "starting") as crash:
         reach(crash)
         files = crash.own_files()
         # It may have ended its engine before the kill.

@@ -53,7 +53,7 @@ def policy(
                 "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 0.5}}},
                 "health": {"probe_interval_s": 0.5, "probe_timeout_s": 1.0},
                 "weights": {"transport": "distributed", "bucket_bytes": 100_000},
-                "lifecycle": {"pause_timeout_s": 8},
+                "lifecycle": {"command_timeout_s": 16},
             }
         },
     }

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import GenerationFailed, RolloutConfig, SamplingParams, WeightMismatch
+from rollout.rules import health
 from rollout.runtime.local import launch_local
 from rollout.testing.tiny_model import make_tiny_model
 from tests.support.real_policy import push_nonfinite
@@ -18,7 +19,10 @@ NORM = "model.norm.weight"
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 
-def test_nan_is_refused_and_an_engine_that_computes_it_gives_no_token(tmp_path: Path) -> None:
+def test_nan_is_refused_and_an_engine_that_computes_it_gives_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "REPORTS_TO_DEAD", 100)
     model = make_tiny_model(tmp_path / "tiny", architecture="qwen3")
     tensors = load_file(model / "model.safetensors")
     broken = {**tensors, NORM: torch.full_like(tensors[NORM], torch.nan)}
@@ -26,7 +30,6 @@ def test_nan_is_refused_and_an_engine_that_computes_it_gives_no_token(tmp_path: 
         "model_path": str(model),
         "groups": {"main": {"engine": {"kind": "embedded"}}},
         "weights": {"shared_memory_path": str(tmp_path)},
-        "health": {"reports_to_dead": 100},
         "lifecycle": {"sentinel": False},  # it would fence the engine before it serves
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})

@@ -9,8 +9,8 @@ from engines.fake import faults
 
 # Shorter than the real ones, all alike: a call that is cut before this was cut too early.
 BUDGET_S = 60.0
-STOP_S = 15.0
-LOCK_S = 4000.0
+# Of one command that waits for another: ``rollout.rules.deadlines.lock_timeout_s``.
+LOCK_S = 5 * BUDGET_S
 
 # What may become of a call of an engine; the first is the ordinary course.
 OUTCOMES: tuple[tuple[str, faults.Fault | None], ...] = (

@@ -34,7 +34,7 @@ from rollout.rules.release_policy import ReleasePolicy
 from rollout.rules.routing import Backend
 from rollout.weights.format.manifest import Manifest
 from tests.explore.explorer import ExploredLoop, Violation, following, run
-from tests.explore.settings import BUDGET_S, LOCK_S, STOP_S, Settings
+from tests.explore.settings import BUDGET_S, LOCK_S, Settings
 from tests.explore.steered import Delayed, Launcher, Parts, Record, SteeredRouter, Successors
 from tests.explore.world import World
 
@@ -43,10 +43,7 @@ TWO_BY_TWO: dict[str, dict[str, Any]] = {
     "shared": {"num_engines": 2},
     "apart": {"num_engines": 2, "needs_offload": False},
 }
-_LIFECYCLE = {
-    f"{phase}_timeout_s": BUDGET_S
-    for phase in ("pause", "flush", "release", "resume", "update", "verify", "continue")
-} | {"stop_timeout_s": STOP_S, "lock_timeout_s": LOCK_S}
+_LIFECYCLE = {f"{what}_timeout_s": BUDGET_S for what in ("command", "memory", "update")}
 
 # Values that never change: a copy of a world has the same ones.
 _SHARED: list[Any] = []

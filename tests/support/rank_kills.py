@@ -327,7 +327,7 @@ class Lane:
 
 
 def _config(folder: Path) -> RolloutConfig:
-    lifecycle = {"update_timeout_s": 20, "verify_timeout_s": 20}
+    lifecycle = {"update_timeout_s": 20, "command_timeout_s": 20}
     health = {"probe_interval_s": 0.2, "backoff_s": 0.05, "max_restarts": 10_000}
     server = {
         "model_path": str(write_checkpoint(folder / "model", TENSORS)),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from engines.http.call import Deadlines
 from engines.http.client import EngineClient
@@ -17,6 +18,7 @@ from engines.protocol import Endpoint, Engine, PauseMode
 from engines.vllm.client import VllmClient
 from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
+from rollout.router.proxy import reader_choice
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.cpu_engines import cpu_engine
@@ -183,6 +185,14 @@ def real_policy(
         yield RealPolicy(deployment["policy"], models, folder, sabotage)
 
 
+@contextmanager
+def saved_every_4_tokens() -> Iterator[None]:
+    """The router saves the state of a request more often than it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_choice, "FAILOVER_INTERVAL", 4)
+        yield
+
+
 class Keeper:
     """Starts a policy of two groups when it is first wanted, and again after a test that lost it.
 
@@ -201,9 +211,8 @@ class Keeper:
     def policy(self) -> RealPolicy:
         if self._policy is None:
             groups = dict.fromkeys(("left", "right"), self._group)
-            self._policy = self._stack.enter_context(
-                real_policy(self.models, self._folder, groups, router={"failover_interval": 4})
-            )
+            self._stack.enter_context(saved_every_4_tokens())
+            self._policy = self._stack.enter_context(real_policy(self.models, self._folder, groups))
         return self._policy
 
     def look(self) -> None:

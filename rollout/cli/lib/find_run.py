@@ -130,7 +130,7 @@ def find(
         if not is_running(journal.process):
             gone.append(f"{file}: process {journal.process.pid} is gone, or on another machine")
         elif not journal.page:
-            gone.append(f"{file}: the server has no page (page.enabled), or it has not started yet")
+            gone.append(f"{file}: the server has not started yet")
         else:
             found.append(ServerViaPage(journal.server, journal.page, key, journal.process.pid))
             runs.add(str(file.parent.parent))

@@ -64,9 +64,9 @@ def connect_http(
         weights_cpu_backup: the weights must survive a release.
     """
     deadlines = Deadlines(
-        control_s=min(budgets.verify_timeout_s, budgets.continue_timeout_s),
-        pause_s=budgets.pause_timeout_s,
-        memory_s=max(budgets.release_timeout_s, budgets.resume_timeout_s),
+        control_s=budgets.command_timeout_s,
+        pause_s=budgets.command_timeout_s,
+        memory_s=budgets.memory_timeout_s,
         update_s=budgets.update_timeout_s,
         ready_s=health.probe_timeout_s,
     )

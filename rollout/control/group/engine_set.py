@@ -22,7 +22,7 @@ from rollout.core.errors import EngineFailure, PhaseFailed, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, wait_all
 from rollout.core.types import EngineSlot
 from rollout.observability.timeline.recorder import record_event
-from rollout.rules.deadlines import kill_timeout_s
+from rollout.rules.deadlines import STOP_TIMEOUT_S, kill_timeout_s
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +176,7 @@ class EngineSet:
         return start
 
     async def stop(self) -> None:
-        """Stop all engines within ``stop_timeout_s``, then kill the rest."""
-        grace_s = self._settings.lifecycle.stop_timeout_s
+        """Stop all engines within ``STOP_TIMEOUT_S``, then kill the rest."""
         self._is_stopped = True
         launching = list(self._launching)
         for task in launching:
@@ -188,7 +187,7 @@ class EngineSet:
 
         async def end(member: EngineState) -> None:
             try:
-                if await member.process.stop(grace_s):
+                if await member.process.stop(STOP_TIMEOUT_S):
                     logger.warning("engine %s had to be killed", member.engine_id)
             finally:
                 await member.aclose()
@@ -196,7 +195,7 @@ class EngineSet:
         answers = await fan_out(
             {member.engine_id: partial(end, member) for member in members},
             operation="stop",
-            budget_s=grace_s + self.kill_timeout_s + _MARGIN_S,
+            budget_s=STOP_TIMEOUT_S + self.kill_timeout_s + _MARGIN_S,
         )
         _log_failures(answers)
 

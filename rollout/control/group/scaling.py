@@ -24,6 +24,7 @@ from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.core.errors import LifecycleError
 from rollout.core.fanout import run_to_completion
 from rollout.core.types import EngineReport, GroupStatus
+from rollout.rules.deadlines import STOP_TIMEOUT_S, leave_timeout_s
 from rollout.rules.lifecycle import Phase
 from rollout.weights.routes.broadcast import leave_group
 
@@ -101,9 +102,9 @@ class EngineScaling:
     async def _empty(self, member: EngineState, keeps_process: bool) -> int:
         budgets, started = self._settings.lifecycle, now()
         try:
-            await self._drain(member)
-            if keeps_process:
-                async with asyncio.timeout(budgets.release_timeout_s):
+            async with asyncio.timeout(leave_timeout_s(budgets)):
+                await self._drain(member)
+                if keeps_process:
                     return await self._release(member)
             before = await member.process.resident_bytes()
             await self._end(member)
@@ -119,10 +120,8 @@ class EngineScaling:
         """Pause and flush; afterwards nothing is in flight."""
         budgets = self._settings.lifecycle
         if self._commands.phase in _BEFORE_FLUSH:
-            async with asyncio.timeout(budgets.pause_timeout_s):
-                await pause(member, Drain.ABORT, budgets.pause_timeout_s)
-            async with asyncio.timeout(budgets.flush_timeout_s):
-                await flush(member, Drain.ABORT, budgets.flush_timeout_s)
+            await pause(member, Drain.ABORT, budgets.command_timeout_s)
+            await flush(member, Drain.ABORT, budgets.command_timeout_s)
 
     async def _release(self, member: EngineState) -> int:
         if member.update_group:  # the next push creates a broadcast group without it
@@ -135,9 +134,8 @@ class EngineScaling:
     async def _end(self, member: EngineState) -> None:
         """Stop its process, and confirm that it has ended."""
         try:
-            grace_s = self._settings.lifecycle.stop_timeout_s
-            async with asyncio.timeout(grace_s + self._engines.kill_timeout_s):
-                await member.process.stop(grace_s)
+            async with asyncio.timeout(STOP_TIMEOUT_S + self._engines.kill_timeout_s):
+                await member.process.stop(STOP_TIMEOUT_S)
         finally:
             await member.aclose()
         await confirm_gone(member, self._engines.kill_timeout_s)

@@ -53,6 +53,7 @@ from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStat
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Excerpt, Kind
 from rollout.rules import lifecycle
+from rollout.rules.deadlines import leave_timeout_s
 from rollout.rules.fingerprint_check import Verification
 from rollout.rules.health import PROBE_KINDS
 from rollout.rules.lifecycle import STAGE, Command, Phase
@@ -183,7 +184,7 @@ class ServerGroup:
         return await self.status()
 
     async def stop(self) -> None:
-        """Stop all engines within ``stop_timeout_s``, then kill the rest."""
+        """Stop all engines within ``STOP_TIMEOUT_S``, then kill the rest."""
         with self.timeline.span(Kind.GROUP, "stop"):
             try:
                 await self._boots.close()
@@ -291,10 +292,10 @@ class ServerGroup:
         return await self._commands.conclude(command, target, answers, started)
 
     async def _pause(self, member: EngineState) -> None:
-        await pause(member, self._drain_of(member), self._settings.lifecycle.pause_timeout_s)
+        await pause(member, self._drain_of(member), self._settings.lifecycle.command_timeout_s)
 
     async def _flush(self, member: EngineState) -> None:
-        await flush(member, self._drain_of(member), self._settings.lifecycle.flush_timeout_s)
+        await flush(member, self._drain_of(member), self._settings.lifecycle.command_timeout_s)
 
     def _drain_of(self, member: EngineState) -> Drain:
         drain = self._settings.lifecycle.drain
@@ -388,8 +389,7 @@ class ServerGroup:
 
         Raises what ``RolloutServer.remove_engine`` raises.
         """
-        budgets = self._settings.lifecycle
-        budget_s = budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s
+        budget_s = leave_timeout_s(self._settings.lifecycle)
         async with self._commands.in_order(None, "remove", budget_s):
             return await self._scaling.remove(engine_id)
 

@@ -15,7 +15,7 @@ from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig, ServerConfig
 from rollout.control.engine.start import start_deadline_s
 from rollout.control.group.probe import GroupProbe
-from rollout.rules.deadlines import group_margin_s
+from rollout.rules.deadlines import group_margin_s, leave_timeout_s
 from rollout.rules.health import (
     EngineHealth,
     GroupHealth,
@@ -64,8 +64,8 @@ def recovery_terms(config: ServerConfig, name: str) -> GroupTerms:
         has_processes=not group.engine.is_attached,
         start_timeout_s=start_deadline_s(config.model_path, group.engine),
         admit_timeout_s=max(
-            budgets.pause_timeout_s + budgets.flush_timeout_s + budgets.release_timeout_s,
-            2 * budgets.resume_timeout_s + budgets.continue_timeout_s,  # of one that sleeps
+            leave_timeout_s(budgets),
+            2 * budgets.memory_timeout_s + budgets.command_timeout_s,  # of one that sleeps
         ),
         margin_s=group_margin_s(group.engine),
         readmit_timeout_s=budgets.update_timeout_s,

@@ -4,7 +4,7 @@ Always true:
 - the router maps to a version only after every engine that serves has verified it;
 - a version is unloaded only after the router maps to another one, and no request or session stays
   with it;
-- an adapter has at most ``weights.adapter_versions`` on the engines.
+- an adapter has at most ``MOST_VERSIONS`` on the engines.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
 
+MOST_VERSIONS = 3
+"""Of one adapter: the published one, those that requests and sessions still use, and the next."""
 _WAIT_S = 60.0
 
 T = TypeVar("T")
@@ -104,18 +106,17 @@ class AdapterVersions:
         versions = sorted(
             (one for one in self.pushes if adapter_of(one) == adapter), key=version_of
         )
-        most = self._config.weights.adapter_versions
         for name in [one for one in versions if one not in self._published]:
-            if len(versions) < most:
+            if len(versions) < MOST_VERSIONS:
                 return
             wait_s = self._config.lifecycle.drain_timeout_s if is_open else 0.0
             if not await self._router.unpinned(name, wait_s) or not await self._unload([name]):
                 num = (await self._router.pinned()).get(name, 0)
                 raise WeightMismatch(
                     f"the engines have {len(versions)} versions of adapter {adapter!r}, of at most "
-                    f"{most}, and after {wait_s:g} s {num} requests and sessions stay with {name}: "
-                    "push again when they have ended, close the sessions, or set "
-                    "weights.adapter_versions higher; what served before serves on"
+                    f"{MOST_VERSIONS}, and after {wait_s:g} s {num} requests and sessions stay "
+                    f"with {name}: push again when they have ended, or close the sessions; what "
+                    "served before serves on"
                 )
             versions.remove(name)
 

@@ -18,7 +18,7 @@ from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
 from rollout.core.errors import EngineFailure, LifecycleError
 from rollout.core.types import EngineReport, EngineStatus
-from rollout.rules.deadlines import group_margin_s
+from rollout.rules.deadlines import STOP_TIMEOUT_S, group_margin_s, leave_timeout_s
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,8 @@ class ElasticSlots:
             if late:
                 logger.warning("server %s: %s; these requests are aborted", self._name, late)
             async with asyncio.timeout(
-                budgets.pause_timeout_s
-                + budgets.flush_timeout_s
-                + budgets.release_timeout_s
-                + budgets.stop_timeout_s
+                leave_timeout_s(budgets)
+                + STOP_TIMEOUT_S
                 + 2 * group_margin_s(self._config.groups[group].engine)
             ):
                 report = await self._registry.groups[group].remove(engine_id)
@@ -109,7 +107,7 @@ class ElasticSlots:
         budgets, engine = self._config.lifecycle, self._config.groups[group].engine
         try:
             async with asyncio.timeout(
-                2 * budgets.resume_timeout_s + budgets.update_timeout_s + 2 * group_margin_s(engine)
+                2 * budgets.memory_timeout_s + budgets.update_timeout_s + 2 * group_margin_s(engine)
             ):
                 status = await self._registry.groups[group].add(engine_id, version)
             self._recovery.tracker.add(group, engine_id, is_stale=status.is_stale)

@@ -41,7 +41,7 @@ from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Span
 from rollout.router.host import RouterHost
-from rollout.rules.deadlines import group_margin_s
+from rollout.rules.deadlines import STOP_TIMEOUT_S, group_margin_s, lock_timeout_s
 from rollout.rules.lifecycle import (
     MAKE_IDLE,
     OFFLOAD,
@@ -118,7 +118,7 @@ class RolloutServer:
         self._store = store
         self._actor_factory = actor_factory
         client = self._router = RouterClient(name, router)
-        self._lock = CommandLock(config.lifecycle.lock_timeout_s)
+        self._lock = CommandLock(lock_timeout_s(config.lifecycle))
         registry = self._registry = GroupRegistry(name, config, groups)
         terms = {group: recovery_terms(config, group) for group in registry.groups}
         recovery = self._recovery = RecoveryMonitor(
@@ -240,7 +240,7 @@ class RolloutServer:
             await runner.open_gate()
 
     async def stop(self) -> None:
-        """Stop router and engines within ``stop_timeout_s``, then kill the rest.
+        """Stop router and engines within ``STOP_TIMEOUT_S``, then kill the rest.
 
         Works also while a command hangs: it does not wait for the lock.
         """
@@ -252,10 +252,9 @@ class RolloutServer:
         self._gate.state = "closed"
         await self._recovery.stop()
         await self._adapters.stop()
-        budget_s = self._config.lifecycle.stop_timeout_s
         parts: dict[str, Awaitable[Any]] = {}
         if self._router.url:
-            parts["router"] = self._router.stop(budget_s)
+            parts["router"] = self._router.stop(STOP_TIMEOUT_S)
         if self._store is not None:
             parts["store"] = self._store.stop()
         parts |= {name: group.stop() for name, group in self._registry.groups.items()}

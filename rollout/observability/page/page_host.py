@@ -178,8 +178,3 @@ class PageHost:
                 lines.write(json.dumps({**figures, "launch": self._launch}) + "\n")
         except OSError as error:
             logger.error("server %s: cannot write figures: %s", self._name, error)
-
-
-def create_page(config: ServerConfig, run: RunFolder, name: str) -> PageHost | None:
-    """The page of a server, not yet started; None if ``page.enabled`` is false."""
-    return PageHost(config, run, name) if config.page.enabled else None

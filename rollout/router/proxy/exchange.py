@@ -89,6 +89,8 @@ from rollout.rules.routing import NO_HINT, Backend
 logger = logging.getLogger(__name__)
 
 Ts = TypeVarTuple("Ts")
+MAX_FAILOVERS = 8
+"""Engines that one request may lose before it fails."""
 _WITH_BODY_UNREAD = (408, 413)
 # An engine ends an aborted request in a tenth of that, unless it is busy or knows another id.
 _ABORTED_WITHIN_S = 0.25
@@ -519,7 +521,7 @@ class Exchange:
             return FINAL
         is_open = self._proxy.gate.state is GateState.OPEN
         if lost is not None and not lost.may_be_aborted(
-            self._proxy.config.max_failovers, is_open=is_open, num_kept=tokens.reply.num_kept
+            MAX_FAILOVERS, is_open=is_open, num_kept=tokens.reply.num_kept
         ):
             return FINAL
         return OPEN if is_open else Context(True, admission.member.of_kind.refusal_in_pause)
@@ -690,7 +692,7 @@ class Exchange:
 
     def _fail_over(self, failure: ConnectionFailure) -> None:
         """Try another engine, if this request may be sent once more."""
-        most = 1 if self._tokens is None else self._proxy.config.max_failovers
+        most = 1 if self._tokens is None else MAX_FAILOVERS
         why_not = "" if self._lost is None else self._lost.why_not_again
         if self._num_attempts > most or why_not:
             self._end_with(responses.engine_failed(failure, why_not))

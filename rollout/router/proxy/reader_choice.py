@@ -27,6 +27,10 @@ from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.token_reader import TokenReader
 
 WITH_BODY = (b"POST", b"PUT")
+FAILOVER_INTERVAL = 32
+"""Tokens between two saved states of a request that can fail over; the tokens since the last one
+are generated again.  It is longer for a long request that is not streamed: its state is saved at
+most 64 times."""
 _LONG = 1 << 16
 _FAIL_OVER = b"x-token-failover"
 _LACKING = (
@@ -85,7 +89,7 @@ def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
     return _wanted(
         head.route.path,
         gate.members.dialects,
-        config.failover_interval,
+        FAILOVER_INTERVAL,
         config.max_read_bytes,
         gate.adapters is not None and head.method in WITH_BODY,
         keeps == "on" or (keeps == "asked" and _FAIL_OVER in head.switched_on),

@@ -23,12 +23,12 @@ from rollout.core.errors import ConfigError, EngineFailure, RolloutError
 from rollout.core.pending import LoopThread, in_own_thread
 from rollout.core.types import EngineSlot
 from rollout.router.host import new_run
-from rollout.rules.deadlines import kill_timeout_s
+from rollout.rules.deadlines import STOP_TIMEOUT_S, kill_timeout_s
 from rollout.rules.placement import assign_slots, plan_of, trainer_slots
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import (
     group_settings,
-    lock_timeout_s,
+    longest_lock_s,
     server_journal,
     started_groups,
     store_nodes,
@@ -106,7 +106,7 @@ def launch_ray(
         Deployment(
             {name: remote_server(actor, names[name]) for name, actor in actors.items()},
             stop_budget_s=_stop_budget_s(config),
-            lock_timeout_s=lock_timeout_s(config),
+            lock_timeout_s=longest_lock_s(config),
             stacked=plan.stacked,
             expect_version=expect_version,
         ),
@@ -119,12 +119,8 @@ def launch_ray(
 
 def _stop_budget_s(config: RolloutConfig) -> float:
     """The deadlines of router and engines; beyond them a server hangs."""
-    servers = config.servers.values()
-    return _STOP_MARGIN_S + max(
-        2 * server.lifecycle.stop_timeout_s
-        + max(kill_timeout_s(group.engine) for group in server.groups.values())
-        for server in servers
-    )
+    engines = [group.engine for one in config.servers.values() for group in one.groups.values()]
+    return _STOP_MARGIN_S + 2 * STOP_TIMEOUT_S + max(map(kill_timeout_s, engines))
 
 
 def _connect(config: RolloutConfig) -> bool:

@@ -27,7 +27,7 @@ from rollout.control.server.journal import JournalRecord, ServerJournal, read
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RolloutError
 from rollout.core.types import EngineSlot, ServerStatus
-from rollout.observability.page.page_host import create_page
+from rollout.observability.page.page_host import PageHost
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.runtime.ray.engine_launcher import EnginePlacement
@@ -143,7 +143,7 @@ class RolloutServerActor(RolloutServer):
             self._parts.router(),
             store=weight_store,
             timeline=create_timeline(run.of_server(name), name, otel=config.timeline.otel),
-            page=create_page(config, run, name),
+            page=PageHost(config, run, name),
             actor_factory=self._parts,
             journal=journal,
         )

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 # Other processes have priority: nothing waits for the store.
 _NICENESS = 10
 _CLOSE_TIMEOUT_S = 20.0
+# In the background; a push that misses it is not stored.
+_WRITE_TIMEOUT_S = 600.0
 
 T = TypeVar("T")
 
@@ -170,14 +172,14 @@ class WeightStore:
 
     async def _write(self, push: WeightPush) -> None:
         started = asyncio.get_running_loop().time()
-        limit = asyncio.timeout(self._config.write_timeout_s)
+        limit = asyncio.timeout(_WRITE_TIMEOUT_S)
         self._reads = push.version
         try:
             async with limit:
                 record = await self._in_thread(push)
         except Exception as error:  # it must not reach the server
             why = (
-                f"it took longer than {self._config.write_timeout_s:g} s"
+                f"it took longer than {_WRITE_TIMEOUT_S:g} s"
                 if limit.expired()
                 else describe(error)
             )

@@ -24,6 +24,7 @@ from tests.support.real_policy import (
     one_engine,
     process_of,
     real_policy,
+    saved_every_4_tokens,
 )
 from tests.support.referee import Referee
 from tests.support.waits import until_begun
@@ -50,7 +51,7 @@ async def test_all_requests_are_answered_though_an_engine_is_killed_and_it_comes
 def parallel(models: list[Path], tmp_path: Path) -> Iterator[RealPolicy]:
     """The first engine has two workers."""
     groups = {"left": one_engine("vllm", **TWO_WORKERS), "right": one_engine("vllm")}
-    with real_policy(models, tmp_path, groups, router={"failover_interval": 4}) as policy:
+    with saved_every_4_tokens(), real_policy(models, tmp_path, groups) as policy:
         yield policy
 
 

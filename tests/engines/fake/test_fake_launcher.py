@@ -104,7 +104,6 @@ def test_the_log_of_a_process_says_which_tensor_ended_it(
     policy = {
         "model_path": str(tmp_path / "model"),
         "health": {"recover": False},
-        "page": {"enabled": False},
         "groups": {"main": {"engine": {"kind": "fake"}}},
     }
     config = RolloutConfig.from_dict(

@@ -189,7 +189,7 @@ def test_a_run_that_has_ended_is_reported_as_such(tmp_path: Path) -> None:
     file = tmp_path / "policy" / "journal.json"
     journal = ServerJournal.of(file, "exp", "policy", "local")
     asyncio.run(journal.write())
-    with pytest.raises(ConfigError, match=r"the server has no page"):
+    with pytest.raises(ConfigError, match=r"the server has not started yet"):
         run_command("doctor", str(tmp_path))
     left = json.loads(file.read_text())
     left["process"]["started"] -= 1

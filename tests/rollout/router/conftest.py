@@ -14,6 +14,7 @@ import pytest
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.router import Backend, ConnectionFailure, RouterHost
+from rollout.router.proxy import reader_choice
 
 from .stub_engine import Hold, Script, StubEngine, hold_then_reply, reply
 
@@ -27,7 +28,6 @@ def router_config(**fields) -> RouterConfig:
         "max_body_bytes": 64 << 20,
         "request_timeout_s": 60.0,
         "max_sessions": 1000,
-        "failover_interval": 4,
         "tokenizer_path": "/no/tokenizer",  # without it, an engine gets a request for its path
         "max_session_bytes": 1 << 20,
     }
@@ -90,6 +90,11 @@ async def hold_one(
     pending = bench.begin()
     await hold.entered.wait()
     return bench, hold, pending
+
+
+@pytest.fixture(autouse=True)
+def _saved_every_4_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_choice, "FAILOVER_INTERVAL", 4)
 
 
 @pytest.fixture

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from rollout.config import EngineConfig
-from rollout.rules.deadlines import group_margin_s, kill_timeout_s, start_timeout_s
+from rollout.config import EngineConfig, LifecycleConfig
+from rollout.rules.deadlines import (
+    group_margin_s,
+    kill_timeout_s,
+    leave_timeout_s,
+    lock_timeout_s,
+    start_timeout_s,
+)
 
 GB = 10**9
 
@@ -29,3 +35,9 @@ def test_an_engine_on_gpus_gets_longer_and_a_large_checkpoint_too(
     assert start_timeout_s(config, num_bytes) == start_s
     assert kill_timeout_s(config) == kill_s
     assert group_margin_s(config) > kill_s + 5  # a group reads the log, then kills
+
+
+def test_a_command_waits_as_long_as_a_push_may_take_and_a_leave_has_its_three_phases() -> None:
+    assert (lock_timeout_s(LifecycleConfig()), leave_timeout_s(LifecycleConfig())) == (960, 240)
+    longer = LifecycleConfig(command_timeout_s=1, memory_timeout_s=10, update_timeout_s=5000)
+    assert (lock_timeout_s(longer), leave_timeout_s(longer)) == (5022, 12)

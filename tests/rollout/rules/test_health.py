@@ -30,8 +30,6 @@ from rollout.rules.lifecycle import Phase
 
 CONFIG = HealthConfig(
     probes_to_dead=3,
-    patience=2,
-    reports_to_dead=2,
     max_restarts=3,
     backoff_s=1.0,
     max_backoff_s=4.0,
@@ -99,9 +97,10 @@ def test_every_result_changes_the_streaks_as_in_the_table(before, after) -> None
         ((Z, Z, Z, Z), Liveness.ALIVE),
         ((R,), Liveness.SUSPECT),
         ((R, A), Liveness.ALIVE),
-        ((R, A, R), Liveness.DEAD),
-        ((R, *[A] * 11, R), Liveness.DEAD),
-        ((R, *[A] * 12, R), Liveness.SUSPECT),
+        ((R, A, R), Liveness.SUSPECT),
+        ((R, A, R, R), Liveness.DEAD),
+        ((R, R, *[A] * 11, R), Liveness.DEAD),
+        ((R, R, *[A] * 12, R), Liveness.SUSPECT),
         ((R, F), Liveness.SUSPECT),
         ((X,), Liveness.DEAD),
         ((N,), Liveness.DEAD),
@@ -115,7 +114,8 @@ def test_the_verdict_comes_from_the_streaks(findings, expected) -> None:
 def test_an_engine_that_its_group_cannot_spare_is_given_more_time() -> None:
     late = seen(F, F, F)
     assert liveness(late, CONFIG, can_spare=False) is Liveness.SUSPECT
-    assert liveness(replace(late, failed_probes=6), CONFIG, can_spare=False) is Liveness.DEAD
+    assert liveness(replace(late, failed_probes=8), CONFIG, can_spare=False) is Liveness.SUSPECT
+    assert liveness(replace(late, failed_probes=9), CONFIG, can_spare=False) is Liveness.DEAD
     assert liveness(seen(X), CONFIG, can_spare=False) is Liveness.DEAD
 
 

@@ -59,7 +59,6 @@ def launched(
     of_server: dict[str, Any] = {
         "model_path": write_checkpoint(folder),
         "health": {"recover": False},
-        "page": {"enabled": False},
     }
     config = RolloutConfig.from_dict(
         {

@@ -42,7 +42,7 @@ def launched(
     settings = {"bucket_bytes": 300, "shared_memory_path": str(folder), **weights}
     groups = {"main": {"engine": {"kind": "fake"}}}
     server = {"weights": settings, "lifecycle": lifecycle or {}}
-    chosen = config(folder, groups, page={"enabled": False}, server=server)
+    chosen = config(folder, groups, server=server)
     with launch_local(chosen, launcher=launcher, connect=launcher.connect) as deployment:
         yield deployment, launcher["main-0"]
 

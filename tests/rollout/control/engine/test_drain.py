@@ -42,7 +42,7 @@ def paused(engine: FakeEngine) -> list[PauseMode]:
 
 @virtual_time
 async def test_abort_ends_what_is_in_flight_with_the_tokens_it_has() -> None:
-    group, engine = await slow_group(pause_timeout_s=100)
+    group, engine = await slow_group(command_timeout_s=100)
     asked = asking(engine)
     await pass_time(3.5)
     await group.run(Command.PAUSE_GENERATION)
@@ -52,7 +52,7 @@ async def test_abort_ends_what_is_in_flight_with_the_tokens_it_has() -> None:
 
 @virtual_time
 async def test_an_engine_that_is_busy_after_an_abort_is_aborted_again() -> None:
-    group, engine = await slow_group(pause_timeout_s=60)
+    group, engine = await slow_group(command_timeout_s=60)
     asked = asking(engine)
     await pass_time(0.5)
     await group.run(Command.PAUSE_GENERATION)
@@ -63,7 +63,7 @@ async def test_an_engine_that_is_busy_after_an_abort_is_aborted_again() -> None:
 
 @virtual_time
 async def test_what_two_aborts_do_not_empty_is_killed_and_never_released() -> None:
-    group, engine = await slow_group(pause_timeout_s=30)
+    group, engine = await slow_group(command_timeout_s=30)
     asked = asking(engine)
     await pass_time(0.5)
     with pytest.raises(PhaseFailed, match="engine main-0: pause_generation took longer than 30 s"):
@@ -159,7 +159,7 @@ async def test_what_does_not_finish_in_time_is_aborted(
 
 @virtual_time
 async def test_a_pause_that_is_never_answered_has_its_deadline() -> None:
-    group, (engine,) = await started_group(1, lifecycle={"pause_timeout_s": 20})
+    group, (engine,) = await started_group(1, lifecycle={"command_timeout_s": 20})
     engine.faults.strike("pause_generation", hang(), times=2)
     started = asyncio.get_running_loop().time()
     with pytest.raises(PhaseFailed, match="pause_generation took longer than 20 s"):

@@ -142,7 +142,7 @@ async def test_a_stale_order_is_refused() -> None:
 
 
 async def test_the_engine_itself_waits_a_little_less_than_its_first_half_of_the_phase() -> None:
-    group, (engine,) = await started_group(1, lifecycle={"flush_timeout_s": 30})
+    group, (engine,) = await started_group(1, lifecycle={"command_timeout_s": 30})
     await group.run(Command.PAUSE_GENERATION)
     await group.run(Command.FLUSH_CACHE)
     assert engine.calls[-1].arguments == {"timeout_s": 13.0}
@@ -191,7 +191,7 @@ async def test_a_fenced_engine_gets_no_further_call() -> None:
 
 @virtual_time
 async def test_a_late_engine_is_told_with_operation_and_budget_and_killed() -> None:
-    group, launcher = make_group(2, lifecycle={"release_timeout_s": 60})
+    group, launcher = make_group(2, lifecycle={"memory_timeout_s": 60})
     await group.start()
     await group.run(Command.PAUSE_GENERATION)
     await group.run(Command.FLUSH_CACHE)

@@ -219,13 +219,11 @@ def test_both_engines_serve_in_one_deployment_and_one_server(tmp_path: Path) -> 
             "servers": {
                 "policy": {
                     "model_path": write_checkpoint(tmp_path / "model"),
-                    "page": {"enabled": False},
                     "groups": {"main": vllm, "old": {"engine": {"kind": "fake"}}},
                 },
                 "judge": {
                     "model_path": write_checkpoint(tmp_path / "judge"),
                     "weights": {"update": "frozen"},
-                    "page": {"enabled": False},
                     "groups": {"score": {"engine": {"kind": "fake"}}},
                 },
             },

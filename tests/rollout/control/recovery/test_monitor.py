@@ -17,6 +17,7 @@ from engines.protocol.errors import EngineHung, EngineNotReady, EngineUnreachabl
 from rollout.control.group.probe import EngineProbe, GroupProbe
 from rollout.control.recovery.health_tracker import GroupTerms
 from rollout.control.recovery.monitor import RecoveryMonitor
+from rollout.control.server import server as server_module
 from rollout.core.command_lock import CommandLock
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.types import EngineStatus
@@ -29,8 +30,6 @@ HEALTH = {
     "probe_interval_s": 1.0,
     "probe_timeout_s": 0.5,
     "probes_to_dead": 3,
-    "patience": 2,
-    "reports_to_dead": 3,
     "backoff_s": 10.0,
     "max_restarts": 3,
 }
@@ -626,8 +625,11 @@ async def test_a_removal_ends_the_boot_on_its_slot(tmp_path: Path) -> None:
 
 
 @virtual_time
-async def test_a_command_that_waits_too_long_names_recovery(tmp_path: Path) -> None:
-    async with watched(tmp_path, lifecycle={"lock_timeout_s": 3.0}) as bench:
+async def test_a_command_that_waits_too_long_names_recovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "lock_timeout_s", lambda _: 3.0)
+    async with watched(tmp_path) as bench:
         fence = asyncio.Event()
 
         async def slow(engine_id: str, reason: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from engines.fake import FakeEngine
 from engines.protocol import MemoryTag
 from engines.protocol.errors import EngineNotReady, EngineUnreachable
+from rollout.control.server import server as server_module
 from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightMismatch
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest, TensorSpec
@@ -351,7 +352,7 @@ async def test_an_engine_that_fails_is_fenced_in_the_membership_and_the_rest_ser
 
 @virtual_time
 async def test_a_late_engine_is_named_with_operation_and_budget_at_the_gate(tmp_path: Path) -> None:
-    lifecycle = RAISE | {"release_timeout_s": 45}
+    lifecycle = RAISE | {"memory_timeout_s": 45}
     bench = await started_server(tmp_path, lifecycle=lifecycle)
     bench["shared-1"].hold("release_memory_occupation")
     with pytest.raises(PhaseFailed):
@@ -455,8 +456,11 @@ async def test_offload_and_onload_repeated_send_nothing(tmp_path: Path) -> None:
 
 
 @virtual_time
-async def test_a_second_command_waits_and_is_told_for_whom_it_waits(tmp_path: Path) -> None:
-    bench = await started_server(tmp_path, lifecycle={"lock_timeout_s": 5})
+async def test_a_second_command_waits_and_is_told_for_whom_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "lock_timeout_s", lambda _: 5.0)
+    bench = await started_server(tmp_path)
     gate = bench["shared-0"].hold("pause_generation")
     offloading = asyncio.create_task(bench.server.offload())
     await gate.entered.wait()

@@ -35,7 +35,7 @@ HEALTH = {
     "backoff_s": 0.001,
     "max_backoff_s": 0.001,
 }
-LIFECYCLE = {"pause_timeout_s": 10.0, "flush_timeout_s": 10.0}
+LIFECYCLE = {"command_timeout_s": 10.0}
 FAULTS = (faults.reject(), faults.lose(), faults.lose(executed=True), faults.die(), faults.hang())
 OPERATIONS = sorted(CONTROL - {"canary"})
 CALLS: Mapping[str, Any] = {

@@ -11,6 +11,7 @@ import pytest
 from engines.protocol import Endpoint, WorkerType
 from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.gate import GateState
+from rollout.router.proxy import exchange
 from rollout.rules.routing import Backend
 from tests.rollout.router.exchange_rig import PLAIN, Client, Rig, Upstream, rig_of
 from tests.rollout.router.generate_events import PROMPT, STREAM, event, with_logprobs
@@ -190,9 +191,11 @@ def test_a_reply_that_is_passed_on_as_it_came_has_its_clients_id() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 8])
-def test_an_engine_that_aborts_without_end_is_seen_by_the_client(num: int) -> None:
+def test_an_engine_that_aborts_without_end_is_seen_by_the_client(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = rig_of("a")
-    rig.proxy.config = rig.proxy.config.model_copy(update={"max_failovers": num})
+    monkeypatch.setattr(exchange, "MAX_FAILOVERS", num)
     _, client = rig.begin()
     while not client.end:
         rig.engines.sent[-1].reply(STREAM, event(finish="abort"))

@@ -96,7 +96,7 @@ async def test_all_of_200_requests_get_responses_though_an_engine_is_killed(tmp_
         for number in range(2)
     ]
     engines = await asyncio.gather(*map(launcher.launch, specs))
-    host = RouterHost(router_config(token_failover="on", failover_interval=4))
+    host = RouterHost(router_config(token_failover="on"))
     endpoint = await host.start()
     try:
         await host.set_members(

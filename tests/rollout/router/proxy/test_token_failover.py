@@ -8,6 +8,8 @@ import random
 import pytest
 
 from rollout.router import BackendState
+from rollout.router.proxy import exchange
+from rollout.router.proxy.exchange import MAX_FAILOVERS
 from tests.rollout.router.conftest import router_config
 from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.raw import bodies, post, response_to
@@ -236,7 +238,7 @@ async def test_an_engine_that_always_aborts_with_an_open_gate_is_not_queried_for
     bench.engines[0].script = aborts
     got = await bench.ask(json=body)
     assert (got.status, got.json["meta_info"]["finish_reason"]["type"]) == (200, "abort")
-    assert len(bench.engines[0].seen) == ON.max_failovers + 1
+    assert len(bench.engines[0].seen) == MAX_FAILOVERS + 1
     assert (await bench.host.stats())["engines"][0]["state"] == "serving"
 
 
@@ -245,7 +247,7 @@ async def test_an_engine_that_aborts_each_request_after_one_token_ends_it_at_the
     got = await bench.ask(json={**ASK, "sampling_params": {"max_new_tokens": 4}})
     assert got.json["meta_info"]["finish_reason"]["type"] == "abort"
     assert got.json["output_ids"] == [3, 4, 5, 6]
-    assert len(bench.engines[0].seen) <= 4 + ON.max_failovers
+    assert len(bench.engines[0].seen) <= 4 + MAX_FAILOVERS
 
 
 async def test_an_engines_refusal_is_final_and_complete(make_bench):
@@ -299,7 +301,7 @@ async def test_a_client_that_leaves_ends_the_work(make_bench):
     assert bench.failures == []
 
 
-async def test_random_failures_of_engines_that_come_back_lose_nothing(make_bench):
+async def test_random_failures_of_engines_that_come_back_lose_nothing(make_bench, monkeypatch):
     """Three engines die for some requests and are verified again; a fourth never dies."""
     rng = random.Random(11)
 
@@ -307,7 +309,8 @@ async def test_random_failures_of_engines_that_come_back_lose_nothing(make_bench
         dies_after = rng.choice([None, None, 1, 2, 5, 9, 19])
         await counting(dies_after=dies_after, version=str(rng.randrange(3)))(connection, seen)
 
-    config = router_config(token_failover="on", max_failovers=100)
+    monkeypatch.setattr(exchange, "MAX_FAILOVERS", 100)
+    config = router_config(token_failover="on")
     bench = await make_bench(*[sometimes_dies] * 3, counting(), config=config)
     is_finished = False
 

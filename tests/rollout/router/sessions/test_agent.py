@@ -230,7 +230,7 @@ async def test_a_chat_with_tools_keeps_its_tokens_when_its_engine_dies(
     def next_limit() -> int | None:
         return limits.pop(0)
 
-    agent = await make_agent(next_limit, next_limit, failover_interval=4)
+    agent = await make_agent(next_limit, next_limit)
     called = await agent.ask([USER], tools=TOOLS)
     call = called.choices[0].message.tool_calls[0]
     result = {"role": "tool", "tool_call_id": call.id, "content": "4"}

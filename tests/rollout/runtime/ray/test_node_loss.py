@@ -33,7 +33,6 @@ HEALTH = {
     "probe_interval_s": 0.5,
     "probe_timeout_s": 2.0,
     "probes_to_dead": 3,
-    "patience": 1,
     "max_restarts": 100,
     "backoff_s": 0.2,
     "max_backoff_s": 1.0,
