@@ -16,7 +16,7 @@ from engines.protocol.kind import Kind
 from engines.protocol.spec import spelled
 from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
-from rollout.config.weights import Transport, WeightsConfig, WeightUpdate
+from rollout.config.weights import EncodingChoice, Transport, WeightsConfig, WeightUpdate
 
 Conflicts = Iterator[tuple[str, str]]
 _WITH_TENSORS = (WeightUpdate.FULL, WeightUpdate.PARTIAL)
@@ -178,6 +178,7 @@ def of_pushes(
     update: WeightUpdate,
     transport: Transport,
     drain: Drain,
+    encoding: EncodingChoice = EncodingChoice.FULL,
 ) -> Conflicts:
     """At the same moment: pushes that would not reach the engine, or would falsify its replies."""
     if update is WeightUpdate.FROZEN:
@@ -204,6 +205,13 @@ def of_pushes(
             "engine",
             f"weights.transport = {transport} does not reach engine {engine_id}: {why}; "
             "use shared_memory, tensor or disk, or leave weights.transport out",
+        )
+    is_chosen = encoding not in (EncodingChoice.FULL, EncodingChoice.AUTO)
+    if is_chosen and features.why_no_deltas:
+        yield (
+            "engine",
+            f"weights.encoding = {encoding}: engine {engine_id}: {features.why_no_deltas}; use "
+            "auto or full, or engines of kind embedded or vllm",
         )
 
 

@@ -227,8 +227,6 @@ class EngineStatus:
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         why_no_deltas: why it applies no deltas; empty if it does.
-        host_version: of the whole tensors that a process on its host makes of deltas; -1 for none
-            yet, None without such a process.
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
         logprobs: at which step of sampling it takes its log-probs.
@@ -256,7 +254,6 @@ class EngineStatus:
     why_no_groups: str = ""
     why_no_handles: str = ""
     why_no_deltas: str = ""
-    host_version: int | None = None
     needs_names: bool = False
     logprobs: LogprobRule = BEFORE_CUTS
     process_name: str = ""

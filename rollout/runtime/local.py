@@ -100,6 +100,7 @@ def group_settings(
         otel=of_server.timeline.otel,
         sources=tuple(sources),
         transport=of_server.weights.transport,
+        encoding=of_server.weights.encoding,
         not_pushed=of_server.weights.not_pushed,
     )
 

@@ -15,7 +15,6 @@ import torch
 from engines.protocol import Endpoint
 from engines.tensors.torch_fingerprint import as_bytes
 from rollout.core.types import EngineStatus
-from rollout.weights.push.host_copies import KnownHost
 from rollout.weights.tensors.sources import Pairs
 from tests.support.waits import until
 
@@ -73,10 +72,6 @@ class Faults:
             return parts(push, pairs)
 
         return some_parts
-
-    def host(self) -> KnownHost:
-        """One on this host, whose buckets go wrong on their way to it."""
-        return _FaultyHost(self)
 
     async def _send(self, client: Any, send: Any, payloads: Any, more: dict[str, Any]) -> None:
         fault, is_last = self.fault, more["weight_version"] is not None
@@ -146,35 +141,6 @@ async def _kill_in_load(folder: Path, load: asyncio.Future[None], kill: Callable
         kill()
         os.close(writer)
     pipe.unlink()
-
-
-class _FaultyHost(KnownHost):
-    """The client of a process on the engine's host."""
-
-    def __init__(self, faults: Faults) -> None:
-        super().__init__(object())
-        self._send = faults.around(_rebuild)
-        self._fingerprints: Any = None
-
-    async def rebuild(self, payload: bytes, version: int, fingerprints: Any) -> str:
-        text = None if fingerprints is None else str(version)
-        self._fingerprints = fingerprints or self._fingerprints
-        self.path = ""
-        packed = [base64.b64encode(payload).decode()]
-        await self._send(self, packed, version=version, weight_version=text)
-        return self.path
-
-    async def update_weight_version(self, version: str) -> None:
-        assert self._copies is not None
-        self._copies._version = int(version)
-
-
-async def _rebuild(
-    host: _FaultyHost, payloads: Any, *, version: int, weight_version: str | None
-) -> None:
-    fingerprints = None if weight_version is None else host._fingerprints
-    path = await KnownHost.rebuild(host, base64.b64decode(payloads[0]), version, fingerprints)
-    host.path = path or host.path
 
 
 def _damaged(fault: str, payload: bytes) -> bytes:

@@ -8,9 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from engines.fake import FakeEngine
 from engines.kinds import kind_of
 from engines.protocol import Engine
 from engines.tensors.delta import bits_of
@@ -20,7 +18,7 @@ from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
 from rollout.weights.ranks.leader import push_of_one_rank
 from rollout.weights.ranks.trainer_rank import TrainerRank
-from rollout.weights.routes.route import EngineHost, EnginePlace, PushTarget
+from rollout.weights.routes.route import EnginePlace, PushTarget
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support.delta_faults import REFUSED, Faults
 from tests.support.real_policy import DEADLINES
@@ -112,61 +110,23 @@ def check(
     return num_done
 
 
-class Loading(FakeEngine):
-    """Has the tensors of the files that it loads."""
-
-    def __init__(self) -> None:
-        super().__init__("engine")
-        self.loaded: dict[str, Any] = {}
-
-    async def update_weights_from_disk(self, model_path: str, **more: Any) -> None:
-        for file in sorted(os.listdir(model_path)):
-            self.loaded |= {
-                name: one.clone() for name, one in load_file(f"{model_path}/{file}").items()
-            }
-        await super().update_weights_from_disk(model_path, **more)
-
-    async def held(self) -> dict[str, str]:
-        return {name: bytes_fingerprint(name, one) for name, one in self.loaded.items()}
-
-
-def tensors_of_all_dtypes() -> Tensors:
-    return {
-        "model.q_proj": torch.randn(100, 300).to(torch.bfloat16),
-        "model.k_proj": torch.randn(100, 300).to(torch.bfloat16),
-        "model.scale": torch.randn(200, 100),
-        "model.experts": torch.randn(4, 50, 40).to(torch.float8_e4m3fn),
-    }
-
-
 class DirectPushes:
     """Pushes to one engine with no server around it, so that none is fenced.
-
-    Args:
-        host: makes whole tensors for it; None if it applies deltas itself.
 
     Attributes:
         holds: the version of the last push that succeeded.
     """
 
-    def __init__(self, engine: Engine, tensors: Tensors, host: EngineHost | None = None) -> None:
+    def __init__(self, engine: Engine, tensors: Tensors) -> None:
         settings = {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000}
         self._rank = TrainerRank(server_config(**settings))
-        self._target = PushTarget(engine, host=host)
+        self._target = PushTarget(engine)
         self.tensors = tensors
         self.holds: int | None = None
 
     async def push(self, version: int) -> tuple[str, Exception | None]:
         """The route of a push, and why it failed."""
-        host = self._target.host
-        place = EnginePlace(
-            "engine",
-            HERE,
-            holds=self.holds,
-            why_no_deltas="" if host is None else "it applies none",
-            host_version=None if host is None else host.version,
-        )
-        server = _Server(engines=[place])
+        server = _Server(engines=[EnginePlace("engine", HERE, holds=self.holds)])
         request = PushRequest(self.tensors, version)
         with push_of_one_rank(self._rank, server, request, may_stream=True) as made:
             found = made.weights.route_of("engine")
@@ -188,7 +148,7 @@ class _Server(StillServer):
         """Nothing is recorded."""
 
 
-_REASONS = ("push whole tensors", "nothing was updated", "payload", "did not load it", "is damaged")
+_REASONS = ("push whole tensors", "nothing was updated", "payload", "is damaged")
 
 
 async def check_faults(

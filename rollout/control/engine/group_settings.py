@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.config import (
+    EncodingChoice,
     GroupConfig,
     HealthConfig,
     LifecycleConfig,
@@ -31,6 +32,7 @@ class GroupSettings:
         otel: whether its timeline is also exported through OpenTelemetry.
         sources: weight sources for a restarted engine, tried before the disk.
         transport: how pushes reach its engines.
+        encoding: how their tensors are written.
         not_pushed: patterns of tensors that a full push does not contain.
     """
 
@@ -45,6 +47,7 @@ class GroupSettings:
     otel: bool = False
     sources: tuple[WeightSource, ...] = ()
     transport: Transport = Transport.AUTO
+    encoding: EncodingChoice = EncodingChoice.FULL
     not_pushed: tuple[str, ...] = ()
 
     @property

@@ -43,7 +43,6 @@ from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
 from rollout.weights.format.checkpoint_config import read_generation_config
 from rollout.weights.format.encoder_tensors import pushed_encoder
-from rollout.weights.push.host_copies import KnownHost
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class Starter:
             return member
         except BaseException:
             await process.kill()
-            await member.aclose()
+            await member.engine.aclose()
             raise
 
     async def admit(
@@ -179,7 +178,6 @@ class Starter:
             why_no_groups=features.why_no_groups,
             why_no_handles=features.why_no_handles,
             why_no_deltas=features.why_no_deltas,
-            host=KnownHost(process) if len(process.processes) == 1 else None,
             weight_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             compares_weights="/weights_checker" in endpoints,
@@ -219,7 +217,8 @@ class Starter:
             )
         )
         drain = settings.lifecycle.drain
-        self._refuse(of_pushes(engine_id, features, settings.update, settings.transport, drain))
+        ways = settings.transport, drain, settings.encoding
+        self._refuse(of_pushes(engine_id, features, settings.update, *ways))
 
     def _logprob_rule(self, engine_id: str, info: ServerInfo, kind: Kind) -> LogprobRule:
         settings = self._settings

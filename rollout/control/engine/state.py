@@ -24,7 +24,6 @@ from rollout.rules.fingerprint_check import (
     without_experts,
 )
 from rollout.weights.format.manifest import Manifest, TensorSpec
-from rollout.weights.routes.route import EngineHost
 
 _NO_CHECKER = "it does not report fingerprints"
 
@@ -65,8 +64,6 @@ class EngineState:
         is_stale: it restarted and lacks the pushed weights.  It goes through every phase with the
             others, but gets no request.
         is_gone: it is fenced, and known to have ended.
-        host: the copies of its weights on its host, for deltas; None if it was attached, or is on
-            several.
         is_asleep: paused and flushed, without the memory that its group releases; it is none of
             the engines of its group.
         process_name: of its process and its log; empty if that is its id.
@@ -111,13 +108,6 @@ class EngineState:
     is_gone: bool = False
     is_asleep: bool = False
     process_name: str = ""
-    host: EngineHost | None = None
-
-    async def aclose(self) -> None:
-        """After its process has ended, or was let go of."""
-        if self.host is not None:
-            self.host.close()
-        await self.engine.aclose()
 
     @property
     def engine_id(self) -> str:
@@ -260,7 +250,6 @@ class EngineState:
             why_no_groups=self.why_no_groups,
             why_no_handles=self.why_no_handles,
             why_no_deltas=self.why_no_deltas,
-            host_version=None if self.host is None else self.host.version,
             needs_names=self.needs_names,
             logprobs=self.logprobs,
             process_name=self.process_name,

@@ -39,7 +39,7 @@ async def discard(member: EngineState) -> None:
     try:
         await member.process.kill()
     finally:
-        await member.aclose()
+        await member.engine.aclose()
 
 
 async def confirm_ended_by_others(member: EngineState) -> None:

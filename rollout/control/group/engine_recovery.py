@@ -289,7 +289,7 @@ async def _reuse(
                 f"it holds weight version {member.weight_version}, not {lost.version}"
             )
     except BaseException:
-        await member.aclose()
+        await member.engine.aclose()
         raise
     return member
 

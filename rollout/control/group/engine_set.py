@@ -190,7 +190,7 @@ class EngineSet:
                 if await member.process.stop(STOP_TIMEOUT_S):
                     logger.warning("engine %s had to be killed", member.engine_id)
             finally:
-                await member.aclose()
+                await member.engine.aclose()
 
         answers = await fan_out(
             {member.engine_id: partial(end, member) for member in members},
@@ -215,7 +215,7 @@ class EngineSet:
                 await member.process.kill()
                 member.is_gone = True
             finally:
-                await member.aclose()
+                await member.engine.aclose()
 
         answers = await fan_out(
             {member.engine_id: partial(end, member) for member in members},

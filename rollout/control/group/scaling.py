@@ -137,7 +137,7 @@ class EngineScaling:
             async with asyncio.timeout(STOP_TIMEOUT_S + self._engines.kill_timeout_s):
                 await member.process.stop(STOP_TIMEOUT_S)
         finally:
-            await member.aclose()
+            await member.engine.aclose()
         await confirm_gone(member, self._engines.kill_timeout_s)
 
     # -- add --------------------------------------------------------------------------------

@@ -121,7 +121,6 @@ def _target(member: EngineState) -> PushTarget:
         process_text(member.process.processes),
         reports_groups=member.reports_groups,
         is_compared=member.has_checker and bool(member.fingerprint_method),
-        host=member.host,
     )
 
 

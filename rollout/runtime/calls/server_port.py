@@ -112,6 +112,5 @@ def _place(engine: EngineStatus, caller: Caller) -> EnginePlace:
         why_no_handles=engine.why_no_handles,
         why_no_deltas=engine.why_no_deltas
         or ("" if engine.fingerprints else "its weights are not compared with the pushed ones"),
-        host_version=engine.host_version,
         holds=engine.weight_version if engine.is_verified and not engine.is_stale else None,
     )

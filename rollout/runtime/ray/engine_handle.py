@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
@@ -23,9 +23,6 @@ from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
 from rollout.runtime.ray.nodes import confirm_ended
 from rollout.runtime.ray.remote_call import RemoteCall
-
-if TYPE_CHECKING:
-    from rollout.weights.push.host_copies import HostCopies
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +74,6 @@ class EngineActor:
         self._launcher = launcher
         self._watching = asyncio.create_task(self._end_with(server, name))
         self._engine: RunningEngine | None = None
-        self._copies: HostCopies | None = None
 
     async def hold_address(self, host: str) -> str:
         if not isinstance(self._launcher, NodeLauncher):
@@ -111,22 +107,10 @@ class EngineActor:
     async def log_tail(self, lines: int) -> str:
         return await self._engine.log_tail(lines) if self._engine else ""
 
-    async def rebuild(self, *bucket: Any) -> str:
-        from rollout.weights.push.host_copies import HostCopies
-
-        self._copies = self._copies or HostCopies()
-        return await asyncio.to_thread(self._copies.rebuild, *bucket)
-
     async def stop(self, grace_s: float) -> bool:
-        self._close_copies()
         return await self._engine.stop(grace_s) if self._engine else False
 
-    def _close_copies(self) -> None:
-        if self._copies is not None:
-            self._copies.close()
-
     async def kill(self) -> None:
-        self._close_copies()
         if self._engine:
             await self._engine.kill()
 
@@ -195,11 +179,6 @@ class RayEngine:
         except Exception:  # without this figure a phase must not fail
             return None
         return None if None in measured else measured
-
-    async def rebuild(self, *bucket: Any) -> str:
-        """See ``HostCopies.rebuild``; for an engine on one node."""
-        path: str = await self._call(self.parts[0].actor.rebuild.remote(*bucket))
-        return path
 
     async def is_alive(self) -> bool:
         """Whether all its processes run; it ends with any of its actors.

@@ -327,9 +327,6 @@ class _PushRun:
                 await self._check_files(payload, source)
                 packed = await self._pack(payload)
                 stage = Stage(self._push.version, is_last, self._push.checks_path)
-                if is_last:
-                    known = {**self._push.manifest.fingerprints, **source.fingerprints}
-                    stage = replace(stage, fingerprints=known)
                 await self._call("update_weights", self._sends(packed, stage))
                 source.keeps = bool(source.terms.get("keeps")) and self._is_whole()
         finally:

@@ -118,7 +118,6 @@ class Leader:
         whole = [one for one in routes if one.is_full]
         hosts = sorted(one.host for one in whole if one.transport == Transport.SHARED_MEMORY)
         has_files = bool(hosts) or Transport.DISK in transports
-        has_files |= any(one.is_on_host for one in routes)
         # Only rank 0 joins folders, so only those of its own host.
         only_here = len(routes) == 1 and hosts == [0]
         at_once = only_here and rank.loads.is_at_once

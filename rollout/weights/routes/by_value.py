@@ -56,19 +56,6 @@ class ByValue(Route):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OnHost(Route):
-    """Each bucket goes to the process on the engine's host; with the last, the engine loads all."""
-
-    async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
-        assert target.host is not None
-        path = await target.host.rebuild(packed, stage.version, stage.fingerprints)
-        if stage.is_last:
-            await target.engine.update_weights_from_disk(
-                path, flush_cache=True, weight_version=stage.weight_version
-            )
-
-
 def open_share(end: RankEnd, chosen: Chosen) -> ValueBuilder | None:
     """Rank 0 sends."""
     return ValueBuilder() if end.rank == 0 else None
@@ -96,7 +83,7 @@ def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequenc
 ROW = RouteRow(
     Transport.TENSOR,
     reach,
-    lambda chosen: OnHost() if chosen.is_on_host else ByValue("flattened_bucket"),
+    lambda chosen: ByValue("flattened_bucket"),
     open_share,
     join,
     most_bytes=_MOST_BYTES,

@@ -47,8 +47,7 @@ class DeltaEncoding(Encoding):
     name = EncodingChoice.DELTA.value
 
     def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
-        by_value = chosen.transport == Transport.TENSOR
-        if self.is_on_host(engine) and (engine.host_version is None or not by_value):
+        if engine.why_no_deltas:
             return engine.why_no_deltas
         if chosen.transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
             return "its files are written by several ranks, and only rank 0 keeps copies"
@@ -63,13 +62,9 @@ class DeltaEncoding(Encoding):
         return ""
 
     def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
-        is_held = not self.is_on_host(engine) or engine.holds == engine.host_version
-        if terms.base is not None and engine.holds == terms.base and is_held:
+        if terms.base is not None and engine.holds == terms.base:
             return ""
         return f"it holds weight version {engine.holds}, the trainer has copies of {terms.base}"
-
-    def is_on_host(self, engine: EnginePlace) -> bool:
-        return bool(engine.why_no_deltas)
 
     def encode(self, pairs: Pairs, changes: Pairs) -> Pairs:
         return changes
@@ -144,12 +139,11 @@ def encoded_for(engine: EnginePlace, chosen: Chosen, terms: EncodingTerms) -> Ch
             why = one.why_not(chosen, engine, terms)
         if not why:
             name = FULL if one.why_not_now(engine, terms) else one.name
-            is_on_host = one.is_on_host(engine)
-            return replace(chosen, encoding=name, is_copied=True, is_on_host=is_on_host)
+            return replace(chosen, encoding=name, is_copied=True)
         if terms.wanted == one.name:
             raise ConfigError(
                 f"weights.encoding = {one.name}: engine {engine.engine_id}: {why}; use auto or "
-                "full, or weights.transport = tensor",
+                f"full{'' if engine.why_no_deltas else ', or weights.transport = tensor'}",
                 setting="weights.encoding",
                 value=terms.wanted,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pybase64
 
@@ -26,30 +26,6 @@ Payload = bytes | Mapping[str, Any]
 """A bucket: the bytes of its tensors, or a mapping that describes where they are."""
 
 
-class EngineHost(Protocol):
-    """A process of ours on an engine's host.
-
-    Attributes:
-        version: of the whole tensors that it has made for the engine; -1 for none.
-    """
-
-    version: int
-
-    async def rebuild(
-        self, payload: bytes, version: int, fingerprints: Mapping[str, str] | None
-    ) -> str:
-        """Make whole tensors of a bucket; with the last one, a folder that the engine loads.
-
-        Args:
-            fingerprints: with the last bucket, the trainer's of all tensors.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PushTarget:
     """One engine of a push.
@@ -60,7 +36,6 @@ class PushTarget:
         process: identifies its processes; empty if unknown.
         reports_groups: it reports which broadcast groups it is a member of.
         is_compared: its fingerprints are compared with the trainer's after the push.
-        host: makes whole tensors of deltas on the engine's host; None if nothing of ours is there.
     """
 
     engine: Engine
@@ -69,7 +44,6 @@ class PushTarget:
     process: str = ""
     reports_groups: bool = False
     is_compared: bool = False
-    host: EngineHost | None = None
 
 
 def unverified_text(version: int) -> str:
@@ -86,13 +60,11 @@ class Stage:
 
     Attributes:
         is_path_check: the engine has not yet shown that it holds the pushed weights.
-        fingerprints: with the last bucket, the trainer's of all tensors; else None.
     """
 
     version: int
     is_last: bool = True
     is_path_check: bool = False
-    fingerprints: Mapping[str, str] | None = None
 
     @property
     def weight_version(self) -> str | None:
@@ -153,10 +125,6 @@ class Encoding:
     def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
         """Why it does not apply that of this push; empty if it does."""
         return ""
-
-    def is_on_host(self, engine: EnginePlace) -> bool:
-        """Whether a process on its host applies it, and not the engine."""
-        return False
 
     def encode(self, pairs: Pairs, changes: Pairs) -> Pairs:
         """What the routes get in place of a bucket.
@@ -272,7 +240,6 @@ class EnginePlace:
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         why_no_deltas: why it applies no deltas; empty if it does.
         holds: the weight version that it holds, verified; None for none.
-        host_version: as in ``EngineStatus``.
     """
 
     engine_id: str
@@ -284,7 +251,6 @@ class EnginePlace:
     why_no_handles: str = ""
     why_no_deltas: str = ""
     holds: int | None = None
-    host_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +283,6 @@ class Chosen:
         why: with a choice of the last resort, why no other route reaches it.
         encoding: see ``Encoding.name``.
         is_copied: the ranks keep copies of what it gets, so that the next push may be a delta.
-        is_on_host: a process on the engine's host makes whole tensors of it.
         adapter, config: with an adapter, its name and configuration.
     """
 
@@ -327,7 +292,6 @@ class Chosen:
     why: str = ""
     encoding: str = FULL
     is_copied: bool = False
-    is_on_host: bool = False
     adapter: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -335,7 +299,6 @@ class Chosen:
     def payload(self) -> str:
         """The name of its payload in a bucket: equal for engines that get the same."""
         suffix = f" {self.host}" if self.transport == Transport.SHARED_MEMORY else ""
-        suffix += " on host" if self.is_on_host else ""
         return f"{self.text}{suffix}"
 
     @property

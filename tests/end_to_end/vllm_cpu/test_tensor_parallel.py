@@ -16,7 +16,7 @@ import pytest
 
 import rollout
 from rollout.config import RolloutConfig
-from rollout.core.errors import WeightMismatch
+from rollout.core.errors import ConfigError, WeightMismatch
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import launch_local
@@ -233,21 +233,15 @@ def test_a_part_of_a_joined_layer_is_refused_though_its_names_are_vllms(
 
 
 @pytest.mark.parametrize("name", ["parallel", "renamed", "quantised"])
-def test_deltas_become_whole_tensors_on_the_host_of_an_engine_with_names_of_its_own(
+def test_an_engine_with_names_of_its_own_gets_whole_tensors_and_a_delta_is_refused(
     deployment: DeploymentHandle, models: Models, name: str
 ) -> None:
-    """Its fingerprints are those after a push of the same whole tensors."""
-    handle = deployment[name]
-    by_delta = random_deltas.pushed_by_deltas(handle)
     more: Any = {"name_map": quantised} if name == "quantised" else {}
     tensors = tensors_of(models[name][1])
-    assert random_deltas.sent(by_delta.push(tensors, **more).result(120)).route == "tensor"
+    with pytest.raises(ConfigError, match=r"weights\.encoding = delta: .*applies no deltas"):
+        random_deltas.pushed_by_deltas(deployment[name]).push(tensors, **more).result(120)
+    by_auto = random_deltas.pushed_by_deltas(deployment[name], encoding="auto")
     for _ in range(2):
-        first, tensors = tensors, random_deltas.changed(tensors, 0.02)
-        report = by_delta.push(tensors, **more).result(120)
-        assert random_deltas.sent(report).route == "tensor delta"
-    found = fingerprints(handle)
-    handle.push(first, **more).result(120)
-    assert fingerprints(handle) != found
-    handle.push(tensors, **more).result(120)
-    assert fingerprints(handle) == found
+        report = by_auto.push(tensors, **more).result(120)
+        assert random_deltas.sent(report).route == "tensor"
+        tensors = random_deltas.changed(tensors, 0.02)

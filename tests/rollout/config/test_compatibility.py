@@ -14,6 +14,7 @@ from engines.protocol import ModelInfo, ServerInfo, WorkerType
 from engines.protocol.features import Features, read_features
 from rollout.config import (
     Drain,
+    EncodingChoice,
     EngineConfig,
     EngineKind,
     GroupConfig,
@@ -303,6 +304,28 @@ def test_an_engine_that_keeps_embeddings_of_an_encoder_that_is_pushed_is_refused
     assert kinds in said
     assert encoder in said or not said
     assert "Start it with SGLANG_VLM_CACHE_SIZE_MB=0" in said or not said
+
+
+@pytest.mark.parametrize("encoding", EncodingChoice)
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        ("sglang", {}),
+        ("vllm", {"applies_deltas": False}),
+        ("vllm", {"applies_deltas": True}),
+        ("embedded", {"applies_deltas": True}),
+    ],
+)
+def test_an_engine_that_applies_whole_tensors_only_is_refused_where_deltas_are_named(
+    kind: str, raw: dict[str, Any], encoding: EncodingChoice
+) -> None:
+    server = ServerInfo("1", kind, True, False, raw=raw)
+    features = read_features(server, frozenset(), KINDS[kind])
+    found = of_pushes("a", features, WeightUpdate.FULL, Transport.AUTO, Drain.ABORT, encoding)
+    said = dict(found).get("engine", "")
+    is_refused = encoding == "delta" and raw != {"applies_deltas": True}
+    assert said.startswith("weights.encoding = delta: engine a: ") is is_refused
+    assert ("use auto or full, or engines of kind embedded or vllm" in said) is is_refused
 
 
 def test_a_standby_without_recovery_is_refused() -> None:
