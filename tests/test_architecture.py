@@ -25,6 +25,7 @@ NAMED_BY_PYTHON = ("__init__", "__main__")
 
 NEED_TORCH = (
     "engines.tensors.delta",
+    "engines.tensors.payload.encodings",
     "engines.tensors.torch_fingerprint",
     "rollout.__main__",
     "rollout.driver.data.batch_torch",

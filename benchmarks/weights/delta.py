@@ -68,7 +68,7 @@ class Changing(Pushing):
         return change(self._tensors, density)
 
     def pushed(self) -> StepReport:
-        place = EnginePlace("engine", HERE, holds=self._version)
+        place = EnginePlace("engine", HERE, encodings=ENCODINGS, holds=self._version)
         version = next(VERSIONS)
         request = PushRequest(self._tensors, version)
         server = _Server(engines=[place])

@@ -34,7 +34,7 @@ class Features:
             what would keep them; empty if it does not.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
-        why_no_deltas: why it applies no deltas; empty if it does.
+        encodings: of tensors, that it applies besides whole ones.
     """
 
     engine: str
@@ -54,7 +54,7 @@ class Features:
     why_draft_lost: str = ""
     why_no_groups: str = ""
     why_no_handles: str = ""
-    why_no_deltas: str = ""
+    encodings: tuple[str, ...] = ()
 
 
 def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Features:
@@ -86,9 +86,7 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
         why_draft_lost=_why_draft_lost(info, kind) if kind else "",
         why_no_groups=info.why_no_groups or _why_no_groups(int(raw.get("pp_size") or 1)),
         why_no_handles=info.why_no_handles,
-        why_no_deltas=""
-        if raw.get("applies_deltas")
-        else f"this engine of kind {info.engine} applies no deltas",
+        encodings=tuple(raw.get("encodings") or ()),
     )
 
 

@@ -52,6 +52,29 @@ class Delta:
     num_changed: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadDelta(Delta):
+    """One that was read, and is whole.
+
+    Attributes:
+        positions: of the changed elements in the flat tensor.
+        values: what is there from now on, as ``bits_of`` has it.
+    """
+
+    positions: torch.Tensor
+    values: torch.Tensor
+
+    def __str__(self) -> str:
+        return f"a delta of {self.dtype} {self.name!r} from weight version {self.base}"
+
+    def apply(self, tensor: torch.Tensor) -> None:
+        """Change the elements of a tensor that has this dtype and shape."""
+        bits = bits_of(tensor)
+        bits.scatter_(0, self.positions.to(bits.device), self.values.to(bits.device))
+        if not tensor.is_contiguous():
+            tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as integers, flat: equal if all their bits are, as those of NaN and -0.0.
 
@@ -81,8 +104,8 @@ def make_delta(delta: Delta, positions: torch.Tensor, values: torch.Tensor) -> t
     return torch.cat([torch.frombuffer(bytearray(prefix), dtype=torch.uint8), body])
 
 
-def read_delta(name: str, content: torch.Tensor) -> tuple[Delta, torch.Tensor, torch.Tensor]:
-    """A delta with its positions and values, from what was pushed under ``name``.
+def read_delta(name: str, content: torch.Tensor) -> ReadDelta:
+    """The delta that was pushed under ``name``.
 
     Raises:
         ValueError: it is damaged, or of another tensor.
@@ -108,15 +131,7 @@ def read_delta(name: str, content: torch.Tensor) -> tuple[Delta, torch.Tensor, t
     values = body[gaps.nbytes :].clone().view(_INTEGERS[width])  # an aligned copy
     if num and int(positions[-1]) >= prod(delta.shape):
         raise ValueError(f"{name!r} changes elements that the tensor does not have")
-    return delta, positions, values
-
-
-def apply_delta(tensor: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Change these elements of a tensor, which has the dtype and shape of the delta."""
-    bits = bits_of(tensor)
-    bits.scatter_(0, positions.to(bits.device), values.to(bits.device))
-    if not tensor.is_contiguous():
-        tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
+    return ReadDelta(**asdict(delta), positions=positions, values=values)
 
 
 def apply_all(
@@ -129,12 +144,11 @@ def apply_all(
     """
     for one in deltas:
         flat = torch.frombuffer(bytearray(one), dtype=torch.uint8)
-        delta, positions, values = read_delta(name + SUFFIX, flat)
+        delta = read_delta(name + SUFFIX, flat)
         if (delta.dtype, list(delta.shape)) != (dtype, list(shape)):
             raise ValueError(f"the delta of {name!r} is for {delta.dtype} {delta.shape}")
         if delta.num_changed:
-            whole = torch.frombuffer(content, dtype=torch.uint8).view(values.dtype)
-            apply_delta(whole, positions, values)
+            delta.apply(torch.frombuffer(content, dtype=torch.uint8).view(delta.values.dtype))
 
 
 def _fingerprint(head: bytes, body: torch.Tensor) -> bytes:

@@ -108,9 +108,9 @@ class VllmPushes(VllmPauses):
         self._note_update(flushes, version)
 
     async def _with_version(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With the version that the server holds, which a delta must begin from."""
-        if (await self._known_info()).raw.get("applies_deltas"):
-            return {**info, "holds": await self.weight_version()}
+        """With the version of the server, which encoded tensors must begin from."""
+        if (await self._known_info()).raw.get("encodings"):
+            return {**info, "base": await self.weight_version()}
         return info
 
     def _note_update(self, flushes: bool, version: str | None) -> None:

@@ -95,9 +95,8 @@ def info_with_state(info: ServerInfo) -> Callable[[Any], ServerInfo]:
         counts = all(one.get("resident_bytes") for one in workers)
         # One that does not count its memory does not know what is released either.
         reported = [one["released"] for one in workers] if counts else []
-        # Of which all workers are members.  The plugin of an earlier version joins none.
+        # The plugin of an earlier version joins none.
         joins = all("groups" in one for one in workers)
-        groups = frozenset.intersection(*(frozenset(one.get("groups", ())) for one in workers))
         return replace(
             info,
             # A worker on a CPU counts what it releases; vLLM's own flag is for CUDA.
@@ -105,11 +104,8 @@ def info_with_state(info: ServerInfo) -> Callable[[Any], ServerInfo]:
             enable_weights_cpu_backup=info.enable_weights_cpu_backup or counts,
             resident_bytes=resident,
             released=_with_graphs(reported) if reported else None,
-            update_groups=groups if joins else None,
-            raw={
-                **info.raw,
-                "applies_deltas": all(one.get("applies_deltas") for one in workers),
-            },
+            update_groups=frozenset(_in_all(workers, "groups")) if joins else None,
+            raw={**info.raw, "encodings": _in_all(workers, "encodings")},
             why_no_groups="" if joins else info.why_no_groups,
             fingerprints=str(workers[0].get("fingerprints") or ""),
             why_no_handles=""
@@ -118,6 +114,13 @@ def info_with_state(info: ServerInfo) -> Callable[[Any], ServerInfo]:
         )
 
     return read
+
+
+def _in_all(workers: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """What each of the workers has in this list."""
+    return sorted(
+        frozenset.intersection(*(frozenset(worker.get(name) or ()) for worker in workers))
+    )
 
 
 def _with_graphs(reported: Sequence[Collection[str]]) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 Always true:
 - a bucket is checked whole, names and shapes, before a tensor of it is loaded;
-- a delta is loaded as the whole tensor that it makes of the model's own;
+- an encoded tensor is loaded as the whole one that it makes of the model's own;
 - when a request returns, nothing refers to the pushed file or memory any more, and the device has
   read it;
 - a session that fails gives the layers it did not complete their old tensors back, so that the
@@ -38,8 +38,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from engines.tensors.delta import Delta, apply_delta, is_delta, read_delta
-from engines.tensors.torch_fingerprint import dtype_name
+from engines.tensors.payload.encodings import (
+    ENCODINGS,
+    Encoded,
+    decoded,
+    is_encoded,
+    why_not_for,
+)
 from engines.vllm_plugin.checkpoint_names import parts_of, tied_names
 from engines.vllm_plugin.kept_tensors import let_go
 from engines.vllm_plugin.pushed_broadcasts import PushedBroadcasts
@@ -64,7 +69,7 @@ class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
         handles: of memory on each GPU, by its UUID; see ``pushed_handles``.
         layout: the tensors in that memory.
         broadcast: the bucket that the trainer sends to a group; see ``pushed_broadcasts``.
-        holds: the weight version of the server, which a delta must begin from.
+        base: the weight version of the server, which encoded tensors must begin from.
     """
 
     path: str = ""
@@ -72,7 +77,7 @@ class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     broadcast: dict[str, Any] = field(default_factory=dict)
-    holds: str = ""
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
     Attributes:
         is_lost: the weights were released without a backup, and no whole push has come since.
         broadcasts: the groups that this worker is in.
-        applies_deltas: its tensors are those of the checkpoint.
+        encodings: that it applies: none, unless its tensors are those of the checkpoint.
     """
 
     init_info_cls = ShmInit
@@ -102,7 +107,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         self.is_lost = False
         self.broadcasts = PushedBroadcasts(device)
         self._loaded: set[str] = set()
-        self._has_deltas = False
+        self._is_partial = False
         parts = parts_of(model, vllm_config)
         self._tied = tied_names(model)
         self._expected = {
@@ -111,16 +116,17 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         }
         # Where a name is vLLM's own, names of the checkpoint cannot be checked against it.
         self._is_known = all(part.is_known for part in parts)
-        # Nor does a delta fit where vLLM has cast the checkpoint.
+        # Nor does what was encoded fit where vLLM has cast the checkpoint.
         dtype = getattr(self.model_config.hf_config, "dtype", None)
-        self.applies_deltas = self._is_known and {part.tensor.dtype for part in parts} == {dtype}
+        is_same = self._is_known and {part.tensor.dtype for part in parts} == {dtype}
+        self.encodings = ENCODINGS if is_same else ()
         self._is_quantised = vllm_config.quant_config is not None
 
     def init_transfer_engine(self, init_info: ShmInit) -> None:
         """Nothing to do; may be called again."""
 
     def start_weight_update(self) -> None:
-        self._loaded, self._has_deltas = set(), False
+        self._loaded, self._is_partial = set(), False
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
@@ -133,7 +139,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
             raise
 
     def finish_weight_update(self) -> None:
-        if self._has_deltas:
+        if self._is_partial:
             self._load_unchanged()
         if reason := self._why_incomplete():
             self._abandon()
@@ -149,7 +155,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
     def _load(self, update_info: ShmUpdate) -> None:
         tensors = self._tensors_of(update_info)
         try:
-            whole = self._whole(tensors, update_info.holds)
+            whole = self._whole(tensors, update_info.base)
             self.model.load_weights(iter(whole.items()))
             self._loaded |= whole.keys()
             let_go(_kept(self.model), tensors.values())
@@ -171,32 +177,32 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         self._check({name: tensor.shape for name, tensor in tensors.items()})
         return tensors
 
-    def _whole(self, tensors: Mapping[str, torch.Tensor], holds: str) -> dict[str, torch.Tensor]:
-        """A bucket with whole tensors in the place of deltas."""
-        found = {name: tensor for name, tensor in tensors.items() if not is_delta(name)}
+    def _whole(self, tensors: Mapping[str, torch.Tensor], base: str) -> dict[str, torch.Tensor]:
+        """A bucket with whole tensors in the place of encoded ones."""
+        found = {name: tensor for name, tensor in tensors.items() if not is_encoded(name)}
         for name in tensors.keys() - found.keys():
-            delta, *elements = read_delta(name, tensors[name])
-            if not self._is_left_out(delta.name):
-                found[delta.name] = self._base(delta, holds).clone()
-                apply_delta(found[delta.name], *elements)
-        self._has_deltas |= any(map(is_delta, tensors))
+            encoded = decoded(name, tensors[name])
+            if not self._is_left_out(encoded.name):
+                found[encoded.name] = self._base(encoded, base).clone()
+                encoded.apply(found[encoded.name])
+            # Tensors that are equal are not pushed.
+            self._is_partial = True
         return found
 
-    def _base(self, delta: Delta, holds: str) -> torch.Tensor:
-        """The model's own tensor of a delta.
+    def _base(self, encoded: Encoded, base: str) -> torch.Tensor:
+        """The model's own tensor, which an encoded one begins from.
 
         Raises:
-            ValueError: the delta begins from another one.
+            ValueError: it begins from another one.
         """
-        self._check({delta.name: delta.shape})
-        name = self._tied.get(delta.name, delta.name)
-        own = self._expected[name].own if self.applies_deltas else torch.empty(0)
-        mine = ("" if self.is_lost else holds, dtype_name(own.dtype), list(own.shape))
-        if name in self._loaded or (delta.base, delta.dtype, list(delta.shape)) != mine:
-            raise ValueError(
-                f"a delta of {delta.dtype} {delta.name!r} from weight version {delta.base} came "
-                f"twice, or is not for weight version {holds} in {mine[1]}; push whole tensors"
-            )
+        self._check({encoded.name: encoded.shape})
+        name = self._tied.get(encoded.name, encoded.name)
+        own = self._expected[name].own if self.encodings else torch.empty(0)
+        why = why_not_for(encoded, own, "" if self.is_lost else base)
+        if name in self._loaded:
+            why = f"{encoded} came twice"
+        if why:
+            raise ValueError(f"{why}; push whole tensors")
         return own
 
     def _load_unchanged(self) -> None:
@@ -214,7 +220,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         if not self._is_known:
             return
         for name, shape in shapes.items():
-            if is_delta(name):
+            if is_encoded(name):
                 continue
             expected = self._expected.get(self._tied.get(name, name))
             if expected is None and not self._is_left_out(name):

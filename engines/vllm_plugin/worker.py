@@ -59,13 +59,13 @@ class WorkerExtension:
     def rollout_state(self) -> dict[str, Any]:
         """What is released, how many bytes each tag holds, where the worker counts them, the method
         of the fingerprints, where they are of tensors of the checkpoint, whether the worker can
-        open CUDA IPC handles, whether it applies deltas, and the broadcast groups that it is in."""
+        open CUDA IPC handles, the encodings it applies, and the broadcast groups that it is in."""
         transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         return {
             "released": sorted(getattr(self, "released_tags", ())),
             "resident_bytes": dict(getattr(self, "resident_bytes", dict)()),
             "fingerprints": _method(self) if all(part.is_known for part in _parts(self)) else "",
-            "applies_deltas": getattr(transfer, "applies_deltas", False),
+            "encodings": list(getattr(transfer, "encodings", ())),
             "opens_handles": _device(self).type == "cuda",
             "groups": _groups(self).names(),
         }
@@ -81,9 +81,9 @@ class WorkerExtension:
         rank = rank_offset + self.vllm_config.parallel_config.rank  # type: ignore[attr-defined]
         return _tried(lambda: _groups(self).join(rank=rank, **group))
 
-    def rollout_receive_bucket(self, *, holds: str = "", **bucket: Any) -> dict[str, str]:
+    def rollout_receive_bucket(self, *, base: str = "", **bucket: Any) -> dict[str, str]:
         """vLLM's ``update_weights`` with a bucket that is broadcast; returns the error."""
-        info = {"broadcast": bucket, "holds": holds}
+        info = {"broadcast": bucket, "base": base}
         return _tried(lambda: self.update_weights(info))  # type: ignore[attr-defined]
 
     def rollout_leave_group(self, *, group_name: str) -> dict[str, str]:

@@ -206,12 +206,11 @@ def of_pushes(
             f"weights.transport = {transport} does not reach engine {engine_id}: {why}; "
             "use shared_memory, tensor or disk, or leave weights.transport out",
         )
-    is_chosen = encoding not in (EncodingChoice.FULL, EncodingChoice.AUTO)
-    if is_chosen and features.why_no_deltas:
+    if encoding not in (EncodingChoice.FULL, EncodingChoice.AUTO, *features.encodings):
         yield (
             "engine",
-            f"weights.encoding = {encoding}: engine {engine_id}: {features.why_no_deltas}; use "
-            "auto or full, or engines of kind embedded or vllm",
+            f"weights.encoding = {encoding}: engine {engine_id} of kind {features.engine} applies "
+            "whole tensors only; use auto or full, or engines of kind embedded or vllm",
         )
 
 

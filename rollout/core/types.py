@@ -226,7 +226,7 @@ class EngineStatus:
             ones.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
-        why_no_deltas: why it applies no deltas; empty if it does.
+        encodings: of tensors, that it applies besides whole ones.
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
         logprobs: at which step of sampling it takes its log-probs.
@@ -253,7 +253,7 @@ class EngineStatus:
     num_payloads: int = 1
     why_no_groups: str = ""
     why_no_handles: str = ""
-    why_no_deltas: str = ""
+    encodings: tuple[str, ...] = ()
     needs_names: bool = False
     logprobs: LogprobRule = BEFORE_CUTS
     process_name: str = ""

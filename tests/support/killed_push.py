@@ -238,7 +238,7 @@ def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConf
 
 
 def places_of(route: str) -> list[EnginePlace]:
-    near = EnginePlace("near", HERE)
+    near = EnginePlace("near", HERE, encodings=("delta",))
     if route == "cuda_ipc":
         return [EnginePlace("near", HERE, gpus=(GPU,))]
     if route != "several":

@@ -126,7 +126,8 @@ class DirectPushes:
 
     async def push(self, version: int) -> tuple[str, Exception | None]:
         """The route of a push, and why it failed."""
-        server = _Server(engines=[EnginePlace("engine", HERE, holds=self.holds)])
+        place = EnginePlace("engine", HERE, encodings=("delta",), holds=self.holds)
+        server = _Server(engines=[place])
         request = PushRequest(self.tensors, version)
         with push_of_one_rank(self._rank, server, request, may_stream=True) as made:
             found = made.weights.route_of("engine")

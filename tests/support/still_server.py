@@ -31,7 +31,7 @@ class StillServer:
         expected: Manifest | None = None,
         *,
         fingerprints: str = "xxh3",
-        engines: Sequence[EnginePlace] = (EnginePlace("engine", HERE),),
+        engines: Sequence[EnginePlace] = (EnginePlace("engine", HERE, encodings=("delta",)),),
     ) -> None:
         self.expected = expected
         self.engines = list(engines)

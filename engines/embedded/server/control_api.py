@@ -125,6 +125,7 @@ async def update_weights_from_tensor(engine: EmbeddedEngine, request: Request) -
     raw = await read_json(request)
     engine.gate.require_session(command)
     named = await _sent_tensors(engine, raw)
+    engine.weights.check((name, tensor.shape, tensor.dtype) for name, tensor in named)
     changes = engine.weights.changes(named)
     await engine.update(lambda: [change() for change in changes], command, **_how(raw))
     return _ok(f"Updated {len(named)} tensors.")

@@ -20,6 +20,7 @@ from engines.embedded.server.request_runner import (
     make_generations,
     new_rid,
 )
+from engines.tensors.payload.encodings import ENCODINGS
 
 try:
     PACKAGE_VERSION = version("ray-rollout")
@@ -75,7 +76,7 @@ async def server_info(engine: EmbeddedEngine, request: Request) -> Response:
             "version": PACKAGE_VERSION,
             "engine": "embedded",
             "proves_loads": True,
-            "applies_deltas": True,
+            "encodings": ENCODINGS,
             "returns_original_logprob": RETURNS_ORIGINAL,
             "fingerprints": engine.weights.fingerprint_method,
             "device": str(engine.memory.device),

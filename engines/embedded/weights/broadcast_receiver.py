@@ -1,8 +1,8 @@
 """Receive broadcast buckets and copy them into the parameters.
 
 Always true: a bucket that does not fit the model is refused before its group takes part in the
-broadcast, and deltas that do not when they were received; it changes the model only after all of it
-was received and checked.
+broadcast, and encoded tensors that do not when they were received; it changes the model only after
+all of it was received and checked.
 
 A model of experts has ten thousands of small tensors: they are copied by address, and the plan
 is made once, since a trainer pushes the same buckets again and again.
@@ -20,7 +20,6 @@ from engines.embedded.weights.model_weights import ModelWeights
 from engines.tensors.collective.bucket import BucketContent, Piece, parts_of, pieces_of
 from engines.tensors.collective.buffers import BucketBuffers, finished
 from engines.tensors.collective.groups import UpdateGroups
-from engines.tensors.delta import is_delta
 
 # Some hundred bytes each.
 _MOST_KEPT_TENSORS = 1 << 16
@@ -33,8 +32,7 @@ class ReceivePlan:
     Attributes:
         pieces: its tensors, where they are received.
         copies: out of the buffer into the parameters.
-        others: pieces that need a conversion: on a device, or of another dtype.
-        deltas: pieces that are changes of a tensor.
+        others: pieces that are no copies: on a device, of another dtype, or encoded.
     """
 
     content: BucketContent
@@ -42,7 +40,6 @@ class ReceivePlan:
     num_bytes: int
     copies: Sequence[Copy]
     others: Sequence[Piece]
-    deltas: Sequence[Piece]
 
 
 class BroadcastReceiver:
@@ -86,17 +83,14 @@ class BroadcastReceiver:
         """Overwrite the parameters; the memory may be taken again.
 
         Raises:
-            Invalid: a delta is not for these weights; nothing was updated.
+            Invalid: an encoded tensor is not for these weights; nothing was updated.
         """
-        deltas = [(piece.name, piece.of(buffer)) for piece in plan.deltas]
-        changes = self._weights.changes(deltas) if deltas else []
+        changes = self._weights.changes([(piece.name, piece.of(buffer)) for piece in plan.others])
         copy_all(buffer.data_ptr(), plan.copies)
-        if plan.others:
-            targets = [self._weights.find(piece.name) for piece in plan.others]
-            torch._foreach_copy_(targets, [piece.of(buffer) for piece in plan.others])
-            finished(buffer.device)
         for change in changes:
             change()
+        if changes:
+            finished(buffer.device)
         self._buffers.give(buffer)
 
     def free(self) -> None:
@@ -110,16 +104,13 @@ class BroadcastReceiver:
 
     def _planned(self, content: BucketContent) -> ReceivePlan:
         pieces = pieces_of(content)
-        deltas = [piece for piece in pieces if is_delta(piece.name)]
-        whole = [piece for piece in pieces if not is_delta(piece.name)]
-        if whole:
-            self._weights.check((piece.name, piece.shape, piece.dtype) for piece in whole)
+        self._weights.check((piece.name, piece.shape, piece.dtype) for piece in pieces)
         copies: list[Copy] = []
         others = []
-        for piece in whole:
+        for piece in pieces:
             location = self._weights.locations.get(piece.name)
             if location is None or location.dtype != piece.dtype:
                 others.append(piece)
             else:
                 copies.append((location.address, piece.begin, location.num_bytes))
-        return ReceivePlan(content, pieces, pieces[-1].end, joined(copies), others, deltas)
+        return ReceivePlan(content, pieces, pieces[-1].end, joined(copies), others)

@@ -24,9 +24,9 @@ from engines.embedded.memory.mapped_files import MappedFiles
 from engines.embedded.weights.load_verification import LoadVerifier, Placed, read_verifier
 from engines.embedded.weights.model_weights import Location, ModelWeights
 from engines.protocol import STAYS
-from engines.tensors.delta import is_delta
 from engines.tensors.dtypes import DTYPES
 from engines.tensors.file_mapping import FileMapping
+from engines.tensors.payload.encodings import is_encoded
 from engines.tensors.safetensors_header import Header, PlacedTensor, read_header
 
 # One reader keeps a core busy copying from the page cache.
@@ -95,9 +95,12 @@ def _jobs(
         ]
         if mapped is None or STAYS not in header.metadata or others:
             jobs: list[ReadJob] = [partial(read_copies, descriptor, batch) for batch in copies]
-            whole = [tensor for tensor in others if not is_delta(tensor.name)]
+            whole = [tensor for tensor in others if not is_encoded(tensor.name)]
             jobs += [partial(_convert, weights, descriptor, tensor) for tensor in whole]
-            return jobs + _delta_jobs(weights, descriptor, others)
+            # These are read and checked before the first job.
+            encoded = [tensor for tensor in others if is_encoded(tensor.name)]
+            read = [(tensor.name, _read(descriptor, tensor)) for tensor in encoded]
+            return jobs + weights.changes(read)
         kept = kept or mapped.keep(file, descriptor)
         kept.header, kept.copies = header.text, copies
     return [partial(kept.copy, batch) for batch in kept.copies]
@@ -145,9 +148,8 @@ def _placed(
             placed.append((tensor.name, location, tensor.offset))
         else:
             others.append(tensor)
-    whole = [one for one in others if not is_delta(one.name)]
-    if whole or not (placed or others):
-        weights.check((tensor.name, tensor.shape, _TORCH_DTYPES[tensor.dtype]) for tensor in whole)
+    if others or not placed:
+        weights.check((tensor.name, tensor.shape, _TORCH_DTYPES[tensor.dtype]) for tensor in others)
     return placed, others
 
 
@@ -173,14 +175,6 @@ def _do_all(jobs: Sequence[ReadJob]) -> None:
         # Each thread takes the next job when it is free, so that they end together.
         for _ in readers.map(lambda job: job(), jobs):
             pass
-
-
-def _delta_jobs(
-    weights: ModelWeights, descriptor: int, tensors: Sequence[PlacedTensor]
-) -> list[ReadJob]:
-    """The jobs for the deltas among these, which are read and checked before the first one."""
-    deltas = [one for one in tensors if is_delta(one.name)]
-    return weights.changes([(one.name, _read(descriptor, one)) for one in deltas]) if deltas else []
 
 
 def _read(descriptor: int, tensor: PlacedTensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 from engines.embedded.core.errors import Invalid
 from engines.embedded.memory.regions import Memory
 from engines.protocol import MemoryTag
-from engines.tensors.delta import Delta, apply_delta, is_delta, read_delta
 from engines.tensors.fingerprint import BYTES, SUMS, whole_fingerprint
+from engines.tensors.payload.encodings import decoded, is_encoded, why_not_for
 from engines.tensors.stacked_experts import first_expert_of, split_experts
 from engines.tensors.torch_fingerprint import (
     device_fingerprints,
@@ -64,7 +64,7 @@ class ModelWeights:
             host takes longer than a push.
 
     Attributes:
-        version: returns the weight version of these weights, which a delta must begin from.
+        version: returns the weight version of these weights.
     """
 
     def __init__(
@@ -115,10 +115,15 @@ class ModelWeights:
         ]
 
     def check(self, specs: Iterable[Spec]) -> None:
-        """Refuse what could not be applied; dtypes may differ within floating point."""
+        """Refuse what could not be applied; dtypes may differ within floating point.
+
+        Encoded tensors are checked by ``changes``, which reads them.
+        """
         is_empty = True
         for name, shape, dtype in specs:
             is_empty = False
+            if is_encoded(name):
+                continue
             mine = self._by_name.get(name)
             if mine is None:
                 raise Invalid(f"unknown weight {name!r}; nothing was updated")
@@ -133,37 +138,27 @@ class ModelWeights:
             raise Invalid("the update holds no tensors")
 
     def changes(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[Callable[[], object]]:
-        """What overwrites parameters with these tensors, and with deltas of them.
+        """What overwrites parameters with these tensors, which have been checked.
 
         Raises:
-            Invalid: one could not be applied.
+            Invalid: an encoded one is damaged, or not for these weights.
         """
+        whole = [(name, tensor) for name, tensor in named if not is_encoded(name)]
         try:
-            deltas = {name: read_delta(name, content) for name, content in named if is_delta(name)}
+            others = [decoded(name, tensor) for name, tensor in named if is_encoded(name)]
         except ValueError as error:
             raise Invalid(f"{error}; nothing was updated") from None
-        whole = [(name, tensor) for name, tensor in named if name not in deltas]
-        heads = [head for head, *_ in deltas.values()]
-        self.check(
-            [(name, tensor.shape, tensor.dtype) for name, tensor in whole]
-            + [(head.name, head.shape, getattr(torch, head.dtype)) for head in heads]
-        )
-        for head in heads:
-            self._check_base(head)
-        changes: list[Callable[[], object]] = [
-            partial(self.find(name).copy_, tensor) for name, tensor in whole
-        ]
-        for head, *elements in deltas.values():
-            changes.append(partial(apply_delta, self.find(head.name), *elements))
-        return changes
-
-    def _check_base(self, delta: Delta) -> None:
-        own, dtype = self.version(), dtype_name(self.find(delta.name).dtype)
-        if (delta.base, delta.dtype) != (own, dtype):
-            raise Invalid(
-                f"a delta of {delta.dtype} {delta.name!r} from weight version {delta.base} is not "
-                f"for weight version {own} in {dtype}; nothing was updated: push whole tensors"
-            )
+        if others:
+            self.check((read.name, read.shape, getattr(torch, read.dtype)) for read in others)
+        for read in others:
+            if why := why_not_for(read, self.find(read.name), self.version()):
+                raise Invalid(f"{why}; nothing was updated: push whole tensors")
+        changes: list[Callable[[], object]] = []
+        if whole:
+            targets = [self.find(name) for name, _ in whole]
+            sources = [tensor for _, tensor in whole]
+            changes.append(partial(torch._foreach_copy_, targets, sources))
+        return changes + [partial(read.apply, self.find(read.name)) for read in others]
 
     def find(self, name: str) -> torch.Tensor:
         """The parameter of this name, which has been checked."""

@@ -1,1 +1,1 @@
-"""Payloads of pushes by value or by handle: pickles, read as values."""
+"""Payloads of pushes: pickles, by value or by handle, read as values; and encoded tensors."""

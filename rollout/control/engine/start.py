@@ -177,7 +177,7 @@ class Starter:
             num_payloads=features.num_payloads,
             why_no_groups=features.why_no_groups,
             why_no_handles=features.why_no_handles,
-            why_no_deltas=features.why_no_deltas,
+            encodings=features.encodings,
             weight_version=int(version) if version.isdigit() else None,
             has_checker=by_fingerprint and "/weights_checker" in endpoints,
             compares_weights="/weights_checker" in endpoints,

@@ -36,7 +36,7 @@ class EngineState:
         num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
-        why_no_deltas: why it applies no deltas; empty if it does.
+        encodings: as in ``EngineStatus``.
         needs_names, logprobs: as in ``EngineStatus``.
         update_group: name of its broadcast group; empty for none.
         is_verified: its weights were verified after their last change.
@@ -77,7 +77,7 @@ class EngineState:
     num_payloads: int = 1
     why_no_groups: str = ""
     why_no_handles: str = ""
-    why_no_deltas: str = ""
+    encodings: tuple[str, ...] = ()
     needs_names: bool = False
     logprobs: LogprobRule = BEFORE_CUTS
     update_group: str = ""
@@ -249,7 +249,7 @@ class EngineState:
             num_payloads=self.num_payloads,
             why_no_groups=self.why_no_groups,
             why_no_handles=self.why_no_handles,
-            why_no_deltas=self.why_no_deltas,
+            encodings=self.encodings,
             needs_names=self.needs_names,
             logprobs=self.logprobs,
             process_name=self.process_name,

@@ -110,7 +110,7 @@ def _place(engine: EngineStatus, caller: Caller) -> EnginePlace:
         is_reached=is_reached,
         why_no_groups=engine.why_no_groups,
         why_no_handles=engine.why_no_handles,
-        why_no_deltas=engine.why_no_deltas
-        or ("" if engine.fingerprints else "its weights are not compared with the pushed ones"),
+        encodings=engine.encodings,
+        is_compared=bool(engine.fingerprints),
         holds=engine.weight_version if engine.is_verified and not engine.is_stale else None,
     )

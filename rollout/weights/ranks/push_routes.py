@@ -11,7 +11,13 @@ from rollout.config import Transport, WeightUpdate
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.ranks.messages import Ready
 from rollout.weights.ranks.trainer_rank import TrainerRank
-from rollout.weights.routes.choice import ROUTES, by_value_note, choose, encoded_for
+from rollout.weights.routes.choice import (
+    ENCODINGS,
+    ROUTES,
+    by_value_note,
+    choose,
+    encoded_for,
+)
 from rollout.weights.routes.route import (
     FULL,
     Chosen,
@@ -84,7 +90,8 @@ def choose_routes(
     }
     if not chosen:  # engines that come later get what an engine on this host would
         near = Chosen(Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted)
-        chosen = {"": encoded_for(EnginePlace("of a later engine", ""), near, terms)}
+        later = EnginePlace("of a later engine", "", encodings=tuple(ENCODINGS))
+        chosen = {"": encoded_for(later, near, terms)}
     by_payload: dict[str, Chosen] = {}
     for one in chosen.values():
         first = by_payload.setdefault(one.payload, replace(one, why=""))

@@ -47,8 +47,6 @@ class DeltaEncoding(Encoding):
     name = EncodingChoice.DELTA.value
 
     def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
-        if engine.why_no_deltas:
-            return engine.why_no_deltas
         if chosen.transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
             return "its files are written by several ranks, and only rank 0 keeps copies"
         if chosen.transport == Transport.DISTRIBUTED and terms.num_hosts > 1:
@@ -134,8 +132,9 @@ def encoded_for(engine: EnginePlace, chosen: Chosen, terms: EncodingTerms) -> Ch
     for one in ENCODINGS.values():
         if one.name == FULL or terms.wanted not in (EncodingChoice.AUTO, one.name):
             continue
-        why = f"{chosen.transport} carries whole tensors only"
-        if ROUTES[chosen.transport].is_encoded:
+        of_engine = _why_only_whole(engine, one.name)
+        why = of_engine or f"{chosen.transport} carries whole tensors only"
+        if ROUTES[chosen.transport].is_encoded and not of_engine:
             why = one.why_not(chosen, engine, terms)
         if not why:
             name = FULL if one.why_not_now(engine, terms) else one.name
@@ -143,11 +142,18 @@ def encoded_for(engine: EnginePlace, chosen: Chosen, terms: EncodingTerms) -> Ch
         if terms.wanted == one.name:
             raise ConfigError(
                 f"weights.encoding = {one.name}: engine {engine.engine_id}: {why}; use auto or "
-                f"full{'' if engine.why_no_deltas else ', or weights.transport = tensor'}",
+                f"full{'' if of_engine else ', or weights.transport = tensor'}",
                 setting="weights.encoding",
                 value=terms.wanted,
             )
     return chosen
+
+
+def _why_only_whole(engine: EnginePlace, encoding: str) -> str:
+    """Why an engine takes no tensors that are encoded so, by any route; empty if it does."""
+    if encoding not in engine.encodings:
+        return "it applies whole tensors only"
+    return "" if engine.is_compared else "its weights are not compared with the pushed ones"
 
 
 def is_only_streamed(transport: str) -> bool:

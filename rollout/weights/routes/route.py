@@ -238,7 +238,8 @@ class EnginePlace:
         is_reached: it can connect to the trainer, as each member of a broadcast group does.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
-        why_no_deltas: why it applies no deltas; empty if it does.
+        encodings: of tensors, that it applies besides whole ones.
+        is_compared: its fingerprints are compared with the trainer's after a push.
         holds: the weight version that it holds, verified; None for none.
     """
 
@@ -249,7 +250,8 @@ class EnginePlace:
     is_reached: bool = True
     why_no_groups: str = ""
     why_no_handles: str = ""
-    why_no_deltas: str = ""
+    encodings: tuple[str, ...] = ()
+    is_compared: bool = True
     holds: int | None = None
 
 

@@ -20,7 +20,9 @@ pytestmark = [
 def test_deltas_to_sglang_are_refused_in_words_before_anything_is_sent(policy: RealPolicy) -> None:
     handle = random_deltas.pushed_by_deltas(policy.handle)
     version = policy.handle.weight_version
-    words = r"weights\.encoding = delta: engine .*kind sglang applies no deltas; use auto or full$"
+    words = (
+        r"weights\.encoding = delta: engine .*: it applies whole tensors only; use auto or full$"
+    )
     with pytest.raises(ConfigError, match=words):
         handle.push(dict(policy.next_tensors())).result(120)
     assert policy.handle.weight_version == version

@@ -238,7 +238,7 @@ def test_an_engine_with_names_of_its_own_gets_whole_tensors_and_a_delta_is_refus
 ) -> None:
     more: Any = {"name_map": quantised} if name == "quantised" else {}
     tensors = tensors_of(models[name][1])
-    with pytest.raises(ConfigError, match=r"weights\.encoding = delta: .*applies no deltas"):
+    with pytest.raises(ConfigError, match=r"= delta: .* applies whole tensors only"):
         random_deltas.pushed_by_deltas(deployment[name]).push(tensors, **more).result(120)
     by_auto = random_deltas.pushed_by_deltas(deployment[name], encoding="auto")
     for _ in range(2):

@@ -291,7 +291,7 @@ def test_level_1_frees_memory_and_brings_the_weights_back(vllm: RealVllm, models
         "resident_bytes": {"weights": 0, "kv_cache": 0},
         "fingerprints": "xxh3",
         "opens_handles": False,
-        "applies_deltas": True,
+        "encodings": ["delta"],
         "groups": [],
     }
     assert held - vllm.resident_bytes() > KV_BYTES * 0.9

@@ -311,9 +311,9 @@ def test_an_engine_that_keeps_embeddings_of_an_encoder_that_is_pushed_is_refused
     ("kind", "raw"),
     [
         ("sglang", {}),
-        ("vllm", {"applies_deltas": False}),
-        ("vllm", {"applies_deltas": True}),
-        ("embedded", {"applies_deltas": True}),
+        ("vllm", {"encodings": []}),
+        ("vllm", {"encodings": ["delta"]}),
+        ("embedded", {"encodings": ["delta"]}),
     ],
 )
 def test_an_engine_that_applies_whole_tensors_only_is_refused_where_deltas_are_named(
@@ -323,8 +323,8 @@ def test_an_engine_that_applies_whole_tensors_only_is_refused_where_deltas_are_n
     features = read_features(server, frozenset(), KINDS[kind])
     found = of_pushes("a", features, WeightUpdate.FULL, Transport.AUTO, Drain.ABORT, encoding)
     said = dict(found).get("engine", "")
-    is_refused = encoding == "delta" and raw != {"applies_deltas": True}
-    assert said.startswith("weights.encoding = delta: engine a: ") is is_refused
+    is_refused = encoding == "delta" and raw != {"encodings": ["delta"]}
+    assert said.startswith("weights.encoding = delta: engine a of kind ") is is_refused
     assert ("use auto or full, or engines of kind embedded or vllm" in said) is is_refused
 
 

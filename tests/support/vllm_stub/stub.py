@@ -299,7 +299,7 @@ class StubVllm(FakeEngine):
             "released": sorted(self.released & _ASLEEP.keys()) if tells else [],
             "resident_bytes": by_tag if counts else {},
             "fingerprints": settings.fingerprints,
-            "applies_deltas": False,  # as where vLLM has cast the checkpoint
+            "encodings": [],  # as where vLLM has cast the checkpoint
             "groups": sorted(self.groups),
         }
 

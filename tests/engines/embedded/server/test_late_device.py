@@ -4,7 +4,7 @@ own, which waits for none.  The device is a double.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,11 @@ class LateMemory(Memory):
             self.waiting.pop(0)()
 
 
+def copy_one_by_one(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 @pytest.fixture
 def memory() -> LateMemory:
     return LateMemory()
@@ -100,6 +105,7 @@ async def engine(
     engine = EmbeddedEngine(config, model, text, memory)
     for name in LATE:
         monkeypatch.setattr(torch.Tensor, name, memory.delay(getattr(torch.Tensor, name)))
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_one_by_one)
     yield engine
     monkeypatch.undo()
     engine.stop(5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from rollout.weights.ranks.trainer_rank import TrainerRank  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
 
 pytestmark = pytest.mark.embedded
-ENGINE = EnginePlace("engine", HERE, ("GPU-0",), why_no_deltas="it applies none")
+ENGINE = EnginePlace("engine", HERE, ("GPU-0",))
+TOY = EnginePlace("toy", HERE, encodings=("negative",))
 ANY = EncodingTerms("auto")
 
 # -- the contract -----------------------------------------------------------------------------
@@ -133,7 +135,7 @@ async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
     tensors = {f"t{number}": torch.randn(64) for number in range(3)}
     engines = {name: Loading(name) for name in names}
-    server = StillServer(engines=[EnginePlace(name, HERE, why_no_deltas="none") for name in names])
+    server = StillServer(engines=[replace(TOY, engine_id=name) for name in names])
     fingerprints: dict[str, str] = {}
     with push_of_one_rank(rank, server, PushRequest(tensors, 7), may_stream=may_stream) as made:
         targets = {name: PushTarget(engine) for name, engine in engines.items()}
@@ -153,8 +155,8 @@ async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_
 def test_a_route_that_reads_the_trainers_own_tensors_carries_whole_ones(
     transport: str, another: None
 ) -> None:
-    assert encoded_for(EnginePlace("toy", HERE), Chosen(transport), ANY).is_full
-    assert not encoded_for(EnginePlace("toy", HERE), Chosen(Transport.TENSOR), ANY).is_full
+    assert encoded_for(TOY, Chosen(transport), ANY).is_full
+    assert not encoded_for(TOY, Chosen(Transport.TENSOR), ANY).is_full
 
 
 @pytest.mark.parametrize("store", [None, {"path": "/dev/shm"}], ids=["no store", "store"])
@@ -165,7 +167,7 @@ def test_copies_for_the_store_are_of_whole_tensors(
     paths = {"disk_path": str(tmp_path / "{version}")}
     settings = {"encoding": "auto", "transport": transport, "store": store, **paths}
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
-    server = StillServer(engines=[EnginePlace("toy", HERE)], fingerprints=BYTES)
+    server = StillServer(engines=[TOY], fingerprints=BYTES)
     tensors = {"t": torch.ones(64)}
     with push_of_one_rank(rank, server, PushRequest(tensors, 7), may_stream=False):
         files = list(tmp_path.rglob("*.safetensors"))
@@ -188,7 +190,7 @@ def encoding_of(
     **engine: Any,
 ) -> tuple[str, bool]:
     """What an engine that holds version 3 gets, and whether copies are kept of it."""
-    place = EnginePlace("engine", HERE, **{"holds": 3, **engine})
+    place = EnginePlace("engine", HERE, **{"encodings": ("delta",), "holds": 3, **engine})
     terms = EncodingTerms(wanted, num_ranks, base, density, num_hosts)
     chosen = encoded_for(place, Chosen(transport), terms)
     return chosen.encoding, chosen.is_copied
@@ -220,7 +222,8 @@ def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"why_no_deltas": "it is too old"}, "it is too old"),
+        ({"encodings": ()}, "it applies whole tensors only; use auto or full$"),
+        ({"is_compared": False}, "its weights are not compared with the pushed ones"),
         ({"transport": Transport.CUDA_IPC}, "cuda_ipc carries whole tensors only"),
         ({"transport": Transport.DISTRIBUTED, "num_hosts": 2}, "only rank 0 keeps copies"),
         ({"transport": Transport.SHARED_MEMORY, "num_ranks": 2}, "written by several ranks"),
@@ -257,15 +260,15 @@ def test_auto_goes_by_the_route_and_the_density_of_the_last_push(
     [
         ({"holds": 3}, ("delta", True)),
         ({"holds": 2}, ("full", True)),
-        ({"holds": 2, "why_no_deltas": "it is too old"}, ("full", False)),
+        ({"holds": 2, "encodings": ()}, ("full", False)),
     ],
 )
 def test_all_engines_of_a_broadcast_get_what_each_of_them_applies(
     other: dict[str, Any], expected: tuple[str, bool]
 ) -> None:
-    far = EnginePlace("far", "there", holds=3)
-    engines = [far, EnginePlace("other", "there", **other)]
-    engines.append(EnginePlace("by value", "there", holds=3, is_reached=False))
+    both: Any = {"encodings": ("delta",), "holds": 3}
+    engines = [EnginePlace("far", "there", **both), EnginePlace("other", "there", **both | other)]
+    engines.append(EnginePlace("by value", "there", **both, is_reached=False))
     terms = EncodingTerms("auto", base=3)
     chosen = choose(Transport.AUTO, [RankPlace(HERE)], engines, terms=terms)
     found = {name: (one.transport, one.encoding, one.is_copied) for name, one in chosen.items()}
@@ -279,7 +282,7 @@ def test_all_engines_of_a_broadcast_get_what_each_of_them_applies(
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]], ids=["one host", "two hosts"])
 def test_a_trainer_on_several_hosts_broadcasts_whole_tensors(hosts: list[int]) -> None:
     rank = TrainerRank(server_config(transport="distributed", encoding="delta"), 0, hosts)
-    server = StillServer(engines=[EnginePlace("engine", HERE)])
+    server = StillServer()
     follower = Follower(rank, server, PushRequest({"t": torch.ones(4)}, 7), 10)
     leader = Leader(server, follower, WeightUpdate.FULL, may_stream=True, streams=True)
     readies = [follower.ready()] * 2

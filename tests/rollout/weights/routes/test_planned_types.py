@@ -80,7 +80,7 @@ def rank_of(folder: Path, **settings: Any) -> TrainerRank:
 
 def make_first_bucket(rank: TrainerRank, request: PushRequest, *, streams: bool) -> None:
     gpus = (GPU,) if rank.config.weights.transport == "cuda_ipc" else ()
-    server = StillServer(engines=[EnginePlace("engine", HERE, gpus)])
+    server = StillServer(engines=[EnginePlace("engine", HERE, gpus, encodings=("delta",))])
     follower = Follower(rank, server, request)
     follower.__dict__["gpu"] = OwnGpu(GPU, ExportSettings("", "")) if gpus else None
     contents = request.contents(WeightUpdate.FULL)

@@ -78,6 +78,7 @@ class Engine:
         self._flattener = Flattener(FlatLayoutCache())
 
     def apply(self, pairs: Any) -> None:
+        self.weights.check((name, tensor.shape, tensor.dtype) for name, tensor in pairs)
         for change in self.weights.changes(list(pairs)):
             change()
 
@@ -286,7 +287,7 @@ def test_a_push_that_another_has_overtaken_changes_no_copies() -> None:
     held.succeed(late)
     assert held.version == 3
     (only,) = push(held, new, 4)
-    assert read_delta(*only)[0].num_changed == 0
+    assert read_delta(*only).num_changed == 0
 
 
 def test_what_another_dtype_or_shape_has_is_sent_whole() -> None:
