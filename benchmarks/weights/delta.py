@@ -57,7 +57,8 @@ class Changing(Pushing):
     """Changes a share of the tensors before each push, and sends it in one encoding."""
 
     def begin(self, transport: Transport, encoding: str) -> None:
-        self._rank.delta_base.drop()
+        for kept in self._rank.encodings.values():
+            kept.begin(None)
         self._version: int | None = None
         self._rank.config = server_config(
             self._folder, transport=transport, encoding=encoding, stream=True
@@ -68,7 +69,7 @@ class Changing(Pushing):
         return change(self._tensors, density)
 
     def pushed(self) -> StepReport:
-        place = EnginePlace("engine", HERE, encodings=ENCODINGS, holds=self._version)
+        place = EnginePlace("engine", HERE, encodings=ENCODINGS, weight_version=self._version)
         version = next(VERSIONS)
         request = PushRequest(self._tensors, version)
         server = _Server(engines=[place])

@@ -39,8 +39,9 @@ from benchmarks.report import Rows
 from benchmarks.weights.clock import Row, rate
 from benchmarks.weights.delta import DENSITIES, change
 from rollout.core.errors import WeightsUnavailable
+from rollout.weights.format.encoding import BegunPush
 from rollout.weights.format.manifest import Manifest, TensorSpec
-from rollout.weights.push.weight_push import PushDeltas, WeightPush
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.delta_chain import DeltaChain
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
@@ -49,7 +50,7 @@ from rollout.weights.store.transfer.mooncake import open_mooncake
 from rollout.weights.store.transfer.rdma import RdmaTransfer
 from rollout.weights.store.transfer.unit_client import AgentClient
 from rollout.weights.store.transfer.unit_server import AgentServer
-from rollout.weights.tensors.delta_base import DeltaBase, DeltaPush, deltas_in
+from rollout.weights.tensors.delta_base import DeltaBase, DeltaEncoder
 from rollout.weights.tensors.sources import Pairs
 
 SHAPES = ("dense", "experts")
@@ -275,12 +276,12 @@ class _Replica:
     def written(self, *, is_whole: bool = False) -> tuple[float, int]:
         """Seconds and bytes of one write."""
         model, held = self._model, self._held
-        push = DeltaPush(next(self._versions), None if is_whole else held.version, {})
-        held.begin(push)
-        changes = held.take(push, Pairs.of(model.tensors.items()))
-        held.succeed(push)
-        deltas = None if push.base is None else PushDeltas(push.base, deltas_in(changes))
-        self._chain = self._chain.then(WeightPush(push.version, model.manifest, deltas=deltas))
+        push = BegunPush(next(self._versions), {}, is_whole, is_stored=True)
+        encoder = DeltaEncoder(held, push)
+        encoder.encode(Pairs.of(model.tensors.items()))
+        encoder.succeed()
+        sent = WeightPush(push.version, model.manifest, encoded=encoder.stored)
+        self._chain = self._chain.then(sent)
         began = time.perf_counter()
         self._coordinator.write(push.version, model.manifest, [model.contents()], chain=self._chain)
         seconds = time.perf_counter() - began

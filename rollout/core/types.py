@@ -156,7 +156,7 @@ class PushStage:
             for ``gather``.
         num_bytes: of the tensors that were gathered, of what this rank has sent, or of the tensors
             that were changed.
-        density: of a delta: the share of the elements that were changed.
+        density: the share of the elements that were changed, if only these were sent.
     """
 
     rank: int

@@ -163,7 +163,7 @@ class Server(StillServer):
 
     def places(self, status: ServerStatus) -> list[EnginePlace]:
         return [
-            replace(place, holds=getattr(self.fakes[place.engine_id], "holds", None))
+            replace(place, weight_version=getattr(self.fakes[place.engine_id], "holds", None))
             for place in self.engines
         ]
 

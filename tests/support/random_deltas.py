@@ -125,8 +125,8 @@ class DirectPushes:
         self.holds: int | None = None
 
     async def push(self, version: int) -> tuple[str, Exception | None]:
-        """The route of a push, and why it failed."""
-        place = EnginePlace("engine", HERE, encodings=("delta",), holds=self.holds)
+        """The encoding of a push, and why it failed."""
+        place = EnginePlace("engine", HERE, encodings=("delta",), weight_version=self.holds)
         server = _Server(engines=[place])
         request = PushRequest(self.tensors, version)
         with push_of_one_rank(self._rank, server, request, may_stream=True) as made:
@@ -137,7 +137,7 @@ class DirectPushes:
             if failure is None:
                 made._after_success()
                 self.holds = version
-        return found.encoding, failure
+        return "delta" if found.payload == "tensor delta" else "full", failure
 
     async def aclose(self) -> None:
         self._rank.close()

@@ -53,7 +53,7 @@ class PushTotals:
     Attributes:
         route: how the bytes reached the engines, with the encoding if it is not whole tensors.
         num_bytes: those that all ranks have sent.
-        density: of a delta: the share of the elements that were changed.
+        density: the share of the elements that were changed, if only these were sent.
         elapsed_s: seconds from its first bucket until the engines had applied the last one.
         paused_s: of its step; 0 for one at an open gate.
     """

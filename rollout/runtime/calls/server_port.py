@@ -100,6 +100,7 @@ def engine_places(status: ServerStatus, caller: Caller) -> list[EnginePlace]:
 def _place(engine: EngineStatus, caller: Caller) -> EnginePlace:
     is_on_one_host = len({process.host for process in engine.processes}) <= 1
     node = caller.node_of(engine.node_id, engine.endpoint.host) if is_on_one_host else ""
+    is_known = engine.is_verified and not engine.is_stale
     # Another machine cannot connect to an address that is this machine's own.
     is_reached = node == caller.own_node() or caller.own_host() != "127.0.0.1"
     return EnginePlace(
@@ -112,5 +113,5 @@ def _place(engine: EngineStatus, caller: Caller) -> EnginePlace:
         why_no_handles=engine.why_no_handles,
         encodings=engine.encodings,
         is_compared=bool(engine.fingerprints),
-        holds=engine.weight_version if engine.is_verified and not engine.is_stale else None,
+        weight_version=engine.weight_version if is_known else None,
     )

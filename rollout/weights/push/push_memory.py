@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines.protocol.plain_text import size_text
-from rollout.config import EncodingChoice, Transport, WeightsConfig, WeightUpdate
+from rollout.config import Transport, WeightsConfig, WeightUpdate
+from rollout.weights.format.encoding import EncodingTerms
+from rollout.weights.push.encodings import ENCODINGS
 from rollout.weights.routes.route import BUCKETS_AHEAD
 from rollout.weights.routes.shared_memory import stream_bytes
 
@@ -40,7 +42,7 @@ class PushMemory:
         engine_bytes: of each rank of an engine, on its device.
         shared_memory_bytes: on each host, of files in ``weights.shared_memory_path``; with a store,
             on that of rank 0, and as much again while the store reads the push before.
-        copies_bytes: of rank 0, in host memory: its copies of what engines hold, for deltas.
+        copies_bytes: of rank 0, in host memory: its copies of what engines hold, for an encoding.
         least_shared_bytes: with which it works.  Buckets of other sizes get files of their own,
             which stay for the next push while there is room.
     """
@@ -60,7 +62,7 @@ def push_memory(
     """The peaks of each route that full pushes with these settings may take."""
     bucket = sizes.bucket_bytes(weights)
     wanted, kept = weights.transport, 0 if weights.store is None else sizes.model_bytes
-    copies = 0 if weights.encoding is EncodingChoice.FULL else sizes.model_bytes
+    terms = EncodingTerms(weights.encoding, ranks_per_host)
     if wanted in (Transport.AUTO, Transport.CUDA_IPC):
         # The gathered bucket, and flat ones; a copy for the store keeps the bucket before.
         num_gathered = 1 if weights.store is None else 1 + BUCKETS_AHEAD
@@ -69,15 +71,22 @@ def push_memory(
     if wanted in (Transport.AUTO, Transport.SHARED_MEMORY):
         whole = sizes.model_bytes
         streamed = kept or min(whole, stream_bytes(bucket, ranks_per_host))
-        is_copied = weights.encoding is EncodingChoice.DELTA and ranks_per_host == 1
-        own = copies if is_copied else 0
+        own = sizes.model_bytes if _is_read(Transport.SHARED_MEMORY, terms) else 0
         yield PushMemory(Transport.SHARED_MEMORY, True, bucket, 0, whole, streamed, own)
         yield PushMemory(Transport.SHARED_MEMORY, False, bucket, 0, whole, whole, own)
     if wanted in (Transport.AUTO, Transport.DISTRIBUTED):
-        yield PushMemory(Transport.DISTRIBUTED, True, 2 * bucket, bucket, kept, kept, copies)
-    if copies and wanted in (Transport.AUTO, Transport.TENSOR, Transport.DISK):
-        route = Transport.DISK if wanted is Transport.DISK else Transport.TENSOR
-        yield PushMemory(route, route is Transport.TENSOR, bucket, 0, kept, kept, copies)
+        own = sizes.model_bytes if _is_read(Transport.DISTRIBUTED, terms) else 0
+        yield PushMemory(Transport.DISTRIBUTED, True, 2 * bucket, bucket, kept, kept, own)
+    route = Transport.DISK if wanted is Transport.DISK else Transport.TENSOR
+    if wanted in (Transport.AUTO, route) and _is_read(route, terms):
+        own = sizes.model_bytes
+        yield PushMemory(route, route is Transport.TENSOR, bucket, 0, kept, kept, own)
+
+
+def _is_read(route: Transport, terms: EncodingTerms) -> bool:
+    """Whether an encoding may have a part in such a push, and keeps copies of it."""
+    encodings = (make() for name, make in ENCODINGS.items() if terms.wants(name))
+    return any(not isinstance(each.goes(route, None, terms), str) for each in encodings)
 
 
 def push_memory_text(peaks: PushMemory) -> str:

@@ -20,6 +20,7 @@ from engines.protocol.adapter_names import engine_name
 from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.core.fanout import EngineReply, fan_out
+from rollout.weights.format.encoding import EncodedPush
 from rollout.weights.format.manifest import Manifest, check_contents
 from rollout.weights.format.pushed_files import why_damaged
 from rollout.weights.push.push_version import checked_version
@@ -31,9 +32,7 @@ from rollout.weights.push.stream_reader import (
 )
 from rollout.weights.routes.adapter import AsAdapter
 from rollout.weights.routes.by_value import ByValue
-from rollout.weights.routes.choice import ENCODINGS
 from rollout.weights.routes.route import (
-    FULL,
     BroadcastMember,
     EngineRoute,
     Payload,
@@ -54,20 +53,6 @@ _MOST_INLINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PushDeltas:
-    """What a push changes of an earlier version.
-
-    Attributes:
-        base: that version.
-        deltas: tensor -> its delta, as in ``engines.tensors.delta``; None for a tensor that was
-            sent whole.  Equal tensors are left out.
-    """
-
-    base: int
-    deltas: dict[str, bytes | None]
-
-
-@dataclass(frozen=True, slots=True)
 class WeightPush:
     """A push of new weights.
 
@@ -84,7 +69,8 @@ class WeightPush:
             compute them.
         checks_path: the engines compare what they hold after the push with what they held before.
         routes: engine id -> its own route, where they differ; a bucket then has several payloads.
-        deltas: of copies for the store, besides the whole tensors in ``buckets``; None for none.
+        encoded: of copies for the store, what engines got in place of the whole tensors in
+            ``buckets``; None for nothing.
     """
 
     version: int
@@ -96,7 +82,7 @@ class WeightPush:
     canary: tuple[tuple[float, ...], ...] = ()
     checks_path: bool = False
     routes: Mapping[str, EngineRoute] = field(default_factory=dict)
-    deltas: PushDeltas | None = None
+    encoded: EncodedPush | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", checked_version(self.version))
@@ -337,8 +323,7 @@ class _PushRun:
     ) -> dict[str, Callable[[], Awaitable[Any]]]:
         return {
             engine_id: partial(
-                ENCODINGS[one.encoding].send,
-                one.route,
+                one.route.send,
                 self._targets[engine_id],
                 packed[one.payload],
                 stage,
@@ -358,7 +343,7 @@ class _PushRun:
             parts[one.payload]["path"]
             for engine_id in self._active()
             if (one := self._routes[engine_id]).route.loads_files and one.payload in parts
-            if one.encoding == FULL and not self._targets[engine_id].is_compared
+            if not self._targets[engine_id].is_compared
         }
         fingerprints = {**self._push.manifest.fingerprints, **source.fingerprints}
         for folder in folders:

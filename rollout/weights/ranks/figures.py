@@ -63,7 +63,7 @@ class PushFigures:
         clock: of ``time.monotonic``.
 
     Attributes:
-        density: of a delta so far; None for whole tensors.
+        density: the share of the elements that were changed so far, if only these are sent.
     """
 
     def __init__(

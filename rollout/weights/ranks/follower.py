@@ -13,25 +13,25 @@ from engines.protocol.plain_text import describe
 from engines.tensors.torch_fingerprint import device_fingerprints
 from rollout.config import Transport
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
+from rollout.weights.format.encoding import BegunPush
 from rollout.weights.format.lora_check import warn_of_base
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.push.push import PushRequest
-from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV, PushDeltas
+from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
 from rollout.weights.ranks.bucket_check import BucketCheck
 from rollout.weights.ranks.device_copies import DeviceCopies
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.buffers import PushBuffers
-from rollout.weights.routes.choice import ENCODINGS, ROUTES
+from rollout.weights.routes.choice import ROUTES
 from rollout.weights.routes.cuda_ipc import gpu_with
-from rollout.weights.routes.rank_end import OwnGpu, RankEnd, ShareBuilder
+from rollout.weights.routes.rank_end import Encoder, OwnGpu, RankEnd, ShareBuilder
 from rollout.weights.routes.route import Chosen
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
 from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.bucket_bytes import check_values, fingerprints_of
-from rollout.weights.tensors.delta_base import DeltaPush, deltas_in
 from rollout.weights.tensors.sources import (
     Pairs,
     PlannedSource,
@@ -42,6 +42,8 @@ from rollout.weights.tensors.sources import (
 
 Made = Mapping[str, Mapping[str, Any]]
 """Payload -> this rank's share of a bucket for it."""
+Encoders = Mapping[str, Encoder]
+"""Of one push, by the name of the encoding."""
 
 
 class Follower:
@@ -192,7 +194,7 @@ class Follower:
         with naming_path(self.rank.config.weights):
             made, changes, copy = self.shares.make(index, pairs, is_last)
         if changes is not pairs:
-            self.figures.density = self.rank.delta_base.density
+            self.figures.density = self.shares.density
         fingerprints: dict[str, str] = {}
         for share in made.values():
             fingerprints |= share.get("fingerprints", {})
@@ -237,8 +239,7 @@ class RankShares:
 
     Attributes:
         buffers: files that stay until the push has ended; None if it needs none.
-        delta_push: what changes the copies of the engines' weights; None if none are kept.
-        deltas: what engines get as deltas, if the store gets copies.
+        encoders: those that have a part in the push.
     """
 
     def __init__(
@@ -253,8 +254,6 @@ class RankShares:
     ) -> None:
         self.plan = plan
         self.buffers = _buffers(rank, plan, resources)
-        self.delta_push: DeltaPush | None = None
-        self.deltas: PushDeltas | None = None
         self._rank = rank
         end = RankEnd(
             rank.rank,
@@ -269,7 +268,7 @@ class RankShares:
         )
         self._builders = _open_builders(end, plan.routes, resources)
         self._copies = self._store_copies(end, resources)
-        self._begin_delta(model)
+        self.encoders: Encoders = dict(self._begun(model))
 
     def builder(self, payload: str) -> ShareBuilder:
         """Of the route with this payload."""
@@ -284,19 +283,25 @@ class RankShares:
     def make(
         self, index: int, pairs: Pairs, is_last: bool
     ) -> tuple[Made, Pairs, Mapping[str, Any]]:
-        """This rank's shares of a bucket, what the bucket changes, and its share of the copies."""
-        changes = self._changes_of(pairs)
-        written = _encoded(pairs, changes, self.plan.routes)
+        """This rank's shares of a bucket, what was sent in its place, and its share of the copies.
+
+        What was sent is the bucket itself if it goes whole.
+        """
+        written = {name: encoder.encode(pairs) for name, encoder in self.encoders.items()}
+        sent = next((bucket for bucket in written.values() if bucket is not pairs), pairs)
         made: dict[str, Mapping[str, Any]] = {}
-        for payload, builder in self._builders.items():
-            if (share := builder.make(index, written[payload])) is not None:
-                made[payload] = share
+        for chosen in self._own_routes:
+            builder = self._builders[chosen.payload]
+            share = builder.make(index, pairs if chosen.is_full else written[chosen.encoding])
+            if share is not None:
+                made[chosen.payload] = share
         del written
-        return made, changes, self._copy(index, pairs, is_last)
+        return made, sent, self._copy(index, pairs, is_last)
 
     def succeed(self) -> None:
-        """After a push that succeeded: stay in the group, and take the copies for its version."""
-        self._rank.delta_base.succeed(self.delta_push)
+        """After a push that succeeded: the encoders know it, and the group stays."""
+        for encoder in self.encoders.values():
+            encoder.succeed()
         if self.sender is not None:
             self.sender.stay()
 
@@ -318,28 +323,26 @@ class RankShares:
         resources.callback(copies.close)
         return copies
 
-    def _begin_delta(self, model: Mapping[str, TensorSpec]) -> None:
-        """Keep copies of what engines get from this rank, if the next push may be a delta."""
-        copies, plan = self._rank.delta_base, self.plan
-        own = [one for one in plan.routes if one.payload in self._builders]
-        if not any(one.is_copied for one in own):
-            copies.drop()
-            return
-        base = None if all(one.is_full for one in own) else copies.version
-        self.delta_push = DeltaPush(plan.terms.version, base, model)
-        copies.begin(self.delta_push)
-        if base is not None and plan.store is not None:
-            self.deltas = PushDeltas(base, {})
+    @property
+    def density(self) -> float | None:
+        """The share of the elements that the push has changed so far; None if unknown."""
+        found = (encoder.density for encoder in self.encoders.values())
+        return next((share for share in found if share is not None), None)
 
-    def _changes_of(self, pairs: Pairs) -> Pairs:
-        """What a bucket changes of the version that the engines hold: all of it, if no copies are
-        kept or it is sent whole."""
-        if self.delta_push is None:
-            return pairs
-        changes = self._rank.delta_base.take(self.delta_push, pairs)
-        if self.deltas is not None:
-            self.deltas.deltas.update(deltas_in(changes))
-        return changes
+    @property
+    def _own_routes(self) -> Iterator[Chosen]:
+        """Those that this rank has an end of."""
+        return (chosen for chosen in self.plan.routes if chosen.payload in self._builders)
+
+    def _begun(self, model: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Encoder]]:
+        """The encodings that have a part in the push; the others free what they kept."""
+        version, is_stored = self.plan.terms.version, self.plan.store is not None
+        for name, encoding in self._rank.encodings.items():
+            read = [chosen for chosen in self._own_routes if chosen.encoding == name]
+            is_whole = all(chosen.is_full for chosen in read)
+            push = BegunPush(version, model, is_whole, is_stored) if read else None
+            if (encoder := encoding.begin(push)) is not None:
+                yield name, encoder
 
     def _copy(self, index: int, pairs: Pairs, is_last: bool) -> Mapping[str, Any]:
         """This rank's share of the copies for the store; an error does not end the push."""
@@ -380,13 +383,6 @@ def _open_builders(
             resources.callback(builder.close)
             builders[chosen.payload] = builder
     return builders
-
-
-def _encoded(pairs: Pairs, changes: Pairs, routes: Sequence[Chosen]) -> dict[str, Pairs]:
-    """A bucket as each payload gets it; one encoding is made once."""
-    names = {chosen.encoding for chosen in routes}
-    written = {name: ENCODINGS[name].encode(pairs, changes) for name in names}
-    return {chosen.payload: written[chosen.encoding] for chosen in routes}
 
 
 def digest_of(tensors: TensorList) -> str:

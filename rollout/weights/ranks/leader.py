@@ -26,9 +26,9 @@ from rollout.weights.format.lora_check import prefixed_manifest
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.stream_server import PushStreamServer
-from rollout.weights.push.weight_push import PushDeltas, WeightPush
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.figures import PushFigures
-from rollout.weights.ranks.follower import Follower, digest_of
+from rollout.weights.ranks.follower import Encoders, Follower, digest_of
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
 from rollout.weights.ranks.outgoing import CopiedPush, OfferedBucket, OutgoingStream
 from rollout.weights.ranks.push_routes import PushRoutes, choose_routes, sizes_of
@@ -162,7 +162,7 @@ class Leader:
             and not self.follower.rank.config.weights.allow_nonfinite
             and not any(one.gpu for one in self._readies)
             and all(one.transport == Transport.SHARED_MEMORY for one in routes)
-            and all(one.is_full and not one.is_copied for one in routes)
+            and not any(route.is_read for route in routes)
             and are_checked_in_copies(source.manifest, self.follower.model)
         )
 
@@ -255,12 +255,12 @@ class Leader:
 
     def _sent(self, pairs: Pairs) -> Pairs:
         """What rank 0 broadcasts of a bucket, on the device of its tensors."""
-        if (route := self.plan.broadcast) is None or not route.is_copied:
+        if (route := self.plan.broadcast) is None or not route.is_read:
             return pairs
         buckets, device = self.follower.shares.builder(route.payload), pairs.tensors[0].device
         assert isinstance(buckets, RootBuckets)
         sent = buckets.take()
-        # Deltas are made on the host, and NCCL sends from the GPU.
+        # They are encoded on the host, and NCCL sends from the GPU.
         return Pairs(sent.specs, [one.to(device) for one in sent.tensors])
 
     def copy(self, shares: Sequence[Share], pairs: Pairs) -> None:
@@ -477,9 +477,9 @@ def push_of_one_rank(
         made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
         # Without the leader, which has the tensors.
         figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
-        take_base = partial(rank.delta_base.succeed, follower.shares.delta_push)
-        offer = partial(offer_copies, leader.copies, follower.shares.deltas, version, server)
-        succeeded = partial(_succeeded, take_base, offer, figures, version, routes, server)
+        encoders = follower.shares.encoders
+        offer = partial(offer_copies, leader.copies, encoders, version, server)
+        succeeded = partial(_succeeded, encoders, offer, figures, version, routes, server)
         return Push(made, follower.resources, succeeded)
     except BaseException:
         follower.resources.close()
@@ -497,15 +497,17 @@ def _copied(leader: Leader) -> WeightPush:
 
 
 def offer_copies(
-    copies: CopiedPush | None, deltas: PushDeltas | None, version: int, server: ServerPort
+    copies: CopiedPush | None, encoders: Encoders, version: int, server: ServerPort
 ) -> Pending[None] | None:
     """Offer the copies of a push that has succeeded to the store; None without copies."""
-    push = None if copies is None else copies.push(version, deltas)
+    parts = (encoder.stored for encoder in encoders.values())
+    stored = next((part for part in parts if part is not None), None)
+    push = None if copies is None else copies.push(version, stored)
     return None if push is None else server.offer_to_store(push)
 
 
 def _succeeded(
-    take_base: Callable[[], None],
+    encoders: Encoders,
     offer: Callable[[], object],
     figures: PushFigures,
     version: int,
@@ -513,7 +515,8 @@ def _succeeded(
     server: ServerPort,
 ) -> Sequence[PushStage]:
     """After the push of one process: leave its copies to the store, and figures to the timeline."""
-    take_base()
+    for encoder in encoders.values():
+        encoder.succeed()
     offer()
     figures.wanted(time.monotonic())
     server.record_push(figures.spans(version, routes))

@@ -16,8 +16,9 @@ from typing import Any, Generic, TypeVar
 
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightsUnavailable
+from rollout.weights.format.encoding import EncodedPush
 from rollout.weights.format.manifest import Manifest, TensorSpec
-from rollout.weights.push.weight_push import PushDeltas, WeightPush
+from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.ranks.messages import BroadcastDone, Share
 from rollout.weights.routes.cuda_ipc import use_stream
 from rollout.weights.routes.route import BroadcastTask, Payload, StreamedBucket
@@ -262,7 +263,7 @@ class CopiedPush:
                 self._paths.append(copy["path"])
                 self._fingerprints |= copy["fingerprints"]
 
-    def push(self, version: int, deltas: PushDeltas | None = None) -> WeightPush | None:
+    def push(self, version: int, encoded: EncodedPush | None = None) -> WeightPush | None:
         """The copies as a push that the store can read; None if they are not complete."""
         if self._why_not:
             logger.warning("store: weight version %d is not kept: %s", version, self._why_not)
@@ -270,4 +271,4 @@ class CopiedPush:
         manifest = Manifest(Manifest.of(self._specs).tensors, self._fingerprints)
         payloads = [{"path": path} for path in self._paths]
         full = WeightUpdate.FULL
-        return WeightPush(version, manifest, payloads, ByPath(), contents=full, deltas=deltas)
+        return WeightPush(version, manifest, payloads, ByPath(), contents=full, encoded=encoded)

@@ -8,24 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollout.config import Transport, WeightUpdate
+from rollout.weights.format.encoding import FULL, EncodingTerms
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.ranks.messages import Ready
 from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.choice import (
-    ENCODINGS,
     ROUTES,
     by_value_note,
     choose,
     encoded_for,
 )
-from rollout.weights.routes.route import (
-    FULL,
-    Chosen,
-    EncodingTerms,
-    EnginePlace,
-    EngineRoute,
-    RankPlace,
-)
+from rollout.weights.routes.route import Chosen, EnginePlace, EngineRoute, RankPlace
 from rollout.weights.routes.shared_memory import stream_bytes, why_no_room_for
 from rollout.weights.tensors.sources import PlannedSource, StreamedSource
 
@@ -76,28 +69,28 @@ def choose_routes(
     Raises:
         ConfigError: the configured transport does not reach an engine.
     """
-    wanted, base = rank.config.weights.transport, rank.delta_base
+    wanted = rank.config.weights.transport
     ranks = _places(rank, readies, sizes, hosts_with_all)
     encoding = rank.config.weights.encoding if contents is WeightUpdate.FULL else FULL
-    num_hosts = len(set(rank.hosts))
-    terms = EncodingTerms(encoding, rank.num_ranks, base.version, base.density, num_hosts)
-    chosen = choose(wanted, ranks, engines, is_copy=not may_stream, terms=terms)
+    terms = EncodingTerms(encoding, rank.num_ranks, len(set(rank.hosts)))
+    by_name = rank.encodings
+    chosen = choose(wanted, ranks, engines, is_copy=not may_stream, terms=terms, encodings=by_name)
     if note := by_value_note(wanted, chosen, sizes[0]):
         logger.warning("%s", note)
     assigned = {
-        name: EngineRoute(one.payload, ROUTES[one.transport].route(one), one.encoding)
+        name: EngineRoute(one.payload, ROUTES[one.transport].route(one))
         for name, one in chosen.items()
     }
     if not chosen:  # engines that come later get what an engine on this host would
         near = Chosen(Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted)
-        later = EnginePlace("of a later engine", "", encodings=tuple(ENCODINGS))
-        chosen = {"": encoded_for(later, near, terms)}
+        later = EnginePlace("of a later engine", "", encodings=tuple(by_name))
+        chosen = {"": encoded_for(later, near, terms, by_name)}
     by_payload: dict[str, Chosen] = {}
     for one in chosen.values():
         first = by_payload.setdefault(one.payload, replace(one, why=""))
         gpus = tuple(dict.fromkeys((*first.gpus, *one.gpus)))
-        is_copied = first.is_copied or one.is_copied
-        by_payload[one.payload] = replace(first, gpus=gpus, is_copied=is_copied)
+        encoding = first.encoding if first.is_read else one.encoding
+        by_payload[one.payload] = replace(first, gpus=gpus, encoding=encoding)
     return PushRoutes(tuple(by_payload.values()), ranks, assigned)
 
 

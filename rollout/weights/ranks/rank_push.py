@@ -136,10 +136,10 @@ class RankPush:
         if self._leader is None:
             return
         version = self._leader.plan.terms.version
-        copies, deltas = self._leader.copies, self._follower.shares.deltas
+        copies, encoders = self._leader.copies, self._follower.shares.encoders
         figures = self._follower.figures
         try:
-            if (offered := offer_copies(copies, deltas, version, self._server)) is not None:
+            if (offered := offer_copies(copies, encoders, version, self._server)) is not None:
                 offered.result()
         except RolloutError as error:
             logger.warning("store: weight version %d is not kept: %s", version, error)

@@ -15,13 +15,13 @@ from rollout.observability.timeline.span import Span
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.checkpoint_config import read_checkpoint_config
 from rollout.weights.format.manifest import Manifest, check_contents
+from rollout.weights.push.encodings import ENCODINGS
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.buffers import SPARE_BYTES, ShmBufferPool, StoreCopies
 from rollout.weights.routes.choice import loads_at_once, stream_note, why_loads_cost
 from rollout.weights.routes.cuda_ipc import pinned
 from rollout.weights.routes.route import EnginePlace
 from rollout.weights.routes.trainer_groups import IdleGroup
-from rollout.weights.tensors.delta_base import DeltaBase
 from rollout.weights.tensors.push_plan import PushPlanCache
 from rollout.weights.tensors.sources import TensorList
 
@@ -62,7 +62,7 @@ class TrainerRank:
 
     Attributes:
         tensors: of the last push, as rank 0 has planned them.
-        delta_base: copies of what the engines hold, if deltas are pushed.
+        encodings: by name, the best first.
         num_compared: tensors that ranks have compared so far; the next push goes on after them.
     """
 
@@ -78,7 +78,7 @@ class TrainerRank:
         self.hosts = list(hosts)
         self.pool = ShmBufferPool(config.weights.shared_memory_path, pinned)
         self.copies = StoreCopies()
-        self.delta_base = DeltaBase()
+        self.encodings = {name: make() for name, make in ENCODINGS.items()}
         self.plans = PushPlanCache()
         self.idle_group = idle_group or IdleGroup()
         self.loads = LoadCosts(config)
@@ -117,7 +117,8 @@ class TrainerRank:
 
     def close(self) -> None:
         """Free this rank's shared memory, and leave the broadcast group."""
-        self.delta_base.drop()
+        for encoding in self.encodings.values():
+            encoding.begin(None)
         self.idle_group.leave()
         self.pool.close()
 

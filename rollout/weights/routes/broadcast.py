@@ -92,9 +92,9 @@ def process_text(processes: Iterable[ProcessIdentity]) -> str:
 
 def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
     """A rank that sends.  Rank 0 sends in the thread of the stream: its tensors as they are, unless
-    it keeps copies of them."""
+    an encoding reads them."""
     if end.rank == 0:
-        return RootBuckets() if chosen.is_copied else None
+        return RootBuckets() if chosen.is_read else None
     if end.rank not in end.terms.senders:
         end.idle_group.leave()
         return None

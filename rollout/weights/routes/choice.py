@@ -7,69 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 from engines.kinds import kind_of
-from rollout.config import EncodingChoice, Transport, WeightsConfig
+from rollout.config import Transport, WeightsConfig
 from rollout.config.compatibility import of_window, why_no_copy
 from rollout.core.errors import ConfigError
 from rollout.weights.format.checkpoint_config import has_experts, quantisation_of
+from rollout.weights.format.encoding import EncodingTerms
 from rollout.weights.routes import adapter, broadcast, by_value, cuda_ipc, disk, shared_memory
-from rollout.weights.routes.rank_end import RouteRow, why_far
-from rollout.weights.routes.route import (
-    FULL,
-    Chosen,
-    Encoding,
-    EncodingTerms,
-    EnginePlace,
-    RankPlace,
-)
-
-if TYPE_CHECKING:
-    from rollout.weights.tensors.sources import Pairs
+from rollout.weights.routes.rank_end import Encoding, RouteRow, why_far
+from rollout.weights.routes.route import Chosen, EnginePlace, RankPlace
 
 ROUTES: dict[str, RouteRow] = {
     row.transport: row
     for row in (cuda_ipc.ROW, shared_memory.ROW, broadcast.ROW, disk.ROW, adapter.ROW, by_value.ROW)
 }
 """The best first.  ``auto`` takes the first that reaches an engine."""
-
-# Of all elements, by value: of more, a delta is not much smaller than whole tensors.
-_MOST_CHANGED = 0.3
-
-
-class DeltaEncoding(Encoding):
-    """The elements that have changed since the version that an engine holds.
-
-    See ``engines.tensors.delta``.
-    """
-
-    name = EncodingChoice.DELTA.value
-
-    def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
-        if chosen.transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
-            return "its files are written by several ranks, and only rank 0 keeps copies"
-        if chosen.transport == Transport.DISTRIBUTED and terms.num_hosts > 1:
-            return "a rank on each host broadcasts, and only rank 0 keeps copies"
-        if terms.wanted == EncodingChoice.AUTO:
-            if chosen.transport == Transport.SHARED_MEMORY:
-                # Measured in ``benchmarks.weights``, family ``delta``: a third of the speed.
-                return "to compare the tensors takes longer than to copy them on one host"
-            if (terms.density or 0.0) > _MOST_CHANGED:
-                return f"the last push changed {terms.density:.1%} of the elements"
-        return ""
-
-    def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
-        if terms.base is not None and engine.holds == terms.base:
-            return ""
-        return f"it holds weight version {engine.holds}, the trainer has copies of {terms.base}"
-
-    def encode(self, pairs: Pairs, changes: Pairs) -> Pairs:
-        return changes
-
-
-ENCODINGS: dict[str, Encoding] = {one.name: one for one in (DeltaEncoding(), Encoding())}
-"""The best first.  An engine gets the first that it applies; it always applies the last."""
 
 WHOLE = EncodingTerms()
 """Whole tensors for all engines."""
@@ -87,6 +42,7 @@ def choose(
     *,
     is_copy: bool = False,
     terms: EncodingTerms = WHOLE,
+    encodings: Mapping[str, Encoding] = MappingProxyType({}),
 ) -> dict[str, Chosen]:
     """Engine id -> its route, and its encoding.
 
@@ -97,6 +53,7 @@ def choose(
     Args:
         wanted: a route that is named is for all engines.
         is_copy: the tensors are copied before the engines are called.
+        encodings: rank 0's, the best first.
 
     Raises:
         ConfigError: the named route does not reach an engine, or sends no copies; or the named
@@ -110,7 +67,10 @@ def choose(
     else:
         found = {one.engine_id: _named(wanted, ranks, one) for one in engines}
     return _same_for_members(
-        {one.engine_id: encoded_for(one, found[one.engine_id], terms) for one in engines}
+        {
+            engine.engine_id: encoded_for(engine, found[engine.engine_id], terms, encodings)
+            for engine in engines
+        }
     )
 
 
@@ -119,32 +79,33 @@ def _same_for_members(chosen: dict[str, Chosen]) -> dict[str, Chosen]:
     members = {name: one for name, one in chosen.items() if one.transport == Transport.DISTRIBUTED}
     if not members:
         return chosen
-    least = min(members.values(), key=lambda one: (one.is_copied, not one.is_full))
+    least = min(members.values(), key=lambda one: (one.is_read, not one.is_full))
     return chosen | dict.fromkeys(members, least)
 
 
-def encoded_for(engine: EnginePlace, chosen: Chosen, terms: EncodingTerms) -> Chosen:
+def encoded_for(
+    engine: EnginePlace, chosen: Chosen, terms: EncodingTerms, encodings: Mapping[str, Encoding]
+) -> Chosen:
     """The route with the best encoding that the engine applies and the route carries.
 
     Raises:
         ConfigError: the named encoding is not for this engine.
     """
-    for one in ENCODINGS.values():
-        if one.name == FULL or terms.wanted not in (EncodingChoice.AUTO, one.name):
+    for name, encoding in encodings.items():
+        if not terms.wants(name):
             continue
-        of_engine = _why_only_whole(engine, one.name)
-        why = of_engine or f"{chosen.transport} carries whole tensors only"
-        if ROUTES[chosen.transport].is_encoded and not of_engine:
-            why = one.why_not(chosen, engine, terms)
-        if not why:
-            name = FULL if one.why_not_now(engine, terms) else one.name
-            return replace(chosen, encoding=name, is_copied=True)
-        if terms.wanted == one.name:
+        of_engine = why = _why_only_whole(engine, name)
+        if not why and not ROUTES[chosen.transport].is_encoded:
+            why = f"{chosen.transport} carries whole tensors only"
+        goes = why or encoding.goes(chosen.transport, engine.weight_version, terms)
+        if not isinstance(goes, str):
+            return replace(chosen, encoding=name, is_full=not goes)
+        if terms.wanted == name:
             raise ConfigError(
-                f"weights.encoding = {one.name}: engine {engine.engine_id}: {why}; use auto or "
+                f"weights.encoding = {name}: engine {engine.engine_id}: {goes}; use auto or "
                 f"full{'' if of_engine else ', or weights.transport = tensor'}",
                 setting="weights.encoding",
-                value=terms.wanted,
+                value=name,
             )
     return chosen
 

@@ -1,4 +1,4 @@
-"""What a route is in the ranks of the trainer, and the row that has both ends of one.
+"""What a route and an encoding are in the ranks of the trainer, and a route's row with both ends.
 
 Always true: only ``open`` imports a tensor library; what it returns frees all that a push holds
 through it.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.config import ServerConfig
+from rollout.weights.format.encoding import BegunPush, EncodedPush, EncodingTerms
 from rollout.weights.routes.route import (
     Chosen,
     EnginePlace,
@@ -127,3 +128,52 @@ def why_far(ranks: Places, engine: EnginePlace) -> str:
         return "it has several hosts"
     is_near = any(rank.node == engine.node for rank in ranks)
     return "" if is_near else "it runs on another host than all ranks"
+
+
+class Encoder(Protocol):
+    """An encoding in one push of one rank.
+
+    Attributes:
+        density: the share of the elements that the push has changed so far; None if unknown.
+        stored: what was sent in place of whole tensors; None if nothing, or if it is not kept.
+    """
+
+    @property
+    def density(self) -> float | None: ...
+    @property
+    def stored(self) -> EncodedPush | None: ...
+
+    def encode(self, pairs: Pairs) -> Pairs:
+        """What the routes get in place of a bucket; the bucket itself if the push is whole."""
+        ...
+
+    def succeed(self) -> None:
+        """All engines hold the push."""
+        ...
+
+
+class Encoding(Protocol):
+    """How tensors are written beside the route, if not whole: one rank's, over all its pushes.
+
+    Always true: fingerprints, and the copies for the store, are of the whole tensors, so what an
+    engine has made of a bucket is compared with them.
+
+    Attributes:
+        name: of its row in ``encodings``, in the settings, and in what an engine reports.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def goes(self, transport: str, version: int | None, terms: EncodingTerms) -> bool | str:
+        """Whether the next push goes so to an engine: else whole, and the encoding prepares the
+        one after it; or why it never does by this route.
+
+        Args:
+            version: what the engine holds, verified; None for nothing.
+        """
+        ...
+
+    def begin(self, push: BegunPush | None) -> Encoder | None:
+        """A push begins; None if it does without, which frees what was kept."""
+        ...

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pybase64
 
 from engines.protocol import Engine
 from rollout.config import Transport
 from rollout.core.errors import WeightMismatch
-
-if TYPE_CHECKING:
-    from rollout.weights.tensors.sources import Pairs
+from rollout.weights.format.encoding import FULL
 
 # A bucket may be made while engines apply the one before it.
 BUCKETS_AHEAD = 1
@@ -102,55 +100,16 @@ class Route:
         """Undo ``join``, also after a failure. No error if the engine is not a member."""
 
 
-FULL = "full"
-"""The name of the encoding that sends tensors whole."""
-
-
-class Encoding:
-    """How a bucket's tensors are written, beside the route.  The defaults send them whole.
-
-    Each rank encodes what it has gathered.  Fingerprints and the copies for the store are of the
-    whole tensors, so what an engine has made of a bucket is compared with them.
-
-    Attributes:
-        name: of its row in ``choice.ENCODINGS``, which another process has, too.
-    """
-
-    name = FULL
-
-    def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
-        """Why this engine never applies it; empty if it does."""
-        return ""
-
-    def why_not_now(self, engine: EnginePlace, terms: EncodingTerms) -> str:
-        """Why it does not apply that of this push; empty if it does."""
-        return ""
-
-    def encode(self, pairs: Pairs, changes: Pairs) -> Pairs:
-        """What the routes get in place of a bucket.
-
-        Args:
-            changes: what the bucket changes of the version that engines hold.
-        """
-        return pairs
-
-    async def send(self, route: Route, target: PushTarget, packed: Any, stage: Stage) -> None:
-        """Send a bucket to an engine, which applies it."""
-        await route.send(target, packed, stage)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRoute:
     """The route of one engine in a push that has several.
 
     Attributes:
         payload: what the engine gets of a bucket, which is a mapping of such names.
-        encoding: see ``Encoding.name``.
     """
 
     payload: str
     route: Route
-    encoding: str = FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +199,7 @@ class EnginePlace:
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         encodings: of tensors, that it applies besides whole ones.
         is_compared: its fingerprints are compared with the trainer's after a push.
-        holds: the weight version that it holds, verified; None for none.
+        weight_version: what it holds, verified; None for none.
     """
 
     engine_id: str
@@ -252,26 +211,7 @@ class EnginePlace:
     why_no_handles: str = ""
     encodings: tuple[str, ...] = ()
     is_compared: bool = True
-    holds: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EncodingTerms:
-    """What decides on the encoding of a push, besides its routes and engines.
-
-    Attributes:
-        wanted: the setting: the name of an encoding, or ``auto``.
-        num_ranks: of the trainer.
-        base: the version of which rank 0 has copies.
-        density: the share of elements that the last push changed; None if unknown.
-        num_hosts: of the trainer's ranks.
-    """
-
-    wanted: str = FULL
-    num_ranks: int = 1
-    base: int | None = None
-    density: float | None = None
-    num_hosts: int = 1
+    weight_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +223,8 @@ class Chosen:
         host: with shared memory, the lowest of the ranks that write for it.
         gpus: with CUDA IPC, UUIDs of its GPUs as the ranks name them, in the order of its ranks.
         why: with a choice of the last resort, why no other route reaches it.
-        encoding: see ``Encoding.name``.
-        is_copied: the ranks keep copies of what it gets, so that the next push may be a delta.
+        encoding: has a part in the push; see ``Encoding.name``.
+        is_full: it gets whole tensors; an encoding may prepare the next push.
         adapter, config: with an adapter, its name and configuration.
     """
 
@@ -293,7 +233,7 @@ class Chosen:
     gpus: tuple[str, ...] = ()
     why: str = ""
     encoding: str = FULL
-    is_copied: bool = False
+    is_full: bool = True
     adapter: str = ""
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -309,9 +249,9 @@ class Chosen:
         return self.transport if self.is_full else f"{self.transport} {self.encoding}"
 
     @property
-    def is_full(self) -> bool:
-        """Whether it gets whole tensors."""
-        return self.encoding == FULL
+    def is_read(self) -> bool:
+        """Whether an encoding reads what it gets."""
+        return self.encoding != FULL
 
 
 @dataclass(frozen=True, slots=True)

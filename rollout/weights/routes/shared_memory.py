@@ -54,7 +54,8 @@ def open_share(end: RankEnd, chosen: Chosen) -> BufferWriter | None:
     """The ranks of the host that was chosen write."""
     if chosen.host != end.own_host:
         return None
-    is_hashed = end.terms.hashing_host == end.own_host
+    # Fingerprints are of the whole tensors.
+    is_hashed = end.terms.hashing_host == end.own_host and chosen.is_full
     return BufferWriter.of(end, end.terms.fingerprints if is_hashed else "")
 
 

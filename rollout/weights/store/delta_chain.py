@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.weights.push.weight_push import PushDeltas, WeightPush
+from rollout.weights.format.encoding import EncodedPush
+from rollout.weights.push.weight_push import WeightPush
 
 _MOST_OF_MODEL = 0.5
 
@@ -22,17 +23,17 @@ class DeltaChain:
         links: the version that each leads to, with its deltas; the oldest first.
     """
 
-    links: tuple[tuple[int, PushDeltas], ...] = ()
+    links: tuple[tuple[int, EncodedPush], ...] = ()
 
     def then(self, push: WeightPush) -> DeltaChain:
         """With those of a later push; without any if it has none."""
-        if push.deltas is None:
+        if push.encoded is None:
             return DeltaChain()
         links = (
-            *(self.links if self._end == push.deltas.base else ()),
-            (push.version, push.deltas),
+            *(self.links if self._end == push.encoded.base else ()),
+            (push.version, push.encoded),
         )
-        num_bytes = sum(len(one or b"") for _, link in links for one in link.deltas.values())
+        num_bytes = sum(len(one or b"") for _, link in links for one in link.tensors.values())
         model_bytes = sum(spec.num_bytes for spec in push.manifest.tensors.values())
         return DeltaChain(links if num_bytes <= _MOST_OF_MODEL * model_bytes else ())
 
@@ -43,7 +44,7 @@ class DeltaChain:
 
     def of(self, tensor: str) -> Sequence[bytes] | None:
         """The deltas of a tensor; None if it is sent whole."""
-        found = [deltas.deltas.get(tensor, b"") for _, deltas in self.links]
+        found = [link.tensors.get(tensor, b"") for _, link in self.links]
         whole = not found or None in found
         return None if whole else [one for one in found if one]
 

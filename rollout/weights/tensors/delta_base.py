@@ -22,6 +22,7 @@ from engines.tensors.delta import (
     is_delta,
     make_delta,
 )
+from rollout.weights.format.encoding import BegunPush, EncodedPush
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.tensors.sources import Pairs
 
@@ -76,9 +77,9 @@ class DeltaBase:
         self._push, self.version = push, None
         self.num_changed = self.num_compared = self._num_skipped = 0
 
-    def succeed(self, push: DeltaPush | None) -> None:
-        """The engines hold this push; None for one without copies."""
-        if push is not None and self._push is push:
+    def succeed(self, push: DeltaPush) -> None:
+        """The engines hold this push."""
+        if self._push is push:
             self.version = push.version
 
     def drop(self) -> None:
@@ -155,6 +156,36 @@ class DeltaBase:
         positions = np.concatenate(found) if found else np.empty(0, np.int32)
         self.num_changed += len(positions)
         return positions if len(positions) <= most else None
+
+
+class DeltaEncoder:
+    """One push that changes the copies: an ``Encoder``.
+
+    Attributes:
+        stored: its deltas, if it is of deltas and they are kept.
+    """
+
+    def __init__(self, copies: DeltaBase, push: BegunPush) -> None:
+        base = None if push.is_whole else copies.version
+        self.stored = EncodedPush(base, {}) if push.is_stored and base is not None else None
+        self._copies = copies
+        self._push = DeltaPush(push.version, base, push.model)
+        copies.begin(self._push)
+
+    @property
+    def density(self) -> float | None:
+        return self._copies.density
+
+    def encode(self, pairs: Pairs) -> Pairs:
+        """See ``DeltaBase.take``."""
+        changes = self._copies.take(self._push, pairs)
+        if self.stored is not None:
+            self.stored.tensors.update(deltas_in(changes))
+        return changes
+
+    def succeed(self) -> None:
+        """The engines hold what the copies are of."""
+        self._copies.succeed(self._push)
 
 
 def deltas_in(changes: Pairs) -> dict[str, bytes | None]:

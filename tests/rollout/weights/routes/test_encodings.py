@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engines.fake import FakeEngine
 from engines.tensors.fingerprint import BYTES
-from rollout.config import Transport, WeightUpdate
+from rollout.config import EncodingChoice, Transport, WeightUpdate
 from rollout.core.errors import ConfigError
+from rollout.weights.format.encoding import BegunPush, EncodingTerms
+from rollout.weights.push.encodings import ENCODINGS
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import push_weights
-from rollout.weights.routes.choice import ENCODINGS, ROUTES, WHOLE, choose, encoded_for
-from rollout.weights.routes.route import (
-    FULL,
-    Chosen,
-    Encoding,
-    EncodingTerms,
-    EnginePlace,
-    PushTarget,
-    RankPlace,
-    Route,
-    Stage,
-)
+from rollout.weights.routes.choice import ROUTES, WHOLE, choose, encoded_for
+from rollout.weights.routes.rank_end import Encoding
+from rollout.weights.routes.route import Chosen, EnginePlace, PushTarget, RankPlace
 from tests.support.still_server import HERE, StillServer, server_config
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
+from engines.tensors.payload import encodings as engines_encodings  # noqa: E402
 from engines.tensors.torch_fingerprint import bytes_fingerprint  # noqa: E402
 from rollout.weights.ranks.follower import Follower  # noqa: E402
 from rollout.weights.ranks.leader import Leader, push_of_one_rank  # noqa: E402
@@ -44,57 +38,64 @@ ENGINE = EnginePlace("engine", HERE, ("GPU-0",))
 TOY = EnginePlace("toy", HERE, encodings=("negative",))
 ANY = EncodingTerms("auto")
 
+
+def made(base: int | None = None, density: float | None = None) -> dict[str, Encoding]:
+    """Those of a rank; of deltas, it has copies of this version."""
+    found = {name: make() for name, make in ENCODINGS.items()}
+    found["delta"].copies = SimpleNamespace(version=base, density=density)  # type: ignore[attr-defined]
+    return found
+
+
 # -- the contract -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_an_encoding_is_found_by_the_name_that_it_has_in_another_process(name: str) -> None:
-    assert ENCODINGS[name].name == name
-
-
-def test_the_last_encoding_is_whole_tensors_which_every_engine_applies() -> None:
-    assert list(ENCODINGS)[-1] == FULL
-    for transport in ROUTES:
-        assert ENCODINGS[FULL].why_not(Chosen(transport), ENGINE, ANY) == ""
-
-
-def test_whole_tensors_cost_no_call_for_each_tensor() -> None:
-    pairs: Any = object()  # nothing of a bucket is read
-    assert ENCODINGS[FULL].encode(pairs, pairs) is pairs
+def test_an_encoding_is_found_by_the_name_that_engines_report(name: str) -> None:
+    assert ENCODINGS[name]().name == name
+    assert name in engines_encodings.ENCODINGS
+    assert name in list(EncodingChoice)
 
 
 @pytest.mark.parametrize("transport", ROUTES)
 def test_an_engine_has_whole_tensors_under_the_name_of_its_route(transport: str) -> None:
-    chosen = encoded_for(ENGINE, Chosen(transport), WHOLE)
-    assert chosen.is_full
-    assert chosen.payload == Chosen(transport).payload
+    assert encoded_for(ENGINE, Chosen(transport), WHOLE, made()) == Chosen(transport)
+
+
+def test_whole_tensors_cost_no_call_for_each_tensor(tmp_path: Path) -> None:
+    rank = TrainerRank(server_config(shared_memory_path=str(tmp_path)))
+    server = StillServer()
+    with push_of_one_rank(rank, server, PushRequest({"t": torch.ones(4)}, 7), may_stream=False):
+        assert [kept.copies for kept in rank.encodings.values()] == [None]  # type: ignore[attr-defined]
+    rank.close()
 
 
 # -- another encoding -------------------------------------------------------------------------
 
 
-class Negative(Encoding):
-    """Every number with the other sign, for engines that are toys."""
+class Negative:
+    """Every number with the other sign, for engines that are toys; an encoder of itself."""
 
     name = "negative"
+    density = stored = None
 
-    def why_not(self, chosen: Chosen, engine: EnginePlace, terms: EncodingTerms) -> str:
-        return "" if engine.engine_id.startswith("toy") else "it is no toy"
+    def goes(self, transport: str, version: int | None, terms: EncodingTerms) -> bool | str:
+        return True
 
-    def encode(self, pairs: Any, changes: Any) -> Any:
-        return Pairs(pairs.specs, [-tensor for tensor in pairs.tensors])
+    def begin(self, push: BegunPush | None) -> Negative | None:
+        return None if push is None else self
 
-    async def send(self, route: Route, target: PushTarget, packed: Any, stage: Stage) -> None:
-        engine: Any = target.engine
-        engine.is_negative = True
-        await route.send(target, packed, stage)
+    def encode(self, pairs: Any) -> Any:
+        return Pairs.of([(f"{name}#negative", -tensor) for name, tensor in pairs])
+
+    def succeed(self) -> None:
+        """It keeps nothing."""
 
 
 class Loading(FakeEngine):
     """Has the tensors of the files that it loads.
 
     Attributes:
-        is_negative: they come with the other sign.
+        is_negative: some came with the other sign.
     """
 
     is_negative = False
@@ -106,7 +107,9 @@ class Loading(FakeEngine):
     async def update_weights_from_disk(self, model_path: str, **more: Any) -> None:
         for file in os.listdir(model_path):
             for name, tensor in load_file(f"{model_path}/{file}").items():
-                self.loaded[name] = -tensor if self.is_negative else tensor.clone()
+                whole, mark, _ = name.partition("#negative")
+                self.is_negative |= bool(mark)
+                self.loaded[whole] = -tensor if mark else tensor.clone()
         await super().update_weights_from_disk(model_path, **more)
 
 
@@ -114,7 +117,7 @@ class Loading(FakeEngine):
 def another() -> Iterator[None]:
     others = dict(ENCODINGS)
     ENCODINGS.clear()
-    ENCODINGS.update({Negative.name: Negative(), **others})
+    ENCODINGS.update({Negative.name: Negative, **others})
     yield
     del ENCODINGS[Negative.name]
 
@@ -135,10 +138,11 @@ async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_
     rank = TrainerRank(server_config(shared_memory_path=str(tmp_path), **settings))
     tensors = {f"t{number}": torch.randn(64) for number in range(3)}
     engines = {name: Loading(name) for name in names}
-    server = StillServer(engines=[replace(TOY, engine_id=name) for name in names])
+    places = {"toy": TOY, "other": EnginePlace("other", HERE)}
+    server = StillServer(engines=[places[name] for name in names])
     fingerprints: dict[str, str] = {}
     with push_of_one_rank(rank, server, PushRequest(tensors, 7), may_stream=may_stream) as made:
-        targets = {name: PushTarget(engine) for name, engine in engines.items()}
+        targets = {name: PushTarget(one, is_compared=True) for name, one in engines.items()}
         answers = await push_weights(made.weights, targets, budget_s=30, fingerprints=fingerprints)
     assert [answer.failure for answer in answers.values()] == [None] * len(names)
     assert fingerprints == {name: bytes_fingerprint(name, one) for name, one in tensors.items()}
@@ -155,8 +159,8 @@ async def test_another_encoding_goes_by_the_same_route_and_is_compared_with_the_
 def test_a_route_that_reads_the_trainers_own_tensors_carries_whole_ones(
     transport: str, another: None
 ) -> None:
-    assert encoded_for(TOY, Chosen(transport), ANY).is_full
-    assert not encoded_for(TOY, Chosen(Transport.TENSOR), ANY).is_full
+    assert encoded_for(TOY, Chosen(transport), ANY, made()).is_full
+    assert not encoded_for(TOY, Chosen(Transport.TENSOR), ANY, made()).is_full
 
 
 @pytest.mark.parametrize("store", [None, {"path": "/dev/shm"}], ids=["no store", "store"])
@@ -171,7 +175,7 @@ def test_copies_for_the_store_are_of_whole_tensors(
     tensors = {"t": torch.ones(64)}
     with push_of_one_rank(rank, server, PushRequest(tensors, 7), may_stream=False):
         files = list(tmp_path.rglob("*.safetensors"))
-        sums = sorted(float(load_file(file)["t"].sum()) for file in files)
+        sums = sorted(float(sum(load_file(file).values()).sum()) for file in files)
     assert sums == ([-64.0, 64.0] if store else [-64.0])
     rank.close()
 
@@ -190,10 +194,13 @@ def encoding_of(
     **engine: Any,
 ) -> tuple[str, bool]:
     """What an engine that holds version 3 gets, and whether copies are kept of it."""
-    place = EnginePlace("engine", HERE, **{"encodings": ("delta",), "holds": 3, **engine})
-    terms = EncodingTerms(wanted, num_ranks, base, density, num_hosts)
-    chosen = encoded_for(place, Chosen(transport), terms)
-    return chosen.encoding, chosen.is_copied
+    place = EnginePlace("engine", HERE, **{"encodings": ("delta",), "weight_version": 3, **engine})
+    terms = EncodingTerms(wanted, num_ranks, num_hosts)
+    return given(encoded_for(place, Chosen(transport), terms, made(base, density)))
+
+
+def given(chosen: Chosen) -> tuple[str, bool]:
+    return "full" if chosen.is_full else chosen.encoding, chosen.is_read
 
 
 @pytest.mark.parametrize(
@@ -212,10 +219,10 @@ def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
     transport: Transport, wanted: str
 ) -> None:
     assert encoding_of(transport, wanted) == ("delta", True)
-    assert encoding_of(transport, wanted, holds=2) == ("full", True)
-    assert encoding_of(transport, wanted, holds=None) == ("full", True)
+    assert encoding_of(transport, wanted, weight_version=2) == ("full", True)
+    assert encoding_of(transport, wanted, weight_version=None) == ("full", True)
     assert encoding_of(transport, wanted, base=None) == ("full", True)
-    assert encoding_of(transport, wanted, base=None, holds=None) == ("full", True)
+    assert encoding_of(transport, wanted, base=None, weight_version=None) == ("full", True)
     assert encoding_of(transport, "full") == ("full", False)
 
 
@@ -258,20 +265,19 @@ def test_auto_goes_by_the_route_and_the_density_of_the_last_push(
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        ({"holds": 3}, ("delta", True)),
-        ({"holds": 2}, ("full", True)),
-        ({"holds": 2, "encodings": ()}, ("full", False)),
+        ({"weight_version": 3}, ("delta", True)),
+        ({"weight_version": 2}, ("full", True)),
+        ({"weight_version": 2, "encodings": ()}, ("full", False)),
     ],
 )
 def test_all_engines_of_a_broadcast_get_what_each_of_them_applies(
     other: dict[str, Any], expected: tuple[str, bool]
 ) -> None:
-    both: Any = {"encodings": ("delta",), "holds": 3}
+    both: Any = {"encodings": ("delta",), "weight_version": 3}
     engines = [EnginePlace("far", "there", **both), EnginePlace("other", "there", **both | other)]
     engines.append(EnginePlace("by value", "there", **both, is_reached=False))
-    terms = EncodingTerms("auto", base=3)
-    chosen = choose(Transport.AUTO, [RankPlace(HERE)], engines, terms=terms)
-    found = {name: (one.transport, one.encoding, one.is_copied) for name, one in chosen.items()}
+    chosen = choose(Transport.AUTO, [RankPlace(HERE)], engines, terms=ANY, encodings=made(3))
+    found = {name: (one.transport, *given(one)) for name, one in chosen.items()}
     assert found == {
         "far": (Transport.DISTRIBUTED, *expected),
         "other": (Transport.DISTRIBUTED, *expected),
@@ -287,7 +293,7 @@ def test_a_trainer_on_several_hosts_broadcasts_whole_tensors(hosts: list[int]) -
     leader = Leader(server, follower, WeightUpdate.FULL, may_stream=True, streams=True)
     readies = [follower.ready()] * 2
     if hosts == [0, 0]:
-        assert leader.decide(readies).broadcast == Chosen("distributed", is_copied=True)
+        assert leader.decide(readies).broadcast == Chosen("distributed", encoding="delta")
     else:
         with pytest.raises(ConfigError, match="a rank on each host broadcasts"):
             leader.decide(readies)

@@ -14,13 +14,14 @@ torch = pytest.importorskip("torch")
 
 from rollout.config import StoreConfig  # noqa: E402
 from rollout.core.errors import WeightsUnavailable  # noqa: E402
+from rollout.weights.format.encoding import BegunPush, EncodedPush  # noqa: E402
 from rollout.weights.format.manifest import Manifest  # noqa: E402
-from rollout.weights.push.weight_push import PushDeltas, WeightPush  # noqa: E402
+from rollout.weights.push.weight_push import WeightPush  # noqa: E402
 from rollout.weights.store.agents import StoreTerms  # noqa: E402
 from rollout.weights.store.delta_chain import DeltaChain  # noqa: E402
 from rollout.weights.store.node.agent import StoreAgent  # noqa: E402
 from rollout.weights.store.store import WeightStore  # noqa: E402
-from rollout.weights.tensors.delta_base import DeltaBase, DeltaPush, deltas_in  # noqa: E402
+from rollout.weights.tensors.delta_base import DeltaBase, DeltaEncoder  # noqa: E402
 from rollout.weights.tensors.payload import flattened_bucket  # noqa: E402
 from rollout.weights.tensors.push_plan import specs_of  # noqa: E402
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
@@ -59,15 +60,13 @@ class Trainer:
         """Version 1 is of whole tensors."""
         if version > 1:
             self.tensors = changed(self.tensors, share)
-        push = DeltaPush(version, self._base.version, {})
-        self._base.begin(push)
-        pairs = Pairs.of(self.tensors.items())
-        changes = self._base.take(push, pairs)
-        self._base.succeed(push)
-        deltas = None if push.base is None else PushDeltas(push.base, deltas_in(changes))
+        is_whole = self._base.version is None
+        encoder = DeltaEncoder(self._base, BegunPush(version, {}, is_whole, is_stored=True))
+        encoder.encode(Pairs.of(self.tensors.items()))
+        encoder.succeed()
         buckets = (flattened_bucket(list(self.tensors.items())),)
         manifest = Manifest.of(specs_of(self.tensors.items()))
-        return WeightPush(version, manifest, buckets, deltas=deltas)
+        return WeightPush(version, manifest, buckets, encoded=encoder.stored)
 
 
 class Replicas:
@@ -225,8 +224,8 @@ def test_a_wrong_delta_is_not_kept_and_whole_tensors_follow(replicas: Replicas, 
     whole = replicas.write(replicas.trainer.push(1))
     first = content_of(replicas.trainer.tensors)
     push = replicas.trainer.push(2)
-    assert push.deltas is not None
-    wrong = replace(push, deltas=PushDeltas(1, FAULTS[fault](push.deltas.deltas)))
+    assert push.encoded is not None
+    wrong = replace(push, encoded=EncodedPush(1, FAULTS[fault](push.encoded.tensors)))
     with pytest.raises(WeightsUnavailable, match="delta"):
         replicas.write(wrong)
     for node in replicas.served.servers:
@@ -283,7 +282,7 @@ async def test_a_store_sends_deltas_and_whole_tensors_after_a_failure(replicas: 
     assert store.make_way() is None
     assert await sent(replicas.trainer.push(4)) < 0.15 * whole
     push = replicas.trainer.push(5)
-    store.offer(replace(push, deltas=PushDeltas(4, {})))
+    store.offer(replace(push, encoded=EncodedPush(4, {})))
     await store.is_idle()
     status = await store.status()
     assert status.version == 4
