@@ -283,7 +283,9 @@ class _Replica:
         sent = WeightPush(push.version, model.manifest, encoded=encoder.stored)
         self._chain = self._chain.then(sent)
         began = time.perf_counter()
-        self._coordinator.write(push.version, model.manifest, [model.contents()], chain=self._chain)
+        self._coordinator.write(
+            push.version, model.manifest, [model.contents()], after=self._chain.after
+        )
         seconds = time.perf_counter() - began
         self._chain = self._chain.since(push.version)
         return seconds, self._coordinator.sent_bytes

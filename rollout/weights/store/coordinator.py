@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
-from rollout.weights.store.delta_chain import DeltaChain
 from rollout.weights.store.layout.commit import NodeState, Write, current_write, nodes_to_commit
 from rollout.weights.store.layout.placement import assign_replicas, make_units
 from rollout.weights.store.layout.record import StoreRecord
@@ -38,7 +37,6 @@ from rollout.weights.store.transfer.unit_client import AgentClient
 logger = logging.getLogger(__name__)
 
 _VERIFIED = AssemblyRequest()
-_WHOLE = DeltaChain()
 T = TypeVar("T")
 # Here or behind a connection; every call ends within its deadline.
 Agent = StoreAgent | AgentClient
@@ -166,7 +164,7 @@ class Coordinator:
         manifest: Manifest,
         buckets: Iterable[Iterable[tuple[str, TensorContent]]],
         fingerprints: Mapping[str, str] | None = None,
-        chain: DeltaChain = _WHOLE,
+        after: Callable[[int], Callable[[str], bytes | None] | None] = lambda _: None,
     ) -> StoreRecord:
         """Write a version; it is current when this returns.
 
@@ -175,7 +173,8 @@ class Coordinator:
                 next one is taken.
             fingerprints: of the push.  The bytes read now must have the same, because their
                 memory may have been overwritten meanwhile.
-            chain: what nodes that keep the current version get in place of whole tensors.
+            after: returns, for a version that nodes keep, what they get in place of a tensor, or
+                None for the whole one; or None if all get whole tensors.
 
         Raises:
             WeightsUnavailable: it cannot be kept; the current version stays.
@@ -191,8 +190,8 @@ class Coordinator:
         )
         write = Write(number, version, uuid.uuid4().hex[:12])
         record, paths = self._begin(write, manifest, current, failed)
-        chain = _WHOLE if current is None else chain.since(current.version)
-        based = self._nodes_with(record, current, states) if chain.links else []
+        changes_of = None if current is None else after(current.version)
+        based = self._nodes_with(record, current, states) if changes_of is not None else []
         sinks: dict[str, NodeSink] = {}
         for node, files in paths.items():
             base = current if node in based else None
@@ -201,7 +200,7 @@ class Coordinator:
             except AGENT_ERRORS as error:
                 failed[node] = str(error)
         check_covered(record, sinks, failed)
-        writer = SegmentWriter(record, sinks, chain.of, based)
+        writer = SegmentWriter(record, sinks, changes_of, based)
         try:
             for bucket in buckets:
                 writer.take(bucket)

@@ -6,11 +6,12 @@ bytes, else none is kept and the next write sends whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.weights.format.encoding import EncodedPush
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.store.node.rebuilt import joined
 
 _MOST_OF_MODEL = 0.5
 
@@ -42,11 +43,19 @@ class DeltaChain:
         links = tuple(link for link in self.links if link[0] > version)
         return DeltaChain(links if links and links[0][1].base == version else ())
 
-    def of(self, tensor: str) -> Sequence[bytes] | None:
-        """The deltas of a tensor; None if it is sent whole."""
-        found = [link.tensors.get(tensor, b"") for _, link in self.links]
-        whole = not found or None in found
-        return None if whole else [one for one in found if one]
+    def after(self, version: int) -> Callable[[str], bytes | None] | None:
+        """See ``Coordinator.write``."""
+        chain = self.since(version)
+        return chain._changes_of if chain.links else None
+
+    def _changes_of(self, tensor: str) -> bytes | None:
+        """The deltas of a tensor, for ``rebuild``; None if it is sent whole."""
+        deltas = []
+        for _, link in self.links:
+            if (one := link.tensors.get(tensor, b"")) is None:
+                return None
+            deltas += [one] if one else []
+        return joined(deltas)
 
     @property
     def _end(self) -> int | None:

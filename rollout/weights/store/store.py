@@ -204,7 +204,7 @@ class WeightStore:
             with suppress(OSError):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             return coordinator.write(
-                push.version, push.manifest, buckets.one_by_one(), fingerprints, chain
+                push.version, push.manifest, buckets.one_by_one(), fingerprints, chain.after
             )
 
         return await _in_own_thread(write, buckets.give_up)

@@ -77,8 +77,8 @@ class NodeSink(Protocol):
         ...
 
     def put(self, piece: memoryview) -> None: ...
-    def rebuild(self, place: TensorRange, deltas: Sequence[bytes], fingerprint: str) -> None:
-        """This tensor is that of the write that the sink begins from, with these deltas.
+    def rebuild(self, place: TensorRange, changes: bytes, fingerprint: str) -> None:
+        """This tensor is that of the write that the sink begins from, with these changes.
 
         Args:
             fingerprint: of the result.
@@ -113,7 +113,7 @@ class FileSink:
         self._files.put(self._region, self._offset, piece)
         self._offset += len(piece)
 
-    def rebuild(self, place: TensorRange, deltas: Sequence[bytes], fingerprint: str) -> None:
+    def rebuild(self, place: TensorRange, changes: bytes, fingerprint: str) -> None:
         raise AssertionError(f"{place.tensor.name}: to copy it whole is quicker")
 
     def close(self) -> None:
@@ -139,24 +139,25 @@ class SegmentWriter:
     """Writes one version.
 
     Args:
-        deltas_of: the deltas of a tensor; None if it is sent whole.
-        based: the nodes that have what deltas begin from.
+        changes_of: what a tensor has changed since the write that ``based`` have; None if it is
+            sent whole.
+        based: nodes that make tensors of these changes and of that write.
 
     Attributes:
         failed: nodes that were left out, and the reasons.
-        sent_bytes: of tensors and deltas, to nodes whose files this process cannot map.
+        sent_bytes: of tensors and changes, to nodes whose files this process cannot map.
     """
 
     def __init__(
         self,
         record: StoreRecord,
         sinks: Mapping[str, NodeSink],
-        deltas_of: Callable[[str], Sequence[bytes] | None] = lambda _: None,
+        changes_of: Callable[[str], bytes | None] | None = None,
         based: Iterable[str] = (),
     ) -> None:
         self.failed: dict[str, str] = {}
         self.sent_bytes = 0
-        self._deltas_of = deltas_of
+        self._changes_of = changes_of
         self._based = {node for node in based if not isinstance(sinks.get(node), FileSink)}
         self._record = record
         self._sinks = dict(sinks)
@@ -229,13 +230,12 @@ class SegmentWriter:
     ) -> None:
         tensor = next(iter(places.values())).tensor
         hasher = start(tensor.name, tensor.dtype, tensor.shape)
-        deltas = self._deltas_of(name)
-        delta_bytes = sum(map(len, deltas or ()))
-        if delta_bytes >= content.num_bytes:
-            deltas = None
+        changes = None if self._changes_of is None else self._changes_of(name)
+        if changes is not None and len(changes) >= content.num_bytes:
+            changes = None
         sinks, rebuilding = [], []
         for node, place in places.items():
-            if deltas is not None and node in self._based:
+            if changes is not None and node in self._based:
                 rebuilding.append(node)
             elif self._to(node, methodcaller("open", place)):
                 sinks.append((node, self._sinks[node].put))
@@ -251,8 +251,9 @@ class SegmentWriter:
                     self._leave_out(node, error)
         found = self._fingerprints[name] = host_fingerprint_of(hasher)
         for node in rebuilding:
-            if self._to(node, methodcaller("rebuild", places[node], deltas, found)):
-                self.sent_bytes += delta_bytes
+            assert changes is not None
+            if self._to(node, methodcaller("rebuild", places[node], changes, found)):
+                self.sent_bytes += len(changes)
 
     def _to(self, node: str, act: Callable[[NodeSink], None]) -> bool:
         """Call the node's sink; returns whether the node is still in the write."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -189,7 +189,7 @@ class AgentClient:
         """Writes into its files if this process can map them, else over a stream.
 
         Args:
-            base: a write that the node keeps, which deltas begin from.
+            base: a write that the node keeps, which changes of tensors begin from.
         """
         if self._has_its_files():
             return FileSink(paths, self._mapped_files, self._files)
@@ -306,9 +306,9 @@ class _StreamSink:
     def put(self, piece: memoryview) -> None:
         self._connection.write(piece)
 
-    def rebuild(self, place: TensorRange, deltas: Sequence[bytes], fingerprint: str) -> None:
-        fields = {"fingerprint": fingerprint, "lengths": [len(one) for one in deltas]}
-        self._connection.send({"tensor": place.tensor.name, **fields}, b"".join(deltas))
+    def rebuild(self, place: TensorRange, changes: bytes, fingerprint: str) -> None:
+        fields = {"tensor": place.tensor.name, "fingerprint": fingerprint}
+        self._connection.send(fields, changes)
 
     def close(self) -> None:
         if not self._is_open:

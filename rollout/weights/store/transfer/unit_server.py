@@ -7,10 +7,9 @@ without a copy in this process; ``close`` ends every connection.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -204,18 +203,12 @@ class _AgentConnection:
             place = places[fields["tensor"]]
             view = regions[place.file].view[place.offset : place.offset + place.num_bytes]
             if "fingerprint" in fields:
-                body = self._connection.body(num_bytes, place.num_bytes)
-                deltas = _pieces(body, fields["lengths"])
+                changes = self._connection.body(num_bytes, place.num_bytes)
                 old = kept[place.tensor.name]
-                why = why or rebuild(place.tensor, old, deltas, fields["fingerprint"], view)
+                why = why or rebuild(place.tensor, old, changes, fields["fingerprint"], view)
                 continue
             if num_bytes != place.num_bytes:
                 raise ValueError(
                     f"{place.tensor.name} has {num_bytes} bytes, not {place.num_bytes}"
                 )
             self._connection.receive_into(view)
-
-
-def _pieces(body: bytes, lengths: Sequence[int]) -> list[bytes]:
-    ends = list(accumulate(lengths))
-    return [body[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -86,7 +86,7 @@ class Replicas:
         content = content_of(self.trainer.tensors).items() if tensors is None else tensors()
         coordinator = self.world.coordinator
         try:
-            coordinator.write(push.version, push.manifest, [content], chain=self.chain)
+            coordinator.write(push.version, push.manifest, [content], after=self.chain.after)
         finally:
             self.chain = self.chain.since(push.version)
         return coordinator.sent_bytes
