@@ -277,3 +277,36 @@ def test_tests_wait_by_gates_and_sleep_only_in_files_that_are_marked_clock() -> 
 )
 def test_what_is_a_sleep(line: str, is_found: bool) -> None:
     assert bool(sleeps(line)) is is_found
+
+
+# -- deltas -----------------------------------------------------------------------------------
+
+NAME_DELTAS = {
+    "engines.tensors.delta": "reads, writes and applies one",
+    "engines.tensors.payload.encodings": "its row in the engines",
+    "rollout.config.weights": "the setting",
+    "rollout.weights.store.delta_chain": "those that the nodes of the store lack",
+    "rollout.weights.store.node.rebuilt": "a node applies them",
+    "rollout.weights.store.store": "keeps the chain",
+    "rollout.weights.tensors.delta_base": "makes them",
+    "rollout.weights.push.encodings": "its row in the trainer",
+}
+OTHER_DELTAS = {
+    "engines.embedded.server.openai_api": "a field of OpenAI's streams",
+    "engines.embedded.weights.lora_adapters": "what an adapter adds",
+    "rollout.router.continuation.dialects.openai": "a field of OpenAI's streams",
+    "rollout.router.sessions.answers": "a field of OpenAI's streams",
+    "rollout.weights.tensors.adapters": "what an adapter adds",
+}
+
+
+def test_only_the_modules_of_deltas_name_them() -> None:
+    """Others know an ``Encoding``, or an engine's ``encodings``."""
+    found = {
+        name
+        for name, path in MODULES.items()
+        if re.search(r"(?<!time)delta", path.read_text(), re.IGNORECASE)
+    }
+    assert found - OTHER_DELTAS.keys() == NAME_DELTAS.keys()
+    assert OTHER_DELTAS.keys() <= found
+    assert len(NAME_DELTAS) <= 12
