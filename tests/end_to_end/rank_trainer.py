@@ -34,8 +34,7 @@ from rollout.core.types import EngineStatus, ServerStatus
 from rollout.runtime.handle.pusher import Pusher
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.ranks.trainer_rank import LoadCosts
-from rollout.weights.routes.route import BroadcastTask
-from rollout.weights.routes.trainer_groups import BroadcastSender
+from rollout.weights.routes.trainer_groups import BroadcastRoot
 from tests.support.lora import drawn_adapter
 from tests.support.megatron_shards import MegatronShards, Sizes
 
@@ -92,7 +91,6 @@ class FarEngine:
 class Trainer:
     def __init__(self, run: str, model_path: str) -> None:
         self.ways: dict[str, str] = {}
-        self.sender_group = ""
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (self.num_ranks,))
         manifest = read_checkpoint_manifest(model_path)
@@ -204,35 +202,28 @@ class Trainer:
         finally:
             self.ways = moved.ways
             server.caller, rank.hosts, rank.config = caller, hosts_before, before
-            self.sender_group = rank.idle_group.name if rank.rank else ""
 
     @contextmanager
     def at_broadcast(
-        self, rank: int = -1, task: str = "send", number: int = 0, does: str = "", pid: int = 0
+        self, task: str = "send", number: int = 0, does: str = "", pid: int = 0
     ) -> Iterator[None]:
-        """A rank does something before it joins the engines, or sends."""
-        carry_out, num_asked = BroadcastSender.carry_out, 0
+        """The rank that broadcasts does something before it joins the engines, or sends."""
+        carry_out, num_done = getattr(BroadcastRoot, task), 0
 
-        def acting(sender: BroadcastSender, asked: BroadcastTask) -> str:
-            nonlocal num_asked
-            is_join = asked.terms is not None
-            is_own = is_join is (task == "join") and self.rank == rank
-            is_own = is_own and (is_join or asked.sender == rank)
-            if is_own and num_asked == number:
+        def acting(root: BroadcastRoot, *tensors: Any) -> None:
+            nonlocal num_done
+            if does and num_done == number:
                 self._act(does, pid)
-            num_asked += is_own
-            return carry_out(sender, asked)
+            num_done += 1
+            carry_out(root, *tensors)
 
-        with patch.object(BroadcastSender, "carry_out", acting):
+        with patch.object(BroadcastRoot, task, acting):
             yield
 
     def _act(self, does: str, pid: int) -> None:
         if does == "raises":
             raise ValueError("a bad cable")
-        if does == "waits":
-            sys.stdin.readline()
-        else:
-            os.kill(pid or os.getpid(), signal.SIGSTOP if does == "stops" else signal.SIGKILL)
+        os.kill(pid or os.getpid(), signal.SIGSTOP if does == "stops" else signal.SIGKILL)
 
     def push_at_once(self, seed: int) -> Any:
         """As to engines for which each load costs."""
@@ -444,7 +435,6 @@ def main(run: str, model_path: str, meet: str, rank: int, num_ranks: int) -> Non
             found = {"error": str(error), "type": type(error).__name__}
         found["seconds"] = time.monotonic() - started
         found["ways"] = trainer.ways
-        found["sender_group"] = trainer.sender_group
         found["shm_bytes"] = trainer.pusher.rank.pool.num_bytes()
         print(json.dumps(found), file=answers, flush=True)
     trainer.pusher.close()

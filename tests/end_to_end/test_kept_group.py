@@ -25,6 +25,7 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.kept_groups import kept_group
 from tests.support.kinds import chaos_for
 from tests.support.processes import wait_until
 
@@ -76,7 +77,7 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], str]:
         for engine in (one for one in engines(policy) if not one.is_stale):
             found = asked(engine, "weights_checker")["ranks"][0]["checksums"]
             assert found == {name: wanted[name] for name in found}
-        return policy._pushes.idle_group.name
+        return kept_group(policy._pushes.idle_group)
 
     return pushed
 
@@ -212,7 +213,7 @@ def test_a_push_that_breaks_off_leaves_no_group_and_the_next_makes_one(
 
     with pytest.raises(RolloutError, match="out of memory"):
         policy.push(weights, name_map=breaks_off).result(60)
-    assert policy._pushes.idle_group.name == ""
+    assert kept_group(policy._pushes.idle_group) == ""
     assert groups(policy) == [[], []]
     assert push() not in ("", name)
 

@@ -32,6 +32,7 @@ from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weight
 from rollout.weights.ranks.link import RankLink
 from rollout.weights.routes.adapter import AsAdapter
 from rollout.weights.routes.route import EnginePlace
+from tests.support.kept_groups import kept_group
 from tests.support.processes import wait_until
 from tests.support.still_server import HERE, StillServer
 
@@ -312,7 +313,7 @@ class Trainer:
         assert not [buffer for pool in pools for buffer in pool._taken]
         assert wait_until(lambda: not stream_threads(), 10), stream_threads()
         assert not [one for one in self.folder.glob(".*") if one.name.endswith(".writing")]
-        idle = self.pushes.idle_group.name
+        idle = kept_group(self.pushes.idle_group)
         groups = list(distributed_c10d._world.pg_names.values())
         groups = [name for name in groups if name != DEFAULT_GROUP]
         assert groups == ([idle] if idle else []), groups

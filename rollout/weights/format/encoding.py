@@ -19,12 +19,10 @@ class EncodingTerms:
     Attributes:
         wanted: the setting: the name of an encoding, or ``auto``.
         num_ranks: of the trainer.
-        num_hosts: of the trainer's ranks.
     """
 
     wanted: str = FULL
     num_ranks: int = 1
-    num_hosts: int = 1
 
     def wants(self, name: str) -> bool:
         """Whether this encoding may be chosen."""

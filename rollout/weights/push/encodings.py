@@ -32,8 +32,6 @@ class DeltaEncoding:
         """See ``Encoding``: to an engine that holds what this rank has copies of."""
         if transport == Transport.SHARED_MEMORY and terms.num_ranks > 1:
             return "its files are written by several ranks, and only rank 0 keeps copies"
-        if transport == Transport.DISTRIBUTED and terms.num_hosts > 1:
-            return "a rank on each host broadcasts, and only rank 0 keeps copies"
         density = None if self.copies is None else self.copies.density
         if terms.wanted == EncodingChoice.AUTO:
             if transport == Transport.SHARED_MEMORY:

@@ -171,8 +171,7 @@ async def push_weights(
         reader: name of this group among the readers of the stream.
         on_begin: called before the first engine changes its weights.
         fingerprints: filled with those of the tensors sent, if the trainer computed them.
-        groups: engine id -> names of its broadcast groups, with blanks between; updated, also if
-            the push fails.
+        groups: engine id -> name of its broadcast group; updated, also if the push fails.
 
     Raises:
         WeightsUnavailable: the trainer does not send the buckets.
@@ -239,12 +238,12 @@ class _PushRun:
     # -- groups -----------------------------------------------------------------------------
 
     async def _check_group(self, engine_id: str) -> None:
-        """Check that an engine replies, and whether it still is in its groups."""
-        target, names = self._targets[engine_id], self._groups.get(engine_id)
+        """Check that an engine replies, and whether it still is in its group."""
+        target, name = self._targets[engine_id], self._groups.get(engine_id)
         await target.engine.weight_version()
-        if names and target.reports_groups:
+        if name and target.reports_groups:
             groups = (await target.engine.server_info()).update_groups
-            if groups is not None and not groups.issuperset(names.split()):
+            if groups is not None and name not in groups:
                 del self._groups[engine_id]
 
     def _members(self) -> list[BroadcastMember]:
@@ -289,8 +288,7 @@ class _PushRun:
         """Make engines leave their group, and the one that the trainer has closed."""
         leaving: dict[str, Callable[[], Awaitable[Any]]] = {}
         for engine_id in engine_ids:
-            names = {*self._groups.pop(engine_id, "").split(), *over.split()}
-            if names:
+            if names := {self._groups.pop(engine_id, ""), over} - {""}:
                 leaving[engine_id] = partial(self._leave_all, engine_id, names)
         await self._call("leave", leaving)
 

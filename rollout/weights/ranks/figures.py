@@ -74,7 +74,7 @@ class PushFigures:
     ) -> None:
         self._clock = clock
         self._most_rounds = max(1, most_spans // (2 * num_ranks + 1))
-        self.num_offered = 0
+        self._num_offered = 0
         self.density: float | None = None
         self._rounds: list[_Round] = []
         self._per_round = 1
@@ -110,7 +110,7 @@ class PushFigures:
         senders = {rank for rank, share in enumerate(shares) if share.made}
         if rank_0_sends or not senders:
             senders.add(0)
-        index, self.num_offered = self.num_offered, self.num_offered + 1
+        index, self._num_offered = self._num_offered, self._num_offered + 1
         self._open = _Round(
             index,
             index,

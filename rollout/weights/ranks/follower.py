@@ -11,7 +11,6 @@ from typing import Any
 
 from engines.protocol.plain_text import describe
 from engines.tensors.torch_fingerprint import device_fingerprints
-from rollout.config import Transport
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.encoding import BegunPush
 from rollout.weights.format.lora_check import warn_of_base
@@ -29,7 +28,6 @@ from rollout.weights.routes.cuda_ipc import gpu_with
 from rollout.weights.routes.rank_end import Encoder, OwnGpu, RankEnd, ShareBuilder
 from rollout.weights.routes.route import Chosen
 from rollout.weights.routes.shared_memory import BufferWriter, naming_path
-from rollout.weights.routes.trainer_groups import BroadcastSender
 from rollout.weights.tensors.adapters import AdapterSource
 from rollout.weights.tensors.bucket_bytes import check_values, fingerprints_of
 from rollout.weights.tensors.sources import (
@@ -50,7 +48,7 @@ class Follower:
     """One rank in one push; rank 0 is one, too.
 
     Args:
-        timeout_s: for each gather and broadcast with other ranks; None for a single process,
+        timeout_s: for each gather with other ranks; None for a single process,
             which has no shards.
 
     Attributes:
@@ -124,10 +122,9 @@ class Follower:
         """The message with which a push begins."""
         rank = self.rank
         knows = digest_of(rank.tensors) if rank.num_ranks > 1 else ""
-        node, group = self._server.own_node, rank.idle_group.name
-        version, room_bytes = self._request.version, rank.room_bytes()
+        version, node, room_bytes = self._request.version, self._server.own_node, rank.room_bytes()
         gpu = "" if self.gpu is None else self.gpu.uuid
-        return Ready(knows, version, has_before_kv, node, gpu, group, room_bytes)
+        return Ready(knows, version, has_before_kv, node, gpu, room_bytes)
 
     def prepare(self, plan: PushPlan) -> None:
         """Check this rank's tensors against the plan; nothing is gathered.
@@ -149,7 +146,6 @@ class Follower:
                 self.resources,
                 gpu=self.gpu,
                 model=self.model,
-                timeout_s=self._timeout_s,
             )
 
     def _check_values(self, plan: PushPlan) -> bool:
@@ -235,7 +231,6 @@ class RankShares:
         resources: what it opens is closed with them.
         gpu: the one with the tensors; None if they are in host memory.
         model: its tensors, by name; empty if they are not known.
-        timeout_s: for one bucket, and for all engines to join a group; None for the configured.
 
     Attributes:
         buffers: files that stay until the push has ended; None if it needs none.
@@ -250,7 +245,6 @@ class RankShares:
         *,
         gpu: OwnGpu | None,
         model: Mapping[str, TensorSpec],
-        timeout_s: float | None,
     ) -> None:
         self.plan = plan
         self.buffers = _buffers(rank, plan, resources)
@@ -261,9 +255,7 @@ class RankShares:
             gpu,
             plan.terms,
             self.buffers or rank.pool,
-            rank.idle_group,
             rank.config,
-            timeout_s or rank.config.weights.group_timeout_s,
             model,
         )
         self._builders = _open_builders(end, plan.routes, resources)
@@ -273,12 +265,6 @@ class RankShares:
     def builder(self, payload: str) -> ShareBuilder:
         """Of the route with this payload."""
         return self._builders[payload]
-
-    @property
-    def sender(self) -> BroadcastSender | None:
-        """Broadcasts in a group of this rank; None if rank 0 does, or none."""
-        builder = self._builders.get(Transport.DISTRIBUTED)
-        return builder if isinstance(builder, BroadcastSender) else None
 
     def make(
         self, index: int, pairs: Pairs, is_last: bool
@@ -299,11 +285,9 @@ class RankShares:
         return made, sent, self._copy(index, pairs, is_last)
 
     def succeed(self) -> None:
-        """After a push that succeeded: the encoders know it, and the group stays."""
+        """After a push that succeeded: the encoders know it."""
         for encoder in self.encoders.values():
             encoder.succeed()
-        if self.sender is not None:
-            self.sender.stay()
 
     def _store_copies(
         self, end: RankEnd, resources: ExitStack

@@ -128,7 +128,6 @@ class Leader:
         is_whole = at_once or is_adapter or Transport.DISK in transports
         is_complete = is_whole or not self._streams
         is_copied = is_complete and not any(is_only_streamed(one) for one in transports)
-        senders = sorted(set(rank.hosts)) if Transport.DISTRIBUTED in transports else []
         # A route that takes less splits its own payload.
         most = max(ROUTES[one].most_bytes for one in transports)
         self._plan = PushPlan(
@@ -136,8 +135,6 @@ class Leader:
                 status.weight_version + 1 if agreed is None else agreed,
                 BYTES if is_adapter else self._server.fingerprint_method(writes_files=has_files),
                 hosts[0] if hosts else None,
-                tuple(senders),
-                rank.idle_group.name,
                 checks_values=is_copied and self._may_check_copies(),
             ),
             contents=self._contents,
@@ -229,11 +226,7 @@ class Leader:
             WeightMismatch: they have gathered different tensors.
         """
         _check_same(shares)
-        senders = self.plan.terms.senders
-        figures = self.follower.figures
-        number = figures.num_offered
-        is_own = bool(senders) and number % len(senders) == 0
-        figures.offered(shares, rank_0_sends=is_own)
+        self.follower.figures.offered(shares, rank_0_sends=self.plan.broadcast is not None)
         payloads: dict[str, Sequence[Payload]] = {}
         for route in self.plan.routes:
             made = {
@@ -249,9 +242,8 @@ class Leader:
             fingerprints |= share.fingerprints
         if self.copies is not None:
             self.copies.add(shares, self.follower.rank.hosts, pairs.specs)
-        sender, parts = _broadcast_by(shares)
         in_order, sent = _in_order(payloads), self._sent(pairs)
-        return OfferedBucket(sent, shares[0].is_last, in_order, fingerprints, sender, parts)
+        return OfferedBucket(sent, shares[0].is_last, in_order, fingerprints)
 
     def _sent(self, pairs: Pairs) -> Pairs:
         """What rank 0 broadcasts of a bucket, on the device of its tensors."""
@@ -332,13 +324,11 @@ class Leader:
         if not route.is_full:
             # What is sent is not the tensors, so rank 0 takes the fingerprints of those.
             terms = replace(terms, fingerprints="")
-        others = [self._readies[sender].group for sender in terms.senders[1:]]
         return BroadcastPush(
             rank.config,
             terms,
             self._server.own_host,
             rank.idle_group,
-            others=others if rank.num_ranks > 1 else None,
             is_on_cuda=self.follower.source.is_on_cuda,
         )
 
@@ -439,14 +429,6 @@ def _in_order(payloads: Mapping[str, Sequence[Payload]]) -> list[dict[str, Paylo
         for at_once, part in zip(requests[len(requests) - len(parts) :], parts, strict=True):
             at_once[name] = part
     return requests or [{}]
-
-
-def _broadcast_by(shares: Sequence[Share]) -> tuple[int, Sequence[Payload]]:
-    """The rank other than 0 that broadcasts a bucket, and the payload of each part; or 0."""
-    for rank, share in enumerate(shares):
-        if made := share.made.get(Transport.DISTRIBUTED):
-            return rank, made["parts"]
-    return 0, ()
 
 
 # -- one process ------------------------------------------------------------------------------

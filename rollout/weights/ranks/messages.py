@@ -1,9 +1,9 @@
 """The messages of a push between the ranks of a trainer, and how they travel.
 
-    each rank -> rank 0   Ready, Fits, Share, BroadcastDone, MemoryFreed, or Failed in their place;
+    each rank -> rank 0   Ready, Fits, Share, MemoryFreed, or Failed in their place;
                           EnginesNotNeeded for an offload
-    rank 0 -> each rank   PushPlan, MakeBucket, BroadcastTask, FreeMemory, Done or Stop at the end;
-                          Wait whenever it waits
+    rank 0 -> each rank   PushPlan, MakeBucket, FreeMemory, Done or Stop at the end; Wait whenever
+                          it waits
 
 A message travels as its name, the version of the library and its fields as JSON.  Ranks run one
 version of the library: what another version has sent is refused.
@@ -23,7 +23,7 @@ from rollout.config import Transport, WeightUpdate
 from rollout.core import VERSION, errors
 from rollout.core.errors import RankFailure, RolloutError
 from rollout.core.types import StepReport
-from rollout.weights.routes.route import BroadcastTask, Chosen, PushTerms
+from rollout.weights.routes.route import Chosen, PushTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class Ready:
         has_before_kv: it has ``before_kv``.
         node: where it runs.
         gpu: UUID of the GPU with its tensors; empty if they are in host memory.
-        group: name of the first sender's group, if it still has one to broadcast in.
         room_bytes: of the model, that it has room for in shared memory.
     """
 
@@ -45,7 +44,6 @@ class Ready:
     has_before_kv: bool
     node: str
     gpu: str
-    group: str
     room_bytes: int
 
 
@@ -149,17 +147,6 @@ class Fits:
 
 
 @dataclass(frozen=True, slots=True)
-class BroadcastDone:
-    """A rank has done its part of a broadcast, if it has one.
-
-    Attributes:
-        why_not: why it could not; the engines' end of it is known to the server.
-    """
-
-    why_not: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryFreed:
     """A rank's ``before_kv`` has run, if it has one."""
 
@@ -247,17 +234,17 @@ class Stop:
     error: ErrorText
 
 
-Answer = Ready | EnginesNotNeeded | Fits | Share | BroadcastDone | MemoryFreed | Failed
+Answer = Ready | EnginesNotNeeded | Fits | Share | MemoryFreed | Failed
 """From each rank to rank 0."""
-Order = PushPlan | MakeBucket | BroadcastTask | FreeMemory | Done | Stop | Wait
+Order = PushPlan | MakeBucket | FreeMemory | Done | Stop | Wait
 """From rank 0 to each rank."""
 Message = Answer | Order
 
 _KINDS: dict[str, Any] = {
     one.__name__: one
     for one in (
-        *(Ready, EnginesNotNeeded, Fits, Share, BroadcastDone, MemoryFreed, Failed),
-        *(PushPlan, MakeBucket, BroadcastTask, FreeMemory, Done, Stop, Wait),
+        *(Ready, EnginesNotNeeded, Fits, Share, MemoryFreed, Failed),
+        *(PushPlan, MakeBucket, FreeMemory, Done, Stop, Wait),
     )
 }
 

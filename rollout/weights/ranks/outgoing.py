@@ -11,17 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rollout.config import Transport, WeightUpdate
-from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.encoding import EncodedPush
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.ranks.messages import BroadcastDone, Share
+from rollout.weights.ranks.messages import Share
 from rollout.weights.routes.cuda_ipc import use_stream
-from rollout.weights.routes.route import BroadcastTask, Payload, StreamedBucket
+from rollout.weights.routes.route import Payload, StreamedBucket
 from rollout.weights.routes.shared_memory import ByPath
 from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.sources import Pairs
@@ -37,23 +35,18 @@ class OfferedBucket:
     Attributes:
         pairs: what rank 0 broadcasts of it.
         payloads: what the engines get one after the other, by the payload's name.
-        sender: the rank other than 0 that broadcasts it; 0 if rank 0 does, or none.
-        parts: what the engines get before each of that rank's broadcasts.
     """
 
     pairs: Pairs
     is_last: bool
     payloads: Sequence[Mapping[str, Payload]] = ({},)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    sender: int = 0
-    parts: Sequence[Payload] = ()
 
 
 class BucketQueue(Generic[T]):
     """An iterable for a stream's thread, filled from another thread.
 
-    Gathers are collectives, so they run in the caller's thread; the stream sends in its own.  What
-    other ranks broadcast is a task for the caller's thread, which exchanges the ranks' messages.
+    Gathers are collectives, so they run in the caller's thread; the stream sends in its own.
 
     Always true: at most one bucket waits here; both sides are released when either ends.
     """
@@ -62,35 +55,20 @@ class BucketQueue(Generic[T]):
         self._changed = threading.Condition()
         self._bucket: T | None = None
         self._num_wanted = 0
-        self._task: BroadcastTask | None = None
-        self._done: Sequence[BroadcastDone] | None = None
         self._is_over = False
         self._over_s = 0.0
 
     # -- the caller's thread ----------------------------------------------------------------
 
     def is_wanted(self, index: int, timeout_s: float) -> bool:
-        """Wait until the stream asks for this bucket; false at the deadline, at its end, or if it
-        has a task."""
-        self._wait(lambda: self._num_wanted > index or self._task is not None, timeout_s)
+        """Wait until the stream asks for this bucket; false at the deadline, or at its end."""
+        self._wait(lambda: self._num_wanted > index, timeout_s)
         with self._changed:
             return self._num_wanted > index and not self._is_over
 
     def await_end(self, timeout_s: float) -> None:
-        """Wait until the stream has ended or has a task, at most so long."""
-        self._wait(lambda: self._task is not None, timeout_s)
-
-    def take_task(self) -> BroadcastTask | None:
-        """What the stream waits for, to be answered; None for nothing."""
-        with self._changed:
-            task, self._task = self._task, None
-            return task
-
-    def answer(self, done: Sequence[BroadcastDone]) -> None:
-        """What all ranks reported of the task."""
-        with self._changed:
-            self._done = done
-            self._changed.notify_all()
+        """Wait until the stream has ended, at most so long."""
+        self._wait(lambda: False, timeout_s)
 
     def _wait(self, holds: Callable[[], bool], timeout_s: float) -> None:
         with self._changed:
@@ -128,22 +106,6 @@ class BucketQueue(Generic[T]):
                 raise StopIteration
             return bucket
 
-    def ask(self, task: BroadcastTask) -> Sequence[BroadcastDone]:
-        """Have all ranks do this; returns what they report, in their order.
-
-        Raises:
-            WeightsUnavailable: the push has ended.
-        """
-        with self._changed:
-            self._task = task
-            self._changed.notify_all()
-            while self._done is None and not self._is_over:
-                self._changed.wait()
-            done, self._done = self._done, None
-            if done is None:
-                raise WeightsUnavailable("the push has ended")
-            return done
-
     def close(self) -> None:
         """End both sides; the stream calls it too."""
         with self._changed:
@@ -158,8 +120,7 @@ class OutgoingStream:
     """The buckets of a push, for its stream; iterated in the stream's thread.
 
     Attributes:
-        broadcast: sends rank 0's tensors to the engines that take a broadcast; other ranks join
-            them and send when this asks for it.
+        broadcast: sends rank 0's tensors to the engines that take a broadcast.
         is_single: all engines get the same, so a bucket is that alone.
         payload: the name of what the engines get with a broadcast.
         device_stream: of the thread that pushes, see ``use_stream``.
@@ -175,8 +136,6 @@ class OutgoingStream:
         use_stream(self.device_stream)
         if self.broadcast is not None:
             self.broadcast.join()
-            if terms := self.broadcast.terms_of_others:
-                self._ask(BroadcastTask(terms))
         for bucket in self.offered:
             parts = self._parts(bucket)
             del bucket
@@ -200,7 +159,7 @@ class OutgoingStream:
             del bucket
             yield StreamedBucket(payload, is_last, fingerprints)
             return
-        parts = self._asked(bucket) if bucket.sender else self.broadcast.parts(bucket.pairs)
+        parts = self.broadcast.parts(bucket.pairs)
         del bucket
         for part in parts:
             # The other engines get the whole bucket with its last part.
@@ -208,23 +167,6 @@ class OutgoingStream:
             found = {**part.fingerprints, **fingerprints}
             yield replace(part, payload=ways, is_last=part.is_last and is_last, fingerprints=found)
             del part
-
-    def _asked(self, bucket: OfferedBucket) -> Iterator[StreamedBucket]:
-        """The parts of a bucket that another rank broadcasts when all readers have one."""
-        last = len(bucket.parts) - 1
-        for number, part in enumerate(bucket.parts):
-            task = BroadcastTask(None, bucket.sender, number)
-            yield StreamedBucket(part, number == last, then=partial(self._ask, task))
-
-    def _ask(self, task: BroadcastTask) -> None:
-        """Have the other ranks do this.
-
-        Raises:
-            WeightsUnavailable: one of them could not.
-        """
-        assert isinstance(self.offered, BucketQueue)
-        if failed := [one.why_not for one in self.offered.ask(task) if one.why_not]:
-            raise WeightsUnavailable("; ".join(failed[:4]))
 
 
 def _alone(part: StreamedBucket) -> StreamedBucket:

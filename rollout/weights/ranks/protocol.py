@@ -5,8 +5,6 @@
     every rank -> rank 0      Fits: its tensors fit the plan               round 1
     rank 0     -> every rank  MakeBucket                                   before each bucket
     every rank -> rank 0      its Share of the bucket                      rounds 2, 3, ...
-    rank 0     -> every rank  BroadcastTask, if another rank sends         when the engines wait
-    every rank -> rank 0      BroadcastDone                                a round of its own
     rank 0     -> every rank  FreeMemory, if a rank has ``before_kv``      after the last bucket
     every rank -> rank 0      MemoryFreed: its ``before_kv`` has run       the last round
     rank 0     -> every rank  Done with the report, or Stop with an error
@@ -45,7 +43,6 @@ from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
 from rollout.core.types import StepReport
 from rollout.weights.ranks.messages import (
     Answer,
-    BroadcastDone,
     Done,
     EnginesNotNeeded,
     ErrorText,
@@ -61,7 +58,6 @@ from rollout.weights.ranks.messages import (
     Stop,
     Wait,
 )
-from rollout.weights.routes.route import BroadcastTask
 
 T = TypeVar("T")
 
@@ -129,19 +125,10 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class AwaitEngines:
     """On rank 0: wait until the engines want a bucket; or, if ``index`` is None, until the push has
-    ended.  The result: None after ``timeout_s``; a ``BroadcastTask`` for all ranks, and the wait
-    goes on after ``Broadcasted``; else True, or the report at the end.
-    """
+    ended.  The result: None after ``timeout_s``; else True, or the report at the end."""
 
     index: int | None
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcasted:
-    """On rank 0: what all ranks reported of a broadcast."""
-
-    done: Sequence[BroadcastDone]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +141,9 @@ class Offload:
     """On rank 0: begin to free the engines' memory; no rank needs the engines any more."""
 
 
-Asked = PushPlan | MakeBucket | BroadcastTask | FreeMemory
+Asked = PushPlan | MakeBucket | FreeMemory
 """Of every rank; the result is its answer."""
-Step = (
-    Put
-    | Claim
-    | Get
-    | Delete
-    | Plan
-    | Begin
-    | Offer
-    | AwaitEngines
-    | Broadcasted
-    | Finish
-    | Offload
-    | Asked
-)
+Step = Put | Claim | Get | Delete | Plan | Begin | Offer | AwaitEngines | Finish | Offload | Asked
 Steps = Generator[Step, Any, T]
 
 
@@ -298,12 +272,9 @@ class PushRound:
         """True, or the report if ``index`` is None."""
         while True:
             event = yield AwaitEngines(index, self.timeout_s / _SIGNS_OF_LIFE)
-            if event is None:
-                yield from self._send(Wait())
-            elif isinstance(event, BroadcastTask):
-                yield Broadcasted((yield from self._ask(event, "a broadcast")))
-            else:
+            if event is not None:
                 return event
+            yield from self._send(Wait())
 
     def _send(self, order: Order) -> Steps[None]:
         stored = yield Claim(self._sent(self._num_sent), order)

@@ -72,7 +72,7 @@ def choose_routes(
     wanted = rank.config.weights.transport
     ranks = _places(rank, readies, sizes, hosts_with_all)
     encoding = rank.config.weights.encoding if contents is WeightUpdate.FULL else FULL
-    terms = EncodingTerms(encoding, rank.num_ranks, len(set(rank.hosts)))
+    terms = EncodingTerms(encoding, rank.num_ranks)
     by_name = rank.encodings
     chosen = choose(wanted, ranks, engines, is_copy=not may_stream, terms=terms, encodings=by_name)
     if note := by_value_note(wanted, chosen, sizes[0]):

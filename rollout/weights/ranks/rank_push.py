@@ -18,7 +18,6 @@ from rollout.weights.push.push import PushRequest
 from rollout.weights.ranks.follower import Follower
 from rollout.weights.ranks.leader import Leader, offer_copies
 from rollout.weights.ranks.messages import (
-    BroadcastDone,
     Fits,
     FreeMemory,
     MakeBucket,
@@ -31,7 +30,6 @@ from rollout.weights.ranks.outgoing import BucketQueue, OfferedBucket
 from rollout.weights.ranks.protocol import (
     AwaitEngines,
     Begin,
-    Broadcasted,
     Finish,
     Offer,
     Offload,
@@ -40,7 +38,6 @@ from rollout.weights.ranks.protocol import (
     gather_timeout_s,
 )
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
-from rollout.weights.routes.route import BroadcastTask
 from rollout.weights.tensors.sources import Pairs
 
 T = TypeVar("T")
@@ -106,11 +103,6 @@ class RankPush:
                 return self._offer(shares)
             case AwaitEngines(index, timeout_s):
                 return self._await_engines(index, timeout_s)
-            case BroadcastTask():
-                sender = self._follower.shares.sender
-                return BroadcastDone("" if sender is None else sender.carry_out(step))
-            case Broadcasted(done):
-                return self._queue.answer(done)
             case FreeMemory():
                 self._follower.run(self._before_kv)
                 return MemoryFreed()
@@ -190,9 +182,7 @@ class RankPush:
         pending = self._server.push(push, until)
         self._pending = pending.then(self._queue.close)
 
-    def _await_engines(
-        self, index: int | None, timeout_s: float
-    ) -> StepReport | BroadcastTask | bool | None:
+    def _await_engines(self, index: int | None, timeout_s: float) -> StepReport | bool | None:
         assert self._pending is not None
         figures = self._follower.figures
         if index is not None and self._queue.is_wanted(index, timeout_s):
@@ -200,8 +190,6 @@ class RankPush:
             return True
         if index is None:
             self._queue.await_end(timeout_s)
-        if (task := self._queue.take_task()) is not None:
-            return task
         if not self._queue.is_over:
             return None
         report = reported(self._pending, timeout_s)

@@ -37,8 +37,7 @@ class ByBroadcast(Route):
     """``init_weights_update_group`` and ``update_weights_from_distributed``: one broadcast from the
     trainer to all ranks of all engines, gloo on CPU, NCCL on GPU.
 
-    Engines receive from rank 0 of a group.  If several ranks of the trainer send, each has a group
-    of its own with all engines, and ``group_name`` in the terms has all names, with blanks between.
+    Engines receive from rank 0 of a group, which is rank 0 of the trainer.
 
     Always true: an engine gets the request to join only when the trainer's store is open and every
     engine of the push has answered a query.  An engine that waits for another one waits until the
@@ -52,15 +51,14 @@ class ByBroadcast(Route):
     joins = True
 
     async def join(self, target: PushTarget, terms: Mapping[str, Any]) -> None:
-        for name in terms["group_name"].split():
-            await target.engine.init_weights_update_group(
-                master_address=terms["master_address"],
-                master_port=terms["master_port"],
-                rank_offset=terms["rank_offset"],
-                world_size=terms["world_size"],
-                group_name=name,
-                backend=terms["backend"],
-            )
+        await target.engine.init_weights_update_group(
+            master_address=terms["master_address"],
+            master_port=terms["master_port"],
+            rank_offset=terms["rank_offset"],
+            world_size=terms["world_size"],
+            group_name=terms["group_name"],
+            backend=terms["backend"],
+        )
 
     async def send(self, target: PushTarget, packed: Any, stage: Stage) -> None:
         await target.engine.update_weights_from_distributed(
@@ -91,17 +89,9 @@ def process_text(processes: Iterable[ProcessIdentity]) -> str:
 
 
 def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:
-    """A rank that sends.  Rank 0 sends in the thread of the stream: its tensors as they are, unless
-    an encoding reads them."""
-    if end.rank == 0:
-        return RootBuckets() if chosen.is_read else None
-    if end.rank not in end.terms.senders:
-        end.idle_group.leave()
-        return None
-    from rollout.weights.routes.trainer_groups import BroadcastSender
-
-    timeout_s = min(end.config.weights.group_timeout_s, end.timeout_s)
-    return BroadcastSender(end.rank, end.terms, end.idle_group, timeout_s)
+    """Rank 0 sends in the thread of the stream: its tensors as they are, unless an encoding reads
+    them."""
+    return RootBuckets() if end.rank == 0 and chosen.is_read else None
 
 
 class RootBuckets:

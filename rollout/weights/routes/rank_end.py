@@ -25,7 +25,6 @@ from rollout.weights.routes.route import (
 if TYPE_CHECKING:
     from rollout.weights.format.manifest import TensorSpec
     from rollout.weights.routes.buffers import PushBuffers, ShmBufferPool
-    from rollout.weights.routes.trainer_groups import IdleGroup
     from rollout.weights.tensors.payload import ExportSettings
     from rollout.weights.tensors.sources import Pairs
 
@@ -55,8 +54,6 @@ class RankEnd:
         writers: the ranks on this rank's host, the lowest first.
         gpu: None if its tensors are in host memory.
         buffers: of shared memory.
-        idle_group: what this rank has of a broadcast between two pushes.
-        timeout_s: for one bucket, and for all engines to join a group.
         model: its tensors, by name; empty if they are not known.
     """
 
@@ -65,9 +62,7 @@ class RankEnd:
     gpu: OwnGpu | None
     terms: PushTerms
     buffers: ShmBufferPool | PushBuffers
-    idle_group: IdleGroup
     config: ServerConfig
-    timeout_s: float
     model: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     @property

@@ -133,13 +133,13 @@ class BroadcastMember:
     Attributes:
         process: identifies its processes; empty if unknown.  An attached engine's is unknown:
             its owner may have restarted it behind the same address.
-        groups: the groups that it is a member of, as the terms named them; empty for none.
+        group: the group that it is a member of; empty for none.
     """
 
     engine_id: str
     num_ranks: int = 1
     process: str = ""
-    groups: str = ""
+    group: str = ""
 
     @property
     def rank_of(self) -> tuple[str, str, int]:
@@ -261,34 +261,15 @@ class PushTerms:
     Attributes:
         fingerprints: the method of those that are taken of a bucket; empty takes none.
         hashing_host: the host whose ranks take them, if files are written; None: rank 0 does.
-        senders: the ranks that broadcast buckets one after the other; rank 0 is the first.
-        group: name of the first sender's group, if it is there.
         checks_values: writers of files check the values as they copy them, and no rank does else.
     """
 
     version: int
     fingerprints: str = ""
     hashing_host: int | None = None
-    senders: tuple[int, ...] = ()
-    group: str = ""
     checks_values: bool = False
 
     @property
-    def hashed_by_senders(self) -> str:
-        """The method of the fingerprints that senders take; empty if writers of files do."""
+    def hashed_by_broadcast(self) -> str:
+        """The method of the fingerprints that a broadcast takes; empty if writers of files do."""
         return self.fingerprints if self.hashing_host is None else ""
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastTask:
-    """Join a group with the engines, or send in it.
-
-    Attributes:
-        terms: of the group to join; None to send.
-        sender: the rank that sends.
-        part: of its bucket, by number.
-    """
-
-    terms: Mapping[str, Any] | None = None
-    sender: int = 0
-    part: int = 0

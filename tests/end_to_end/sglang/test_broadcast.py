@@ -18,6 +18,7 @@ from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support.contract import CPU_OPTIONS, PROMPT
+from tests.support.kept_groups import kept_group
 from tests.support.processes import wait_until
 from tests.support.real_policy import one_engine, real_config
 
@@ -66,7 +67,7 @@ def pushed(policy: ServerHandle, model: Path) -> str:
                 f"{one.endpoint.url}/generate", json=body, timeout=60, trust_env=False
             ).json()
             assert answer["output_ids"][: len(wanted)] == wanted, group
-    return policy._pushes.idle_group.name
+    return kept_group(policy._pushes.idle_group)
 
 
 def test_a_group_with_real_sglang_is_kept_until_another_engine_dies(

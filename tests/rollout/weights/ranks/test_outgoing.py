@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from rollout.config import Transport
-from rollout.core.errors import WeightsUnavailable
-from rollout.weights.ranks.messages import BroadcastDone
 from rollout.weights.ranks.outgoing import BucketQueue, OfferedBucket, OutgoingStream
 from rollout.weights.routes.choice import ROUTES
-from rollout.weights.routes.route import BroadcastTask, Chosen, RankPlace, StreamedBucket
+from rollout.weights.routes.route import Chosen, RankPlace, StreamedBucket
 from rollout.weights.tensors.sources import Pairs
 
 pytestmark = pytest.mark.embedded
@@ -36,9 +34,6 @@ class Broadcast:
     """In place of ``BroadcastPush``: sends each bucket in two parts."""
 
     num_joins = 0
-
-    def __init__(self, terms_of_others: Mapping[str, Any] | None = None) -> None:
-        self.terms_of_others = terms_of_others or {}
 
     def join(self) -> None:
         self.num_joins += 1
@@ -115,58 +110,3 @@ def test_a_buckets_tensors_are_free_when_the_next_one_is_awaited() -> None:
     assert tensor() is None
     stream.close()
     reading.join()
-
-
-def test_another_rank_joins_first_and_sends_when_all_readers_have_a_part() -> None:
-    handover: BucketQueue[OfferedBucket] = BucketQueue()
-    broadcast: Any = Broadcast({"first": "g"})
-    stream = OutgoingStream(handover, broadcast)
-    asked: list[Any] = []
-
-    def all_ranks() -> None:
-        while not handover.is_over:
-            handover.await_end(10)
-            if (task := handover.take_task()) is not None:
-                asked.append(task)
-                handover.answer([BroadcastDone(), BroadcastDone()])
-
-    ranks = threading.Thread(target=all_ranks)
-    ranks.start()
-    files = {"shared_memory 0": {"path": "/a"}}
-    parts = ({"names": ["x"]}, {"names": ["y"]})
-    handover.put(OfferedBucket(pairs(), True, [files], sender=1, parts=parts))
-    buckets = iter(stream)
-    first = next(buckets)
-    assert asked == [BroadcastTask({"first": "g"})]
-    assert (first.payload, first.is_last) == ({"distributed": parts[0]}, False)
-    assert first.then is not None
-    first.then()
-    last = next(buckets)
-    assert (last.payload, last.is_last) == ({**files, "distributed": parts[1]}, True)
-    assert last.then is not None
-    last.then()
-    assert asked[1:] == [BroadcastTask(None, 1, part) for part in (0, 1)]
-    stream.close()
-    ranks.join()
-
-
-def test_a_broadcast_that_another_rank_could_not_send_ends_the_stream() -> None:
-    handover: BucketQueue[OfferedBucket] = BucketQueue()
-    stream = OutgoingStream(handover)
-    raised: list[BaseException] = []
-
-    def asks() -> None:
-        for _ in range(2):
-            with pytest.raises(WeightsUnavailable) as error:
-                stream._ask(BroadcastTask(None, 1))
-            raised.append(error.value)
-
-    asking = threading.Thread(target=asks)
-    asking.start()
-    handover.await_end(10)
-    assert handover.take_task() == BroadcastTask(None, 1)
-    handover.answer([BroadcastDone(), BroadcastDone("rank 1: the group is closed")])
-    handover.await_end(10)
-    stream.close()
-    asking.join()
-    assert [str(one) for one in raised] == ["rank 1: the group is closed", "the push has ended"]

@@ -19,7 +19,6 @@ from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
 from rollout.core.types import StepReport
 from rollout.weights.ranks.link import RankLink
 from rollout.weights.ranks.messages import (
-    BroadcastDone,
     EnginesNotNeeded,
     ErrorText,
     Failed,
@@ -35,7 +34,6 @@ from rollout.weights.ranks.messages import (
 from rollout.weights.ranks.protocol import (
     AwaitEngines,
     Begin,
-    Broadcasted,
     Claim,
     Delete,
     Finish,
@@ -48,7 +46,7 @@ from rollout.weights.ranks.protocol import (
     Steps,
     gather_timeout_s,
 )
-from rollout.weights.routes.route import BroadcastTask, PushTerms
+from rollout.weights.routes.route import PushTerms
 from tests.support.thread_ranks import Messages
 
 TIMEOUT_S = 30.0
@@ -60,7 +58,7 @@ REPORT = StepReport(weight_version=7)
 
 
 def ready(rank: int, *, has_before_kv: bool = False) -> Ready:
-    return Ready("", None, has_before_kv, f"node {rank}", "", "", 1 << 30)
+    return Ready("", None, has_before_kv, f"node {rank}", "", 1 << 30)
 
 
 def plan(**more: bool) -> PushPlan:
@@ -120,13 +118,9 @@ class World:
     is_streamed: bool = False
     # All buckets are made before the engines are called.
     is_copied: bool = False
-    # In a broadcast of a rank other than 0: joined at the begin, then of every other bucket.
-    is_broadcast: bool = True
     # When a rank shows that it has other values than the others, and which.
     shows_odd: str = ""
     odd_rank: int = -1
-    tasks: list[str] = field(default_factory=list)
-    num_answered: int = 0
     call: str = "push"
     order: list[str] = field(default_factory=list)
     messages: dict[str, Message] = field(default_factory=dict)
@@ -192,7 +186,7 @@ class World:
             if fault.kind == "late":
                 self._later(fault.late_s, rank, lambda: self._begin(rank, step))
                 return
-            if fault.kind == "raises" and isinstance(step, PushPlan | BroadcastTask | FreeMemory):
+            if fault.kind == "raises" and isinstance(step, PushPlan | FreeMemory):
                 self.failed_turn = isinstance(step, FreeMemory)
                 self._later(0.1, rank, ValueError("a bad name map"))
                 return
@@ -262,7 +256,6 @@ class World:
                 self._later(0.1, rank, self._engines_say("begin"))
             case Begin():
                 self.order.append("begin")
-                self.tasks += ["join"] if self.is_broadcast else []
                 self._later(0.1, rank, self._engines_say("begin"))
             case Plan(readies, timeout_s):
                 assert [one.node for one in readies] == [f"node {n}" for n in self._numbers]
@@ -279,18 +272,7 @@ class World:
                 assert [share.num_bytes for share in shares] == self._numbers
                 assert index == len(self.applied_s)
                 self.applied_s.append(self.now + self.apply_s)
-                self.tasks += [f"send {index}"] if self.is_broadcast and index % 2 else []
                 self._later(0.0, rank, self._engines_say(f"offer {index}"))
-            case AwaitEngines() if self.tasks:
-                self._later(0.1, rank, BroadcastTask({"do": self.tasks.pop(0)}))
-            case BroadcastTask(terms):
-                assert terms is not None
-                self.order.append(f"{terms['do']} on {rank.number}")
-                self._later(0.2, rank, BroadcastDone(str(rank.number)))
-            case Broadcasted(done):
-                assert [one.why_not for one in done] == [str(number) for number in self._numbers]
-                self.num_answered += 1
-                self._later(0.0, rank, None)
             case AwaitEngines(index, timeout_s):
                 error = self._engines_say("end" if index is None else f"await {index}")
                 done = {None: self.applied_s[-1:], 0: [], 1: []}.get(
@@ -421,7 +403,7 @@ def test_a_replica_out_of_step_ends_the_push_on_all_ranks(
 
 
 def copied(num_ranks: int, fault: Fault | None = None, *, is_streamed: bool = False) -> World:
-    world = World(num_ranks, fault, is_streamed=is_streamed, is_copied=True, is_broadcast=False)
+    world = World(num_ranks, fault, is_streamed=is_streamed, is_copied=True)
     world.run()
     return world
 
@@ -447,19 +429,6 @@ def test_a_copied_push_that_loses_a_rank_ends_on_all_others(rank: int, kind: str
         check(world, within_s=20 + TIMEOUT_S)
         for result in results(world):
             assert result == REPORT or "rank" in str(result), step
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_all_ranks_hear_of_each_broadcast_of_one(num_ranks: int) -> None:
-    world = undisturbed(num_ranks)
-    check(world, within_s=20)
-    assert world.num_answered == 2
-    ranks = range(num_ranks)
-    assert world.order.index("join on 0") < world.order.index("bucket 0")
-    asked = [one for one in world.order if " on " in one]
-    assert sorted(asked) == sorted(
-        [f"{do} on {rank}" for do in ("join", "send 1") for rank in ranks]
-    )
 
 
 def faults(kind: str, late_s: float = 0.0, call: str = "push") -> list[Fault]:

@@ -12,7 +12,7 @@ from rollout.weights.routes.route import BroadcastMember, from_json, to_json
 from rollout.weights.routes.trainer_groups import is_reusable, is_same_group
 
 BEFORE = (BroadcastMember("a", 2, "pa"), BroadcastMember("b", 1, "pb"))
-NOW = tuple(replace(one, groups="g") for one in BEFORE)
+NOW = tuple(replace(one, group="g") for one in BEFORE)
 
 
 def test_the_same_processes_that_hold_it_are_still_in_it() -> None:
@@ -30,8 +30,8 @@ def test_the_same_processes_that_hold_it_are_still_in_it() -> None:
         (NOW[0], replace(NOW[1], process="")),
         (NOW[0], replace(NOW[1], engine_id="c")),
         (NOW[0], replace(NOW[1], num_ranks=2)),
-        (NOW[0], replace(NOW[1], groups="")),
-        (NOW[0], replace(NOW[1], groups="h")),
+        (NOW[0], replace(NOW[1], group="")),
+        (NOW[0], replace(NOW[1], group="h")),
     ],
     ids=["none", "removed", "added", "restarted", "unknown", "other", "ranks", "left", "another"],
 )

@@ -188,14 +188,13 @@ def encoding_of(
     wanted: str = "auto",
     *,
     num_ranks: int = 1,
-    num_hosts: int = 1,
     base: int | None = 3,
     density: float | None = None,
     **engine: Any,
 ) -> tuple[str, bool]:
     """What an engine that holds version 3 gets, and whether copies are kept of it."""
     place = EnginePlace("engine", HERE, **{"encodings": ("delta",), "weight_version": 3, **engine})
-    terms = EncodingTerms(wanted, num_ranks, num_hosts)
+    terms = EncodingTerms(wanted, num_ranks)
     return given(encoded_for(place, Chosen(transport), terms, made(base, density)))
 
 
@@ -232,7 +231,6 @@ def test_an_engine_with_the_version_of_the_copies_gets_a_delta(
         ({"encodings": ()}, "it applies whole tensors only; use auto or full$"),
         ({"is_compared": False}, "its weights are not compared with the pushed ones"),
         ({"transport": Transport.CUDA_IPC}, "cuda_ipc carries whole tensors only"),
-        ({"transport": Transport.DISTRIBUTED, "num_hosts": 2}, "only rank 0 keeps copies"),
         ({"transport": Transport.SHARED_MEMORY, "num_ranks": 2}, "written by several ranks"),
     ],
 )
@@ -286,15 +284,11 @@ def test_all_engines_of_a_broadcast_get_what_each_of_them_applies(
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]], ids=["one host", "two hosts"])
-def test_a_trainer_on_several_hosts_broadcasts_whole_tensors(hosts: list[int]) -> None:
+def test_a_trainer_of_several_ranks_broadcasts_deltas_from_rank_0(hosts: list[int]) -> None:
     rank = TrainerRank(server_config(transport="distributed", encoding="delta"), 0, hosts)
     server = StillServer()
     follower = Follower(rank, server, PushRequest({"t": torch.ones(4)}, 7), 10)
     leader = Leader(server, follower, WeightUpdate.FULL, may_stream=True, streams=True)
     readies = [follower.ready()] * 2
-    if hosts == [0, 0]:
-        assert leader.decide(readies).broadcast == Chosen("distributed", encoding="delta")
-    else:
-        with pytest.raises(ConfigError, match="a rank on each host broadcasts"):
-            leader.decide(readies)
+    assert leader.decide(readies).broadcast == Chosen("distributed", encoding="delta")
     rank.close()

@@ -19,6 +19,7 @@ from rollout.config import ServerConfig
 from rollout.core.errors import ConfigError
 from rollout.weights.routes.nccl import backend_of, check_nccl, why_cumem_differs
 from rollout.weights.routes.route import BroadcastMember, PushTerms, StreamedBucket
+from tests.support.kept_groups import kept_group
 from tests.support.still_server import server_config
 
 torch = pytest.importorskip("torch")
@@ -45,10 +46,10 @@ def idle() -> Iterator[IdleGroup]:
     group.close()
 
 
-def a_broadcast(idle: IdleGroup, others: list[str] | None = None) -> BroadcastPush:
+def a_broadcast(idle: IdleGroup) -> BroadcastPush:
     config = server_config(group_timeout_s=10)
     terms = PushTerms(1, fingerprints="xxh3")
-    return BroadcastPush(config, terms, "127.0.0.1", idle, others=others)
+    return BroadcastPush(config, terms, "127.0.0.1", idle)
 
 
 def on_gpus(idle: IdleGroup, *, offloads: bool = False, **weights: Any) -> BroadcastPush:
@@ -90,7 +91,7 @@ def sent(
 def holding(
     name: str, members: tuple[BroadcastMember, ...] = ENGINES
 ) -> tuple[BroadcastMember, ...]:
-    return tuple(replace(member, groups=name) for member in members)
+    return tuple(replace(member, group=name) for member in members)
 
 
 def test_nccl_with_engines_whose_memory_differs_is_refused_before_anything_is_sent(
@@ -128,29 +129,7 @@ def test_the_same_engines_are_sent_to_through_the_same_group(idle: IdleGroup) ->
     name = first["group_name"]
     again = sent(idle, holding(name))
     assert (again["is_new"], again["group_name"], again["over"]) == (False, name, "")
-    assert idle.name == name
-
-
-def test_groups_of_several_senders_are_kept_while_all_of_them_hold_theirs(idle: IdleGroup) -> None:
-    def terms(others: list[str] | None, held: str = "") -> Mapping[str, Any]:
-        push = a_broadcast(idle, others)
-        found = push.terms(holding(held))
-        assert bool(push.terms_of_others) is bool(found["is_new"] and others)
-        push.join()
-        push.ended(is_whole=True)
-        return found
-
-    names = terms(["", ""])["group_name"]
-    first = idle.name
-    assert names == f"{first} {first}.1 {first}.2"
-    assert not terms([first, first], names)["is_new"]
-    alone = terms(None, names)  # a push of this process, in which the others take no part
-    assert (alone["is_new"], alone["group_name"]) == (False, names)
-    assert not terms([first, first], names)["is_new"]
-    after = terms([first, ""], names)
-    assert (after["is_new"], after["over"]) == (True, names)
-    first = idle.name
-    assert terms([first], after["group_name"])["is_new"], "another number of senders"
+    assert kept_group(idle) == name
 
 
 @pytest.mark.parametrize(
@@ -170,7 +149,7 @@ def test_others_are_sent_to_through_another_and_told_what_is_over(
     other = sent(idle, now(name))
     assert other["is_new"]
     assert other["over"] == name
-    assert idle.name == other["group_name"] != name
+    assert kept_group(idle) == other["group_name"] != name
 
 
 def test_a_group_that_was_idle_for_long_is_not_trusted() -> None:
@@ -189,13 +168,13 @@ def test_a_group_that_was_idle_for_long_is_not_trusted() -> None:
 def test_engines_of_unknown_processes_are_not_asked_to_stay(idle: IdleGroup) -> None:
     attached = tuple(replace(engine, process="") for engine in ENGINES)
     assert not sent(idle, attached, well=False)["keeps"]
-    assert idle.name == ""
+    assert kept_group(idle) == ""
 
 
 def test_after_a_push_that_failed_nothing_is_kept(idle: IdleGroup) -> None:
     name = sent(idle)["group_name"]
     sent(idle, holding(name), well=False)
-    assert idle.name == ""
+    assert kept_group(idle) == ""
     assert sent(idle, holding(name))["is_new"]
 
 
@@ -206,7 +185,7 @@ def test_a_group_that_comes_back_to_a_closed_place_is_closed() -> None:
     list(buckets_of(broadcast, weights_of()))
     idle.close()
     broadcast.ended(True)
-    assert idle.name == ""
+    assert kept_group(idle) == ""
     assert idle.take() is None
 
 
@@ -228,7 +207,7 @@ def test_a_group_that_the_trainer_ended_with_all_its_others_is_made_anew(idle: I
 def test_a_push_that_nobody_came_for_leaves_the_kept_group_alone(idle: IdleGroup) -> None:
     name = sent(idle)["group_name"]
     a_broadcast(idle).ended(False)
-    assert idle.name == name
+    assert kept_group(idle) == name
 
 
 def all_of(

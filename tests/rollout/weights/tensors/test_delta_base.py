@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import repeat
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -30,7 +29,6 @@ from engines.tensors.torch_fingerprint import as_bytes  # noqa: E402
 from rollout.weights.routes.disk import EncodedBuilder  # noqa: E402
 from rollout.weights.routes.trainer_groups import (  # noqa: E402
     BroadcastRoot,
-    SenderGroup,
     broadcast_parts,
 )
 from rollout.weights.tensors.bucket_bytes import FlatLayoutCache, Flattener  # noqa: E402
@@ -90,8 +88,7 @@ class Engine:
     def receive(self, pairs: Any) -> None:
         """A broadcast, without the group: what rank 0 sends is what is received."""
         root = Root()
-        group = SenderGroup(root, root.name, stays=True)
-        for part in broadcast_parts(pairs, group, repeat(self._flattener), ""):
+        for part in broadcast_parts(pairs, root, self._flattener, ""):
             plan = self._receiver.plan(content_of(part.payload))
             buffer = self._receiver.take(plan)
             root.targets = self._receiver.parts(plan, buffer)
