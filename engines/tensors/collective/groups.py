@@ -1,8 +1,9 @@
 """Process groups a trainer broadcasts weights through, joined and left by name.
 
 Always true: every wait has a deadline; a group whose rank 0 is gone, or in which a broadcast
-failed, is left, even without a command.  The embedded engine does not wait on its generation
-thread; a worker of vLLM has no other.
+failed, is left, even without a command, and nothing refers to it then: its connections close with
+it, which is how the ranks that wait for this one notice.  The embedded engine does not wait on its
+generation thread; a worker of vLLM has no other.
 
 The rendezvous is the one SGLang makes (a TCP store, prefixed with the group's name), so that a
 trainer need not know which kind of engine it talks to.  SGLang has neither deadlines nor a look at
@@ -61,6 +62,7 @@ class _JoinedGroup:
     """One group.
 
     Attributes:
+        group: None when it was left.
         line: connection to the rendezvous, which lives as long as rank 0; None if it had gone.
         in_use: held while something is received.
     """
@@ -117,19 +119,17 @@ class UpdateGroups:
     def receive(self, parts: Sequence[torch.Tensor], *, group_name: str) -> None:
         """Blocks until rank 0 has broadcast into each of these, one after the other."""
         joined = self._get(group_name)
+        why = ""
         try:
             with joined.in_use:
                 for part in parts:
-                    work = torch.distributed.broadcast(
-                        part, src=0, group=joined.group, async_op=True
-                    )
-                    work.wait(timedelta(seconds=RECEIVE_TIMEOUT_S))
+                    _receive(part, joined.group)
                 finished(self._device)
         except RuntimeError as error:
+            why = str(error)
+        if why:  # without the error, whose frames refer to the group
             self._abandon(group_name, joined)
-            raise BroadcastRefused(
-                f"broadcast in {group_name!r} failed: {error}; it was left"
-            ) from error
+            raise BroadcastRefused(f"broadcast in {group_name!r} failed: {why}; it was left")
 
     def _watch(self, group_name: str, joined: _JoinedGroup) -> None:
         """Nothing is sent on this connection; it ends with rank 0, or when the group is left."""
@@ -174,8 +174,16 @@ def _line_to(host: str, port: int) -> socket.socket | None:
     return line
 
 
+def _receive(part: torch.Tensor, group: Any) -> None:
+    if group is None:
+        raise RuntimeError("its rank 0 is gone")
+    work = torch.distributed.broadcast(part, src=0, group=group, async_op=True)
+    work.wait(timedelta(seconds=RECEIVE_TIMEOUT_S))
+
+
 def _destroy(joined: _JoinedGroup) -> None:
+    group, joined.group = joined.group, None
     if joined.line is not None:
         with suppress(OSError):  # it has ended
             joined.line.shutdown(socket.SHUT_RDWR)
-    torch.distributed.destroy_process_group(joined.group)
+    torch.distributed.destroy_process_group(group)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
+from engines.tensors.collective.bucket import BroadcastRefused
+from engines.tensors.collective.groups import UpdateGroups
 from rollout.weights.routes.trainer_groups import BroadcastRoot
 from tests.engines.embedded import reference
 from tests.engines.embedded.engine_client import PROMPT, Asker, Server
+from tests.support.forking.starts import STARTS
 from tests.support.waits import until
 
 
@@ -125,6 +131,36 @@ async def test_an_engine_that_receives_when_the_trainer_goes_is_freed(
         assert "cut off" in await asking
     await until_it_has_left(engine)
     await engine.post("/end_weight_update")
+
+
+async def test_an_error_of_a_receive_keeps_no_connection_open() -> None:
+    """By their end, ranks that wait for this one notice that it has left."""
+    streams = {"stdin": True, "stdout": True}
+    trainer = STARTS.start_module("tests.support.group_trainer", "kept", 0, 1, **streams)
+    assert trainer.stdout is not None
+    terms = json.loads(trainer.stdout.readline())
+    groups = UpdateGroups(torch.device("cpu"))
+    groups.join(group_name="kept", backend="gloo", rank=1, **terms)
+    joined = groups._groups["kept"]
+    group = weakref.ref(joined.group)
+    receiving = asyncio.ensure_future(
+        asyncio.to_thread(groups.receive, [torch.ones(1)], group_name="kept")
+    )
+
+    async def receives() -> bool:
+        return joined.in_use.locked()
+
+    await until(receives)
+    trainer.kill()
+    trainer.communicate()
+    with pytest.raises(BroadcastRefused, match=r"kept.*failed.*it was left") as error:
+        await receiving
+    assert error.value
+
+    async def is_closed() -> bool:
+        return group() is None
+
+    await until(is_closed)
 
 
 async def test_a_group_that_is_left_is_not_left_again(engine: Asker) -> None:
