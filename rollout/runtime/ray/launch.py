@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 _STOP_MARGIN_S = 20.0
 _UNUSED_TIMEOUT_S = 5.0
 _LEFTOVER_TIMEOUT_S = 30.0
-# One serves, and one is ready to: a process that Ray restarts needs two seconds.
 
 
 def launch_ray(
