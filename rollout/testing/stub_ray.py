@@ -324,6 +324,12 @@ class ActorHandle(PassedAsIs):
     def __init__(self, actor: Actor) -> None:
         self.stub_actor = actor
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActorHandle) and other.stub_actor is self.stub_actor
+
+    def __hash__(self) -> int:
+        return id(self.stub_actor)
+
     def __getattr__(self, name: str) -> _Method:
         return _Method(self.stub_actor, name, getattr(self.stub_actor.kind, name))
 

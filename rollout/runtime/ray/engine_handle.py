@@ -67,7 +67,8 @@ class EngineActor:
 
     Args:
         name: its own.
-        server: when this actor has ended for good, it ends itself and its engine.
+        server: when this actor has ended for good, it ends itself and its engine, also if another
+            one has its name.
     """
 
     def __init__(self, launcher: EngineLauncher, name: ActorName, server: ActorName) -> None:
@@ -115,12 +116,14 @@ class EngineActor:
             await self._engine.kill()
 
     async def _end_with(self, server: ActorName, name: ActorName) -> None:
-        num_missed = 0
+        num_missed, ours = 0, None
         while num_missed < _MISSED:
-            await asyncio.sleep(_LOOK_S)
             with suppress(Exception):  # the cluster does not answer
                 found = await asyncio.to_thread(server.find)
-                num_missed = 0 if found is not None else num_missed + 1
+                ours = ours or found
+                # Another actor of that name is of a later launch.
+                num_missed = 0 if found is not None and found == ours else num_missed + 1
+            await asyncio.sleep(_LOOK_S)
         logger.warning("actor %s has ended, and the engine of %s ends", server.name, name.name)
         try:
             await self.kill()

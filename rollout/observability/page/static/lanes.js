@@ -4,7 +4,7 @@
 const COLORS = {
   pause_generation: "--pause", flush_cache: "--flush", release_memory_occupation: "--release", onload_weights: "--resume",
   update_weights: "--update", begin_weight_update: "--update", end_weight_update: "--update",
-  verify: "--verify", onload_kv: "--kv", continue_generation: "--continue", restart: "--watch", adopt: "--watch",
+  verify: "--verify", onload_kv: "--kv", continue_generation: "--continue", restart: "--watch", readmit: "--watch",
   gather: "--gather", copy: "--copy", engine: "--engine", rollout: "--rollout", trainer: "--trainer",
 };
 export const LEGEND = ["rollout", "trainer", "pause_generation", "flush_cache", "release_memory_occupation", "onload_weights", "update_weights", "verify", "onload_kv", "continue_generation", "gather", "copy", "engine"];

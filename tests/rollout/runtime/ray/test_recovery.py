@@ -1,8 +1,11 @@
 """Engines that are lost with their actors come back, over the stub and over Ray itself."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +58,14 @@ def test_an_engine_whose_actor_crashed_comes_back_and_joins_at_the_next_push(
     assert world.live_actors().count("EngineActor") == 2
 
 
-def test_engines_end_when_their_server_is_gone_for_good(world: World, policy: ServerHandle) -> None:
+class Later:
+    """The server of a later launch."""
+
+
+@pytest.mark.parametrize("has_name_again", [False, True])
+def test_engines_end_when_their_server_is_gone_for_good(
+    world: World, policy: ServerHandle, has_name_again: bool
+) -> None:
     """As when the driver dies and the placement group is another's."""
     (name,) = [
         (one["name"], one["namespace"])
@@ -64,6 +74,8 @@ def test_engines_end_when_their_server_is_gone_for_good(world: World, policy: Se
     ]
     endpoints = [one.endpoint for one in engines(policy).values()]
     world.ray.kill(world.ray.get_actor(*name))
+    if has_name_again:
+        assert wait_until(partial(_takes_name, world, *name), TIMEOUT_S)
     assert wait_until(lambda: "EngineActor" not in world.live_actors(), TIMEOUT_S)
     for endpoint in endpoints:
         with (
@@ -71,3 +83,16 @@ def test_engines_end_when_their_server_is_gone_for_good(world: World, policy: Se
             socket.create_connection((endpoint.host, endpoint.port)),
         ):
             pass
+
+
+def _takes_name(world: World, name: str, namespace: str) -> bool:
+    """The name is free a moment after the kill."""
+    later = world.ray.remote(num_cpus=0)(Later)
+    with contextlib.suppress(ValueError):
+        _LATER.append(later.options(name=name, namespace=namespace).remote())
+        return True
+    return False
+
+
+_LATER: list[Any] = []
+"""Handles, so that the actors live."""
