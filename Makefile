@@ -125,6 +125,7 @@ lint: $(DEV_STAMP) ## check format, lint, imports, spelling and types
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/codespell .
 	$(BIN)/codespell tests --ignore-regex='^(?!\s*(#|"""))[^#]*|`[^`]+`'
+	$(BIN)/vulture
 	$(BIN)/mypy
 
 check: lint test-text ## check those, and wording, documentation and workflows

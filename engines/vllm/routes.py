@@ -22,7 +22,6 @@ RPC = "/collective_rpc"
 SERVER_INFO, VERSION, OPENAPI = "/server_info", "/version", "/openapi.json"
 HEALTH, METRICS, TOKENIZE = "/health", "/metrics", "/tokenize"
 GENERATE = "/inference/v1/generate"  # from 0.30 on only with --enable-scale-out
-COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 OF_DEV_MODE = frozenset(

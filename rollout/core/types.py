@@ -295,7 +295,6 @@ class StoreStatus:
         is_on: whether pushes are stored.
         reason: why they are not, or the last failure; empty if there was none.
         version: the stored weight version; None before the first.
-        is_writing: a newer version is being written.
         node_bytes: bytes it holds on each node that answers.
         write_s: seconds that the last write took.
         num_dropped: pushes that were not stored because a later push came first.
@@ -305,7 +304,6 @@ class StoreStatus:
     is_on: bool
     reason: str = ""
     version: int | None = None
-    is_writing: bool = False
     node_bytes: Mapping[str, int] = field(default_factory=dict)
     write_s: float = 0.0
     num_dropped: int = 0

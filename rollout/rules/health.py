@@ -73,22 +73,12 @@ PROBE_KINDS: Mapping[Phase, ProbeKind] = {
 }
 
 
-def max_detection_s(config: HealthConfig) -> float:
-    """The longest time in seconds until an engine that does not reply is taken out of its group.
-
-    It is usually shorter: recovery acts at once when the router loses an engine, or when a process
-    or a node is known to have ended.  For an engine that its group needs, it is ``PATIENCE`` times
-    as long.
-    """
-    return config.probes_to_dead * (config.probe_interval_s + config.probe_timeout_s)
-
-
 PROBES_TO_SUSPECT = 2
+"""Failed probes in a row after which an engine gets no new requests, if others are healthy."""
 PATIENCE = 3
 """Factor on ``probes_to_dead`` for an engine without which its group has too few engines."""
 REPORTS_TO_DEAD = 3
 """Failures that the router reports of an engine that answers probes, before it is replaced."""
-"""Failed probes in a row after which an engine gets no new requests, if others are healthy."""
 PROBES_TO_TRUST = 12
 """Answered probes in a row after which earlier reports of the router no longer count."""
 FORGET_AFTER_S = 600.0

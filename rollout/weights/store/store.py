@@ -229,7 +229,6 @@ class WeightStore:
             is_on=not done.is_off and bool(self._tasks),
             reason=done.reason,
             version=done.kept.version if done.kept else None,
-            is_writing=not self._idle.is_set(),
             node_bytes=nodes,
             write_s=done.write_s,
             num_dropped=done.num_dropped,

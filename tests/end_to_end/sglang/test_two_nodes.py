@@ -16,9 +16,7 @@ import pytest
 
 from engines.process.process_identity import is_running
 from engines.protocol import MemoryTag
-from rollout.config import HealthConfig
 from rollout.core.types import EngineStatus
-from rollout.rules.health import max_detection_s
 from rollout.runtime.handle import ServerHandle
 from tests.support.load import PROMPTS
 from tests.support.processes import shared_memory_of, wait_until
@@ -33,7 +31,10 @@ CPUS = NUM_CPUS // 2 + 1
 # One is all there is, so three times as many probes may fail before it is called dead.
 HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "probes_to_dead": 3}
 SLACK_S = 30.0
-SEEN_WITHIN_S = 3 * max_detection_s(HealthConfig.model_validate(HEALTH)) + SLACK_S
+SEEN_WITHIN_S = (
+    3 * HEALTH["probes_to_dead"] * (HEALTH["probe_interval_s"] + HEALTH["probe_timeout_s"])
+    + SLACK_S
+)
 
 
 def wide_engine() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from engines.protocol.errors import EngineRejected
 from engines.tensors.flattened_bucket import lay_out
 from engines.vllm import routes
 from engines.vllm.features import PROCESSED, parse_version
-from tests.support.vllm_stub.forms import Form, Refused, recorded, status_of
+from tests.support.vllm_stub.forms import CHAT, COMPLETIONS, Form, Refused, recorded, status_of
 
 Json = dict[str, Any]
 Asked = Mapping[str, Any]
@@ -329,10 +329,10 @@ class StubVllm(FakeEngine):
         return await self._generate(asked, routes.GENERATE)
 
     async def on_v1_completions(self, asked: Asked) -> Any:
-        return await self._generate(asked, routes.COMPLETIONS)
+        return await self._generate(asked, COMPLETIONS)
 
     async def on_v1_chat_completions(self, asked: Asked) -> Any:
-        return await self._generate(asked, routes.CHAT)
+        return await self._generate(asked, CHAT)
 
     async def _generate(self, asked: Asked, path: str) -> Any:
         form = self._form(asked, path)
