@@ -109,9 +109,15 @@ SAVER = {
     for command in ("release", "resume")
     for kind in ("", "_first", "_worst")
 }
-UPDATE = {f"{part}_s" for part in ("make", "handle", "apply", "update", "verify", "continue")}
-SYNC = UPDATE | {"pause_s", "flush_s", "rest_s", "median_s", "worst_s", "repeats"}
-STEP = SYNC | {"offload_s", "onload_s", "release_s", "onload_weights_s", "onload_kv_s"}
+UPDATE = {
+    f"{part}_s" for part in ("make", "handle", "apply", "update", "verify", "continue_generation")
+}
+SYNC = UPDATE | {
+    f"{part}_s" for part in ("pause_generation", "flush_cache", "rest", "median", "worst")
+}
+SYNC |= {"repeats"}
+STEP = SYNC | {"offload_s", "onload_s", "release_memory_occupation_s"}
+STEP |= {"onload_weights_s", "onload_kv_s"}
 STEP_SHARE = "share of one core, a step of 10 s (%)"
 
 KEYS: dict[str, dict[str, Any]] = {

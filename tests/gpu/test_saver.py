@@ -30,7 +30,7 @@ def test_two_regions_are_released_and_resumed(gpu: Gpu, backup: str, retain: str
         f"saver {gpu.device} backup {backup} retained {retain}",
         seconds=last["resume_s"],
         num_bytes=num_bytes,
-        **{name: last[name] for name in ("release_s", "release_kv_s", "onload_kv_s")},
+        **{name: last[name] for name in ("release_s", "release_kv_s", "resume_kv_s")},
         first_release_s=report["rounds"][0]["release_s"],
     )
 

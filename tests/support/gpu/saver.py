@@ -43,7 +43,7 @@ def main(device: str, gpu_id: str, num_bytes: int, backup: str, num_rounds: int)
         found["resume_s"] = timed(lambda: memory.resume(tags[:1]))
         found["weights_only"] = used()
         found["weights_kept"] = device_fingerprint("weights", weights) == before
-        found["onload_kv_s"] = timed(lambda: memory.resume(tags[1:]))
+        found["resume_kv_s"] = timed(lambda: memory.resume(tags[1:]))
         found["resumed"] = used()
         found["cache_is_zero"] = not bool(cache.any())
         rounds.append(found)
