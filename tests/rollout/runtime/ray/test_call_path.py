@@ -170,7 +170,7 @@ def test_the_way_from_a_handle_to_the_request_is_short(
 
 
 def test_a_lifecycle_command_is_spelled_in_six_source_files() -> None:
-    """Its one name is in the table, in what is said about it, and on its way to an engine."""
+    """Its one name is in the table, in the diagnosis of it, and on its way to an engine."""
     name = re.compile(r"\bONLOAD_KV\b|\bonload_kv\b")
     assert [
         path.relative_to(ROOT).as_posix()
