@@ -28,6 +28,9 @@ from rollout.rules.lifecycle import MOVE_MEMORY, Command, GroupTraits, Phase
 
 logger = logging.getLogger(__name__)
 
+# Of a command's time, until it begins: an engine that got less would be fenced for what was before.
+_MOST_WAITED = 0.5
+
 
 class CommandRunner:
     """The phase of one group, and its transitions.
@@ -53,16 +56,35 @@ class CommandRunner:
     @asynccontextmanager
     async def in_order(
         self, order: int | None, command: str, budget_s: float
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator[float]:
         """Hold the engines for one command and record it in the timeline.
+
+        The block gets the moment, of the event loop's clock, when ``budget_s`` are over.  They
+        begin before the command has its turn.
 
         Raises:
             LifecycleError: a newer command has already arrived.
+            PhaseFailed: the command before it does not end in time; no engine was called.
         """
         self._check_order(order)
-        async with self.turn:
+        ends_s = now() + budget_s
+        await self._take_turn(command, budget_s * _MOST_WAITED)
+        try:
             with self._timeline.span(Kind.GROUP, str(command), budget_s=budget_s):
-                yield
+                yield ends_s
+        finally:
+            self.turn.release()
+
+    async def _take_turn(self, command: str, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.turn.acquire()
+        except TimeoutError:
+            raise PhaseFailed(
+                f"group {self._settings.name}: {command} has not begun after {timeout_s:g} s, and "
+                "no engine was called: what the group did before still runs; call it again",
+                phase=str(command),
+            ) from None
 
     def target(self, command: Command, why_not: str = "") -> Phase:
         """The phase after ``command``.
@@ -169,3 +191,8 @@ def _memory_of(member: EngineState | None, command: Command | str) -> dict[str, 
         return {}
     used_bytes = member.used_after if command in MOVE_MEMORY else None
     return {"num_gpus": member.slot.num_gpus, "used_bytes": used_bytes}
+
+
+def left_until(ends_s: float) -> float:
+    """Seconds until a moment of the event loop's clock, to a tenth; a tenth if it has passed."""
+    return max(round(ends_s - now(), 1), 0.1)

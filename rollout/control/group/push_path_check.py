@@ -18,6 +18,7 @@ from http import HTTPStatus
 from engines.protocol.errors import EngineRejected
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.state import EngineState
+from rollout.control.group.command_runner import left_until
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.weight_update import WeightUpdater
 from rollout.core.errors import LifecycleError
@@ -67,31 +68,35 @@ class PushPathCheck:
                 return f"engine {member.engine_id} does not hold verified weights {version}"
         return ""
 
-    async def run(self, push: WeightPush) -> Replies:
+    async def run(self, push: WeightPush, ends_s: float) -> Replies:
         """Reset the weights, push, and compare; replies by engine id.
+
+        Args:
+            ends_s: of the event loop's clock; each of the three has a third of the time until then.
 
         Raises:
             WeightMismatch: an engine has no such tensors; nothing was changed.
         """
+        third_s = left_until(ends_s) / 3
         self._updater.check(push)
         members = self._engines.unfenced()
         self._updater.mark_changed(push)
-        replies = await self._each(members, "reset_tensors", partial(_reset, push=push))
-        pushed = await self._push(push)
+        replies = await self._each(members, "reset_tensors", partial(_reset, push=push), third_s)
+        pushed = await self._push(push, third_s)
         for member in members:
             member.weight_version = None  # not before it has compared
         # A stop empties the set of engines, so the push may have replies of none.
         done = {name for name, reply in pushed.items() if reply.failure is None}
         failed = {name: reply for name, reply in replies.items() if reply.failure is not None}
         whole = [member for member in members if member.engine_id in done - failed.keys()]
-        compared = await self._each(whole, "compare", partial(_compare, push=push))
+        compared = await self._each(whole, "compare", partial(_compare, push=push), third_s)
         return pushed | compared | failed  # of each engine, the first failure explains
 
-    async def _push(self, push: WeightPush) -> Replies:
+    async def _push(self, push: WeightPush, budget_s: float) -> Replies:
         started = asyncio.get_running_loop().time()
         names = [member.engine_id for member in self._engines.unfenced()]
         try:
-            return await self._updater.push(push)
+            return await self._updater.push(push, budget_s)
         except Exception as error:  # nothing restores what was reset
             return {
                 name: EngineReply(0.0, failure=as_failure(error, name, "push", started))
@@ -103,11 +108,12 @@ class PushPathCheck:
         members: Iterable[EngineState],
         operation: str,
         call: Callable[[EngineState], Awaitable[None]],
+        budget_s: float,
     ) -> Replies:
         return await fan_out(
             {member.engine_id: partial(call, member) for member in members},
             operation=operation,
-            budget_s=self._settings.lifecycle.update_timeout_s,
+            budget_s=budget_s,
         )
 
 

@@ -34,7 +34,7 @@ from rollout.control.engine.start import Connect, Starter, connect_http
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import log_tail
 from rollout.control.group.adapters import GroupAdapters
-from rollout.control.group.command_runner import CommandRunner, now
+from rollout.control.group.command_runner import CommandRunner, left_until, now
 from rollout.control.group.engine_boots import EngineBoots
 from rollout.control.group.engine_recovery import (
     EngineRecovery,
@@ -201,6 +201,7 @@ class ServerGroup:
         *,
         push: WeightPush | None = None,
         version: int | None = None,
+        budget_s: float | None = None,
     ) -> PhaseReport:
         """Run one command of the lifecycle on every engine that is not fenced.
 
@@ -210,14 +211,18 @@ class ServerGroup:
             order: number of the command; one older than the last is refused.
             push: the new weights, for ``update_weights``.
             version: the weight version the engines must hold, for ``verify`` and ``snapshot``.
+            budget_s: what is left of the server's phase, in which all engines must have replied;
+                None for as long as the settings say, without a server.
 
         Raises:
             LifecycleError: the command is not legal now, and no engine was called; or an engine
                 refuses a snapshot.
-            PhaseFailed: too few engines remain, or one failed and ``on_failure`` is ``raise``.
+            PhaseFailed: too few engines remain, or one failed and ``on_failure`` is ``raise``; or
+                the command before it still runs, and no engine was called.
         """
-        budget_s = lifecycle.budget_s(command, self._settings.lifecycle)
-        async with self._commands.in_order(order, command, budget_s):
+        if budget_s is None:
+            budget_s = lifecycle.budget_s(command, self._settings.lifecycle)
+        async with self._commands.in_order(order, command, budget_s) as ends_s:
             started = now()
             if lifecycle.is_repeat(self._commands.phase, command):
                 report = self._commands.report(command, {}, started)
@@ -228,10 +233,10 @@ class ServerGroup:
                 target = self._commands.target(command, why_not)
                 if command is Command.UPDATE_WEIGHTS:
                     assert push is not None, "update_weights needs a push"
-                    answers = await self._update_weights(push)
+                    answers = await self._update_weights(push, ends_s)
                     work = self._commands.conclude(command, target, answers, started)
                 else:
-                    work = self._carry_out(command, version, budget_s, target, started)
+                    work = self._carry_out(command, version, ends_s, target, started)
                 # Not cancellable: the group would not know the phase of its engines.
                 report = await run_to_completion(work)
             if command is Command.RELEASE_MEMORY_OCCUPATION:
@@ -258,15 +263,15 @@ class ServerGroup:
         self,
         command: Command,
         version: int | None,
-        budget_s: float,
+        ends_s: float,
         target: Phase,
         started: float,
     ) -> PhaseReport:
         # The log-prob check needs an engine that generates.  If one engine needs it, all run it.
         with_check = self._logprob_check.any_pending(self._engines.unfenced())
         work: dict[Command, Callable[[EngineState], Awaitable[Any]]] = {
-            Command.PAUSE_GENERATION: self._pause,
-            Command.FLUSH_CACHE: self._flush,
+            Command.PAUSE_GENERATION: partial(self._pause, ends_s=ends_s),
+            Command.FLUSH_CACHE: partial(self._flush, ends_s=ends_s),
             Command.RELEASE_MEMORY_OCCUPATION: self._memory.release,
             Command.ONLOAD_WEIGHTS: self._memory.onload_weights,
             Command.SNAPSHOT: take_snapshot,
@@ -280,7 +285,7 @@ class ServerGroup:
                 for member in self._engines.unfenced()
             },
             operation=command.value,
-            budget_s=budget_s,
+            budget_s=left_until(ends_s),
         )
         if len(self._engines):  # it was not stopped meanwhile
             if command is Command.SNAPSHOT:
@@ -291,11 +296,11 @@ class ServerGroup:
                 answers = self._logprob_check.verify_replies(answers, self._engines.members())
         return await self._commands.conclude(command, target, answers, started)
 
-    async def _pause(self, member: EngineState) -> None:
-        await pause(member, self._drain_of(member), self._settings.lifecycle.command_timeout_s)
+    async def _pause(self, member: EngineState, ends_s: float) -> None:
+        await pause(member, self._drain_of(member), left_until(ends_s))
 
-    async def _flush(self, member: EngineState) -> None:
-        await flush(member, self._drain_of(member), self._settings.lifecycle.command_timeout_s)
+    async def _flush(self, member: EngineState, ends_s: float) -> None:
+        await flush(member, self._drain_of(member), left_until(ends_s))
 
     def _drain_of(self, member: EngineState) -> Drain:
         drain = self._settings.lifecycle.drain
@@ -303,12 +308,14 @@ class ServerGroup:
             return Drain.ABORT  # retracted requests would continue before the log-prob check
         return drain
 
-    async def _update_weights(self, push: WeightPush) -> dict[str, EngineReply[None]]:
+    async def _update_weights(
+        self, push: WeightPush, ends_s: float
+    ) -> dict[str, EngineReply[None]]:
         if push.canary and self._logprob_check.prompts:
             check_expected(push.canary, self._logprob_check.prompts)
         if push.checks_path:  # not cancellable: after half of it the weights are random
-            return await run_to_completion(self._path_check.run(push))
-        return await self._weight_updater.push(push)
+            return await run_to_completion(self._path_check.run(push, ends_s))
+        return await self._weight_updater.push(push, left_until(ends_s))
 
     async def _continue(self, member: EngineState, *, with_check: bool) -> Verification | None:
         await member.engine.continue_generation()

@@ -36,10 +36,13 @@ class WeightUpdater:
         self._settings = settings
         self._engines = engines
 
-    async def push(self, push: WeightPush) -> dict[str, EngineReply[None]]:
+    async def push(self, push: WeightPush, budget_s: float) -> dict[str, EngineReply[None]]:
         """Send a push to every engine that is not fenced; replies by engine id.
 
         An engine that came after a push with several routes was planned waits for the next push.
+
+        Args:
+            budget_s: for the whole push; a late engine is one that failed.
 
         Raises:
             WeightMismatch: an engine has no such tensors, and nothing was sent.
@@ -55,7 +58,7 @@ class WeightUpdater:
             answers = await push_weights(
                 push,
                 targets,
-                budget_s=self._settings.lifecycle.update_timeout_s,
+                budget_s=budget_s,
                 reader=self._settings.name,
                 on_begin=lambda: self.mark_changed(push),
                 fingerprints=sent,

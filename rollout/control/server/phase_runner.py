@@ -289,7 +289,7 @@ class PhaseRunner:
                 await self._check_can_serve()
             calls = {
                 name: self._registry.groups[name].run(
-                    command, self._order, push=push, version=version
+                    command, self._order, push=push, version=version, budget_s=budget_s
                 )
                 for name in names
             }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.fake import FakeEngine, FakeLauncher
+from engines.fake.engine.faults import hang
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag, PauseMode, ServerInfo
 from engines.protocol.errors import EngineNotReady, EngineRejected, EngineUnreachable
@@ -676,3 +677,42 @@ async def test_a_command_asks_once_for_all_engines_whether_any_needs_the_logprob
     monkeypatch.setattr(LogprobCheck, "any_pending", lambda self, members: asked.append(members))
     await group.run(Command.CONTINUE_GENERATION)
     assert len(asked) == 1
+
+
+# -- one deadline, handed down --------------------------------------------------------------------
+
+
+@virtual_time
+async def test_engines_have_what_is_left_of_the_phase() -> None:
+    group, (hanging,) = await started_group(1)
+    hanging.faults.strike("pause_generation", hang(), times=2)
+    with pytest.raises(PhaseFailed, match=r"main-0: pause_generation took longer than 7 s"):
+        await group.run(Command.PAUSE_GENERATION, budget_s=7.0)
+
+
+@virtual_time
+async def test_a_command_whose_turn_comes_too_late_reaches_no_engine() -> None:
+    group, (busy,) = await started_group(1)
+    busy.faults.strike("pause_generation", hang(), times=2)
+    first = asyncio.create_task(group.run(Command.PAUSE_GENERATION, budget_s=60.0))
+    await asyncio.sleep(1.0)
+    before = sent(busy)
+    with pytest.raises(PhaseFailed, match=r"flush_cache has not begun after 10 s, and no engine"):
+        await group.run(Command.FLUSH_CACHE, budget_s=20.0)
+    assert sent(busy) == before
+    with pytest.raises(PhaseFailed, match="took longer than 60 s"):
+        await first
+
+
+@virtual_time
+async def test_the_time_before_its_turn_is_not_given_to_a_command_again() -> None:
+    group, (engine,) = await started_group(1)
+    engine.faults.strike("flush_cache", hang())
+    await group.run(Command.PAUSE_GENERATION)
+    async with group._commands.turn:
+        late = asyncio.create_task(group.run(Command.FLUSH_CACHE, budget_s=20.0))
+        await asyncio.sleep(8.0)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(PhaseFailed, match="flush_cache took longer than 12 s"):
+        await late
+    assert asyncio.get_running_loop().time() - began == pytest.approx(12.0, abs=0.2)
