@@ -24,7 +24,7 @@ from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.core.errors import LifecycleError
 from rollout.core.fanout import run_to_completion
 from rollout.core.types import EngineReport, GroupStatus
-from rollout.rules.deadlines import STOP_TIMEOUT_S, leave_timeout_s
+from rollout.rules.deadlines import STOP_TIMEOUT_S
 from rollout.rules.lifecycle import Phase
 from rollout.weights.routes.broadcast import leave_group
 
@@ -102,9 +102,9 @@ class EngineScaling:
     async def _empty(self, member: EngineState, keeps_process: bool) -> int:
         budgets, started = self._settings.lifecycle, now()
         try:
-            async with asyncio.timeout(leave_timeout_s(budgets)):
-                await self._drain(member)
-                if keeps_process:
+            await self._drain(member)
+            if keeps_process:
+                async with asyncio.timeout(budgets.memory_timeout_s):
                     return await self._release(member)
             before = await member.process.resident_bytes()
             await self._end(member)
@@ -118,10 +118,12 @@ class EngineScaling:
 
     async def _drain(self, member: EngineState) -> None:
         """Pause and flush; afterwards nothing is in flight."""
-        budgets = self._settings.lifecycle
+        budget_s = self._settings.lifecycle.command_timeout_s
         if self._commands.phase in _BEFORE_FLUSH:
-            await pause(member, Drain.ABORT, budgets.command_timeout_s)
-            await flush(member, Drain.ABORT, budgets.command_timeout_s)
+            async with asyncio.timeout(budget_s):
+                await pause(member, Drain.ABORT, budget_s)
+            async with asyncio.timeout(budget_s):
+                await flush(member, Drain.ABORT, budget_s)
 
     async def _release(self, member: EngineState) -> int:
         if member.update_group:  # the next push creates a broadcast group without it
