@@ -163,10 +163,10 @@ def test_a_newcomer_finds_the_stuck_engine_with_what_the_documentation_says(
             running.send_signal(signal.SIGINT)
         assert running.wait(30) == -signal.SIGINT
     assert "STUCK" in output[0]
-    assert "release has waited" in output[1]
+    assert "release_memory_occupation has waited" in output[1]
     assert "for engines faulty-0, faulty-1, since" in output[1]
     assert "HTTP call release_memory_occupation without a reply for" in output[2]
-    assert "in release, the engine releases its memory" in "".join(output)
+    assert "in release_memory_occupation, the engine releases its memory" in "".join(output)
     assert "1. wait: in 1" in next(line for line in output if "Do:" in line)
 
 
