@@ -211,7 +211,7 @@ class ServerGroup:
             order: number of the command; one older than the last is refused.
             push: the new weights, for ``update_weights``.
             version: the weight version the engines must hold, for ``verify`` and ``snapshot``.
-            budget_s: what is left of the server's phase, in which all engines must have replied;
+            budget_s: the rest of the phase of the server, in which all engines must have replied;
                 None for as long as the settings say, without a server.
 
         Raises:

@@ -19,7 +19,7 @@ from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, Weight
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.weight_push import WeightPush
 from tests.support.builders import TENSOR_NAMES, make_group, manifest, push, started_group
-from tests.support.virtual_time import virtual_time
+from tests.support.virtual_time import pass_time, virtual_time
 
 # What start asks an engine; a test of a later command looks past it.
 ASKED_AT_START = 3
@@ -695,7 +695,7 @@ async def test_a_command_whose_turn_comes_too_late_reaches_no_engine() -> None:
     group, (busy,) = await started_group(1)
     busy.faults.strike("pause_generation", hang(), times=2)
     first = asyncio.create_task(group.run(Command.PAUSE_GENERATION, budget_s=60.0))
-    await asyncio.sleep(1.0)
+    await pass_time(1.0)
     before = sent(busy)
     with pytest.raises(PhaseFailed, match=r"flush_cache has not begun after 10 s, and no engine"):
         await group.run(Command.FLUSH_CACHE, budget_s=20.0)
@@ -711,7 +711,7 @@ async def test_the_time_before_its_turn_is_not_given_to_a_command_again() -> Non
     await group.run(Command.PAUSE_GENERATION)
     async with group._commands.turn:
         late = asyncio.create_task(group.run(Command.FLUSH_CACHE, budget_s=20.0))
-        await asyncio.sleep(8.0)
+        await pass_time(8.0)
     began = asyncio.get_running_loop().time()
     with pytest.raises(PhaseFailed, match="flush_cache took longer than 12 s"):
         await late
