@@ -108,7 +108,7 @@ class VllmPushes(VllmPauses):
         self._note_update(flushes, version)
 
     async def _with_version(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With the version of the server, which encoded tensors must begin from."""
+        """The payload with the version of the server, which encoded tensors must begin from."""
         if (await self._known_info()).raw.get("encodings"):
             return {**info, "base": await self.weight_version()}
         return info

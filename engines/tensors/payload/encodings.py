@@ -40,7 +40,7 @@ _READERS: Mapping[str, Callable[[str, torch.Tensor], Encoded]] = {delta.SUFFIX: 
 """How names end -> what reads the content."""
 
 ENCODINGS = tuple(suffix.removeprefix("#") for suffix in _READERS)
-"""As ``weights.encoding`` names them."""
+"""The names of the encodings, as in ``weights.encoding``."""
 
 
 def is_encoded(name: str) -> bool:

@@ -30,7 +30,7 @@ from rollout.weights.push.weight_push import WeightPush
 logger = logging.getLogger(__name__)
 
 MOST_VERSIONS = 3
-"""Of one adapter: the published one, those that requests and sessions still use, and the next."""
+"""The most of one adapter: the published one, those that requests still use, and the next."""
 _WAIT_S = 60.0
 
 T = TypeVar("T")

@@ -50,7 +50,7 @@ class EnginePlacement:
     server: ActorName
 
     def name(self, process: str, rank: int) -> ActorName:
-        """Of the actor of one part of an engine, by which another group finds it."""
+        """The name of the actor of one part of an engine, by which another group finds it."""
         return ActorName(self.server.namespace, f"{self._prefix}{process}/{rank}")
 
     @property

@@ -9,7 +9,7 @@ from rollout.config import EncodingChoice
 from rollout.weights.format.manifest import TensorSpec
 
 FULL = EncodingChoice.FULL.value
-"""In the place of the name of an encoding: whole tensors."""
+"""Whole tensors, in the place of the name of an encoding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from rollout.weights.tensors.sources import (
 Made = Mapping[str, Mapping[str, Any]]
 """Payload -> this rank's share of a bucket for it."""
 Encoders = Mapping[str, Encoder]
-"""Of one push, by the name of the encoding."""
+"""The encoders of one push, by the name of the encoding."""
 
 
 class Follower:
@@ -315,7 +315,7 @@ class RankShares:
 
     @property
     def _own_routes(self) -> Iterator[Chosen]:
-        """Those that this rank has an end of."""
+        """The routes that this rank has an end of."""
         return (chosen for chosen in self.plan.routes if chosen.payload in self._builders)
 
     def _begun(self, model: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Encoder]]:

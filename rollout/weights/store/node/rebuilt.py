@@ -11,7 +11,7 @@ _LENGTH_BYTES = 8
 
 
 def joined(deltas: Sequence[bytes]) -> bytes:
-    """Those of one tensor, the oldest first, as ``rebuild`` takes them."""
+    """The changes of one tensor, the oldest first, as ``rebuild`` takes them."""
     return b"".join(len(delta).to_bytes(_LENGTH_BYTES, "little") + delta for delta in deltas)
 
 
