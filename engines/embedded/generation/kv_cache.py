@@ -102,7 +102,7 @@ class RegionCache(PagedAttentionCache):
             state = SimpleNamespace(
                 request_id=state.request_id,
                 status=state.status,
-                initial_tokens=adapter.salted(state.initial_tokens),
-                generated_tokens=adapter.salted(state.generated_tokens),
+                initial_tokens=adapter.salted(state.initial_tokens + state.generated_tokens),
+                generated_tokens=[],
             )
         super().mark_complete_blocks(state, complete_blocks)

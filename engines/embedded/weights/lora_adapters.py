@@ -29,8 +29,9 @@ from engines.protocol.lora_config import (
 from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Tokens of a prompt are 32-bit in the prefix cache, and no vocabulary needs more than 20 of them.
-_SALT_SHIFT, _NUM_SALTS = 20, 2048
+# Tokens of a prompt are signed 32-bit in the prefix cache, and no vocabulary needs more than 20 of
+# them, so a token has room for 11 bits of a salt.  Six tokens have room for 66: it never wraps.
+_SALT_SHIFT, _SALT_BITS, _SALTED_TOKENS = 20, 11, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Adapter:
     """One adapter as it was loaded.
 
     Attributes:
-        salt: separates its cached prompts from those of all others.
+        salt: separates its cached prompts from those of all others, also of earlier loads.
         fingerprints: of its tensors, as they came, by their names.
     """
 
@@ -57,8 +58,16 @@ class Adapter:
     fingerprints: Mapping[str, str]
 
     def salted(self, ids: Sequence[int]) -> list[int]:
-        """Token ids that are like no other adapter's."""
-        return [token ^ (self.salt << _SALT_SHIFT) for token in ids]
+        """Token ids whose first page is like no other adapter's, nor the base's.
+
+        Args:
+            ids: a sequence from its first token on; the key of each page contains the first's.
+        """
+        salted = list(ids)
+        for place in range(min(_SALTED_TOKENS, len(salted))):
+            digit = self.salt >> (place * _SALT_BITS) & ((1 << _SALT_BITS) - 1)
+            salted[place] ^= digit << _SALT_SHIFT
+        return salted
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,7 @@ class Adapters:
         if not pairs:
             raise Invalid("the adapter holds no tensors")
         digests = {key: self._fingerprint(key, tensor) for key, tensor in tensors.items()}
-        adapter = Adapter(name, next(self._salts) % _NUM_SALTS, pairs, digests)
+        adapter = Adapter(name, next(self._salts), pairs, digests)
         for module in pairs:
             if module not in self._hooked:
                 self._layers[module].register_forward_hook(self._hook(module))
