@@ -81,6 +81,7 @@ class Follower:
             "name_map": request.name_map,
             "dtype": request.dtype,
             "gather_timeout_s": self._timeout_s,
+            "ties": rank.ties,
         }
         if request.adapter is None and isinstance(request.named_tensors, Iterator):
             return StreamedSource(request.named_tensors, expected=expected, **shared)

@@ -22,6 +22,7 @@ from rollout.weights.routes.choice import loads_at_once, stream_note, why_loads_
 from rollout.weights.routes.cuda_ipc import pinned
 from rollout.weights.routes.route import EnginePlace
 from rollout.weights.routes.trainer_groups import IdleGroup
+from rollout.weights.tensors.aliases import Ties
 from rollout.weights.tensors.push_plan import PushPlanCache
 from rollout.weights.tensors.sources import TensorList
 
@@ -63,6 +64,7 @@ class TrainerRank:
     Attributes:
         tensors: of the last push, as rank 0 has planned them.
         encodings: by name, the best first.
+        ties: the tensors that its checkpoint has under several names.
         num_compared: tensors that ranks have compared so far; the next push goes on after them.
     """
 
@@ -82,6 +84,7 @@ class TrainerRank:
         self.plans = PushPlanCache()
         self.idle_group = idle_group or IdleGroup()
         self.loads = LoadCosts(config)
+        self.ties = Ties(config.model_path)
         self.tensors: TensorList = ()
         self.num_compared = 0
         self._checked: tuple[Manifest | None, WeightUpdate | None] = None, None

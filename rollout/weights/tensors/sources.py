@@ -19,6 +19,7 @@ from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.named import named_pairs
 from rollout.weights.format.stacked_experts import ExpertSplitter, is_stacked, splitter_of
+from rollout.weights.tensors.aliases import NO_TIES, Ties, UnsentTensors, check_apart
 from rollout.weights.tensors.finite_check import Checked, check_finite, largest_in, largest_of
 from rollout.weights.tensors.fp8_quantiser import Fp8BlockQuantiser
 from rollout.weights.tensors.push_plan import (
@@ -97,13 +98,15 @@ class PlannedSource:
         dtype: of float tensors; they are cast before they are gathered.
         is_on_all_ranks: every rank of the trainer gathers its buckets, in the same order.
         gather_timeout_s: for each gather; None leaves it to the process group.
+        ties: which tensors may have one memory; by default that is not known.
 
     Attributes:
         manifest: of the checkpoint's tensors that they become.
 
     Raises:
-        WeightMismatch: a value is not a tensor, a name occurs twice, a tensor is not rank 0's, or
-            is sharded over other ranks, which would not take part in its gather.
+        WeightMismatch: a value is not a tensor, a name occurs twice, two have one memory and the
+            model does not tie them, a tensor is not rank 0's, or is sharded over other ranks, which
+            would not take part in its gather.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class PlannedSource:
         dtype: torch.dtype | None = None,
         is_on_all_ranks: bool = False,
         gather_timeout_s: float | None = None,
+        ties: Ties = NO_TIES,
     ) -> None:
         if tensors is not None:
             named_tensors = _in_order(named_tensors, tensors)
@@ -133,6 +137,11 @@ class PlannedSource:
         self._plan = (plans or PushPlanCache()).of(names, own, name_map, dtype)
         self.manifest = self._plan.manifest
         self._gather_timeout_s = gather_timeout_s
+        self._ties = ties
+        check_apart(own, self._names_made_of, ties)
+
+    def _names_made_of(self, index: int) -> Sequence[str]:
+        return [spec.name for spec in self._plan.parts[index].specs]
 
     def check_values(
         self, model: Mapping[str, TensorSpec], rank: int, num_ranks: int, bucket_bytes: int
@@ -252,7 +261,10 @@ class PlannedSource:
         mapped: list[torch.Tensor] = []
         for part in parts:
             mapped += part.mapped(self._plan.name_map, whole.pop(0))
-        return Pairs(share.specs, mapped)
+        pairs = Pairs(share.specs, mapped)
+        if not isinstance(self._plan.name_map, _OWN_MAPS):
+            check_apart(mapped, lambda index: [share.specs[index].name], self._ties)
+        return pairs
 
 
 class StreamedSource:
@@ -260,6 +272,9 @@ class StreamedSource:
 
     A tensor that the model does not have is left out if it shares its memory with one that came
     before and that the model has.
+
+    Args:
+        ties: which tensors of one bucket may have one memory; by default none.
 
     Attributes:
         is_on_cuda: whether the first bucket has a tensor on a GPU; False before that.
@@ -273,8 +288,11 @@ class StreamedSource:
         name_map: NameMap | None,
         dtype: torch.dtype | None,
         gather_timeout_s: float | None = None,
+        ties: Ties = NO_TIES,
     ) -> None:
         self.is_on_cuda = False
+        self._made = UnsentTensors(ties)
+        self._waiting = UnsentTensors(ties)  # shards of the bucket that are not gathered yet
         self._num_gathered_bytes = 0  # of whole tensors in the bucket that is made
         self._known: dict[tuple[object, ...], StorageWeakRef] = {}
         self._named = named_tensors
@@ -293,6 +311,8 @@ class StreamedSource:
                 yield self._taken(so_far), False
                 self._num_gathered_bytes = 0
             if tensor is not None:
+                if self._is_in_model(name):  # any other is refused with its bucket
+                    self._made.add(name, tensor)
                 so_far.append((name, tensor))
                 self._num_gathered_bytes += more
             del tensor
@@ -302,6 +322,7 @@ class StreamedSource:
 
     def _taken(self, so_far: list[tuple[str, torch.Tensor]]) -> Pairs:
         """These tensors as a bucket; the list is empty afterwards."""
+        self._made.take()
         bucket = Pairs.of(so_far)
         so_far.clear()
         self.is_on_cuda = self.is_on_cuda or any(one.is_cuda for one in bucket.tensors)
@@ -326,6 +347,7 @@ class StreamedSource:
             if self._is_tied(plain_name(name), tensor):
                 del tensor
                 continue
+            self._check_memory(name, tensor)
             more = self._num_bytes(plain_name(name), tensor)
             is_full = self._num_gathered_bytes + waiting_bytes + more > bucket_bytes
             if shards and (is_full or not is_shard(tensor)):
@@ -333,6 +355,8 @@ class StreamedSource:
                 waiting_bytes = 0
             if is_full:
                 yield "", None
+            if self._name_map is not None or self._is_in_model(plain_name(name)):
+                self._waiting.add(plain_name(name), tensor)
             shards.append((name, tensor))
             waiting_bytes += more
             if not is_shard(tensor):
@@ -341,12 +365,24 @@ class StreamedSource:
                 waiting_bytes = 0
         yield from self._gathered(shards)
 
+    def _is_in_model(self, name: str) -> bool:
+        known = self._expected
+        return known is None or name in known.tensors or is_stacked(name, known)
+
+    def _check_memory(self, name: str, tensor: Any) -> None:
+        """Check that a tensor was not made in the memory of one that is not sent yet."""
+        for unsent in (self._made, self._waiting):
+            if unsent.has_memory_of(tensor):
+                outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                names = [made for made, _ in self._renamed(name, outline)]
+                unsent.check_new(filter(self._is_in_model, names), tensor)
+
     def _is_tied(self, name: str, tensor: Any) -> bool:
         """Whether the model has it under the name of an earlier tensor that is still there."""
         if self._expected is None or not _keeps_names(self._name_map):
             return False
         memory = _memory_of(tensor)
-        if name in self._expected.tensors or is_stacked(name, self._expected):
+        if self._is_in_model(name):
             local = tensor.to_local() if is_shard(tensor) else tensor
             self._known[memory] = StorageWeakRef(local.untyped_storage())
             return False
@@ -358,6 +394,7 @@ class StreamedSource:
         """These shards as whole tensors, renamed; ``shards`` has none of them any more."""
         names = [name for name, _ in shards]
         tensors = [tensor for _, tensor in shards]
+        self._waiting.take()
         shards.clear()
         whole = gathered_whole(tensors, self._dtype, self._gather_timeout_s)
         tensors.clear()
