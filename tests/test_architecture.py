@@ -279,6 +279,21 @@ def test_what_is_a_sleep(line: str, is_found: bool) -> None:
     assert bool(sleeps(line)) is is_found
 
 
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+def test_addresses_of_a_trainers_tensors_are_taken_behind_the_comparison_with_the_plan() -> None:
+    """A new file here works on bytes that something else describes: it takes ``Pairs`` only."""
+    places = {name for name, path in MODULES.items() if "data_ptr" in path.read_text()}
+    assert {name for name in places if is_in(name, "rollout")} == {
+        "rollout.weights.tensors.aliases",  # compares them
+        "rollout.weights.tensors.bucket_bytes",
+        "rollout.weights.tensors.finite_check",
+        "rollout.weights.tensors.shard_gather",  # before the comparison: torch checks its sizes
+        "rollout.weights.tensors.sources",  # compares them
+    }
+
+
 # -- deltas -----------------------------------------------------------------------------------
 
 NAME_DELTAS = {

@@ -138,7 +138,11 @@ def _fingerprinted(waiting: Sequence[_Sums]) -> dict[str, str]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's contents as a flat tensor of bytes; a copy only if they are not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    if not flat.numel():
+        return flat.new_empty(0, dtype=torch.uint8)
+    if flat.stride(0) != 1:  # of one element, which torch calls contiguous with any stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def is_in_memory(tensor: torch.Tensor) -> bool:

@@ -38,7 +38,7 @@ from rollout.weights.tensors.bucket_bytes import (
     Flattener,
     describe_tensors,
     fingerprints_of,
-    is_worth_flattening,
+    is_flattened,
     split_bucket,
 )
 from rollout.weights.tensors.sources import Pairs
@@ -332,7 +332,7 @@ def broadcast_parts(
         flattener: a part is valid until it takes the next one.
         method: of the fingerprints; empty takes none.
     """
-    if not is_worth_flattening(pairs):
+    if not is_flattened(pairs):
         payload = {**describe_tensors(pairs.specs), "group_name": root.name}
         send = partial(root.send, pairs.tensors)
         yield StreamedBucket(payload, True, fingerprints_of(pairs, method), send)

@@ -24,6 +24,7 @@ import torch
 
 from engines.tensors import bulk_copy, flattened_bucket
 from engines.tensors.collective.buffers import BucketBuffers, host_memory
+from engines.tensors.dtypes import BROADCAST_TYPES
 from engines.tensors.fingerprint import BYTES
 from engines.tensors.torch_fingerprint import (
     as_bytes,
@@ -168,8 +169,13 @@ class _FlatLayout:
     description: Mapping[str, Any]
 
 
-def is_worth_flattening(pairs: Pairs) -> bool:
-    """Whether these are cheaper to send as one tensor."""
+def is_flattened(pairs: Pairs) -> bool:
+    """Whether a broadcast sends these as one tensor of bytes.
+
+    It does if that is cheaper, or if a backend does not know one of their types.
+    """
+    if any(spec.dtype not in BROADCAST_TYPES for spec in pairs.specs):
+        return True
     num_bytes = sum(tensor.nbytes for tensor in pairs.tensors)
     return len(pairs) > 1 and num_bytes < _MOST_MEAN_BYTES * len(pairs)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engines.tensors.dtypes import SAFETENSORS_WORDS
 from engines.tensors.torch_fingerprint import dtype_name
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.bucket_layout import split_by_size
@@ -229,7 +230,19 @@ def why_differs(spec: TensorSpec, tensor: Any) -> str:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+    """What a tensor is.
+
+    Raises:
+        WeightMismatch: no route carries its type; names it.
+    """
+    dtype = dtype_name(tensor.dtype)
+    if dtype not in SAFETENSORS_WORDS:
+        raise WeightMismatch(
+            f"tensor {name!r} is {dtype}, which is not sent to engines; these types are: "
+            f"{', '.join(SAFETENSORS_WORDS)}",
+            tensor=name,
+        )
+    return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
 def specs_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engines.tensors.dtypes import BROADCAST_TYPES, SAFETENSORS_WORDS
 from engines.tensors.fingerprint import BYTES, SUMS
 from engines.tensors.flattened_bucket import lay_out
 
@@ -16,7 +17,7 @@ from engines.tensors.torch_fingerprint import (  # noqa: E402
 from rollout.weights.tensors.bucket_bytes import (  # noqa: E402  only where there is torch
     FlatLayoutCache,
     Flattener,
-    is_worth_flattening,
+    is_flattened,
     split_bucket,
 )
 from rollout.weights.tensors.sources import Pairs  # noqa: E402
@@ -95,10 +96,16 @@ def test_a_bucket_of_the_same_names_that_changed_is_laid_out_anew() -> None:
 
 def test_only_small_tensors_are_worth_a_copy() -> None:
     small, large = torch.empty(10), torch.empty(8 << 20, dtype=torch.uint8)
-    assert is_worth_flattening(Pairs.of([("a", small), ("b", small)]))
-    assert not is_worth_flattening(Pairs.of([("a", small)]))
-    assert not is_worth_flattening(Pairs.of([("a", large), ("b", large)]))
-    assert is_worth_flattening(Pairs.of([("a", large), *(("b", small),) * 9]))
+    assert is_flattened(Pairs.of([("a", small), ("b", small)]))
+    assert not is_flattened(Pairs.of([("a", small)]))
+    assert not is_flattened(Pairs.of([("a", large), ("b", large)]))
+    assert is_flattened(Pairs.of([("a", large), *(("b", small),) * 9]))
+
+
+@pytest.mark.parametrize("dtype", SAFETENSORS_WORDS)
+def test_a_type_that_a_backend_refuses_is_sent_as_bytes(dtype: str) -> None:
+    tensor = torch.zeros(4 << 20, dtype=getattr(torch, dtype))
+    assert is_flattened(Pairs.of([("a", tensor)])) is (dtype not in BROADCAST_TYPES)
 
 
 def test_no_more_is_gathered_at_once_than_the_hosts_memory_shall_hold() -> None:
