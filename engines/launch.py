@@ -25,7 +25,7 @@ from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port
-from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
+from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity, is_unverified
 from engines.protocol.errors import EngineError, EngineNotReady
 from engines.protocol.spec import EngineSpec, Invocation, normalized
 
@@ -243,9 +243,12 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
 
 
 async def _number(client: Engine, spec: EngineSpec) -> None:
-    """Give a weight version without a number one: SGLang and vLLM start at ``default``."""
+    """Give a weight version without a number one: SGLang and vLLM start at ``default``.
+
+    Not that of an engine in which a push has ended early: a number would make it serve.
+    """
     held = await client.weight_version()
-    if not held.isdecimal():
+    if not held.isdecimal() and not is_unverified(held):
         await client.update_weight_version(str(spec.weight_version))
         numbered = (spec.engine_id, held, spec.weight_version)
         logger.info("%s: weight version %r is called %d now", *numbered)

@@ -59,7 +59,7 @@ class Changing(Pushing):
     def begin(self, transport: Transport, encoding: str) -> None:
         for kept in self._rank.encodings.values():
             kept.begin(None)
-        self._version: int | None = None
+        self._version = None
         self._rank.config = server_config(
             self._folder, transport=transport, encoding=encoding, stream=True
         )

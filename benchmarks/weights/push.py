@@ -127,6 +127,7 @@ class Pushing:
         self._groups: dict[str, str] = {}
         self._runner = asyncio.Runner()
         self._engine = EngineClient(Endpoint(host, port))
+        self._version: int | None = None
 
     def push(
         self,
@@ -151,7 +152,9 @@ class Pushing:
             self._runner.run(self._send(made.weights))
 
     async def _send(self, push: Any) -> None:
-        target = PushTarget(self._engine, process="receiver", is_compared=True)
+        target = PushTarget(
+            self._engine, process="receiver", is_compared=True, weight_version=self._version
+        )
         replies = await push_weights(push, {"engine": target}, budget_s=300, groups=self._groups)
         if replies["engine"].failure is not None:
             raise replies["engine"].failure

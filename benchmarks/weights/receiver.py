@@ -27,6 +27,7 @@ from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.disk_update import update_from_disk
 from engines.embedded.weights.model_weights import ModelWeights
 from engines.embedded.weights.payload_tensors import read_payload
+from engines.protocol import encoded_from
 from engines.tensors.collective.bucket import content_of
 
 
@@ -36,7 +37,7 @@ class Receiver:
     def __init__(self, specs: list[dict[str, Any]]) -> None:
         layout = {spec["name"]: (spec["shape"], getattr(torch, spec["dtype"])) for spec in specs}
         self.weights = ModelWeights(Holder(allocated(layout)))
-        self.weights.version = lambda: self.version
+        self.weights.version = lambda: encoded_from(self.version)
         self.mapped = MappedFiles()
         self.receiver = BroadcastReceiver(self.weights, torch.device("cpu"))
         self.version = "0"
@@ -71,6 +72,9 @@ class Receiver:
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
         self.receiver.groups.leave(body["group_name"])
+
+    def update_weight_version(self, body: dict[str, Any]) -> None:
+        self.version = body["new_version"]
 
     def begin_weight_update(self, body: dict[str, Any]) -> None:
         """Nothing to do."""

@@ -26,7 +26,10 @@ from engines.protocol.types import (
     VersionSpan,
     WeightsReport,
     WorkerType,
+    encoded_from,
+    is_unverified,
     read_gpu_id,
+    unverified_text,
 )
 
 __all__ = [
@@ -51,5 +54,8 @@ __all__ = [
     "VersionSpan",
     "WeightsReport",
     "WorkerType",
+    "encoded_from",
+    "is_unverified",
     "read_gpu_id",
+    "unverified_text",
 ]

@@ -255,6 +255,32 @@ class PromptImage:
     digest: str
 
 
+_UNVERIFIED = "unverified-"
+_OVER = "-over-"
+
+
+def unverified_text(version: int, over: int | None = None) -> str:
+    """What an engine reports as its version from the first bucket of a push until the last.
+
+    It is no number, so no launch and no recovery takes the engine's weights for a version.
+
+    Args:
+        version: of the push.
+        over: the version of the weights that it changes; None if they are of none.
+    """
+    return f"{_UNVERIFIED}{version}" + ("" if over is None else f"{_OVER}{over}")
+
+
+def is_unverified(text: str) -> bool:
+    """Whether an engine that reports this version may have a part of a push."""
+    return text.startswith(_UNVERIFIED)
+
+
+def encoded_from(text: str) -> str:
+    """The version that encoded tensors must begin from in an engine that reports this one."""
+    return text.partition(_OVER)[2] if is_unverified(text) else text
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Reply of ``/model_info``."""

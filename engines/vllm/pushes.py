@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from engines.http.call import EngineCall
-from engines.protocol import Endpoint, PauseMode, TensorInfo, WeightsReport
+from engines.protocol import Endpoint, PauseMode, TensorInfo, WeightsReport, encoded_from
 from engines.protocol.errors import EngineRejected
 from engines.protocol.plain_text import differing_text
 from engines.protocol.types import UpdateGroup
@@ -110,7 +110,7 @@ class VllmPushes(VllmPauses):
     async def _with_version(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
         """The payload with the version of the server, which encoded tensors must begin from."""
         if (await self._known_info()).raw.get("encodings"):
-            return {**info, "base": await self.weight_version()}
+            return {**info, "base": encoded_from(await self.weight_version())}
         return info
 
     def _note_update(self, flushes: bool, version: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from engines.fake.engine.fake_weights import write_checkpoint
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec, LocalLauncher, attach
 from engines.process.tcp_ports import reserve_port
-from engines.protocol import Endpoint, ServerInfo
+from engines.protocol import Endpoint, PauseMode, ServerInfo
 from engines.protocol.errors import EngineNotReady
 from engines.sglang.features import NEEDED
+from rollout.weights.format.manifest import Manifest
+from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from tests.engines.attached_config import config
 from tests.support.contract import CPU_OPTIONS, Bench, Models, client
 
@@ -51,6 +54,44 @@ async def test_an_attached_engine_is_driven_and_runs_on_when_we_go(
     assert await bench.running.is_alive()
     assert await bench.engine.weight_version() == "1"
     assert len(await bench.greedy()) == 8
+
+
+@pytest.mark.parametrize("num_sent", [1, 2])
+@pytest.mark.parametrize("kind", THEIRS, indirect=True)
+async def test_half_a_push_whose_launcher_is_gone_is_served_by_no_launch(
+    bench: Bench, tmp_path: Path, num_sent: int
+) -> None:
+    """Its owner resumes the engine, which cannot know what it holds."""
+    tensors, names = bench.tensors("second"), list(bench.tensors("second"))
+    await bench.engine.update_weight_version("7")
+    await bench.engine.pause_generation(PauseMode.ABORT)
+    buckets = [
+        pickle.dumps([(name, tensors[name]) for name in names[part::3]]) for part in (0, 1, 2)
+    ]
+
+    async def lost() -> bytes:
+        raise rollout.WeightsUnavailable("the trainer is gone")
+
+    push = WeightPush(8, Manifest({}), [*buckets[:num_sent], lost()])
+    with pytest.raises(rollout.WeightsUnavailable, match="the trainer is gone"):
+        await push_weights(push, {"a": PushTarget(bench.engine, weight_version=7)}, budget_s=60)
+    await bench.engine.continue_generation()
+    assert len(await bench.greedy()) == 8
+    whole = config(bench.url, bench.models.first, tmp_path)
+
+    def launched() -> int:
+        with rollout.launch(whole, backend="local") as deployment:
+            return deployment["policy"].status().result().weight_version
+
+    with pytest.raises(rollout.WeightMismatch, match=r"theirs-0 at .*ended early"):
+        await asyncio.to_thread(launched)
+    assert await bench.engine.weight_version() == "unverified-8-over-7"
+    await bench.engine.pause_generation(PauseMode.ABORT)
+    healing = WeightPush(9, Manifest({}), buckets)
+    (reply,) = (await push_weights(healing, {"a": PushTarget(bench.engine)}, budget_s=60)).values()
+    assert reply.failure is None
+    await bench.engine.continue_generation()
+    assert await asyncio.to_thread(launched) == 9
 
 
 @pytest.mark.parametrize("kind", THEIRS, indirect=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -132,7 +133,8 @@ class DirectPushes:
         with push_of_one_rank(self._rank, server, request, may_stream=True) as made:
             found = made.weights.route_of("engine")
             assert found is not None
-            answers = await push_weights(made.weights, {"engine": self._target}, budget_s=60)
+            target = replace(self._target, weight_version=self.holds)
+            answers = await push_weights(made.weights, {"engine": target}, budget_s=60)
             failure = answers["engine"].failure
             if failure is None:
                 made._after_success()

@@ -23,6 +23,7 @@ from engines.embedded.memory.regions import Memory
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.lora_adapters import Adapters
 from engines.embedded.weights.model_weights import ModelWeights
+from engines.protocol import encoded_from
 
 
 class EmbeddedEngine:
@@ -45,7 +46,7 @@ class EmbeddedEngine:
             is_on_gpu=memory.is_on_gpu,
         )
         self.weights = ModelWeights(model, self.adapters.fingerprints, is_on_gpu=memory.is_on_gpu)
-        self.weights.version = lambda: self.weight_version
+        self.weights.version = lambda: encoded_from(self.weight_version)
         self.mapped = MappedFiles()
         self.receiver = BroadcastReceiver(self.weights, memory.device)
         self.live: dict[str, Generation] = {}

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
 
+from engines.protocol import unverified_text
 from engines.protocol.errors import EngineRejected
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.state import EngineState
@@ -25,7 +26,6 @@ from rollout.core.errors import LifecycleError
 from rollout.core.fanout import EngineReply, fan_out
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.weight_push import WeightPush
-from rollout.weights.routes.route import unverified_text
 
 Replies = dict[str, EngineReply[None]]
 

@@ -124,6 +124,7 @@ def _target(member: EngineState) -> PushTarget:
         process_text(member.process.processes),
         reports_groups=member.reports_groups,
         is_compared=member.has_checker and bool(member.fingerprint_method),
+        weight_version=member.weight_version if member.is_verified else None,
     )
 
 

@@ -282,6 +282,14 @@ class RolloutServer:
             self._phase_runner.start_at(version)
             return
         for engine in engines:
+            if engine.weight_version is None:
+                raise WeightMismatch(
+                    f"engine {engine.engine_id} at {engine.endpoint.url} starts at weight version "
+                    f"None, not {self.weight_version}: it reports no number.  With unverified-N, a "
+                    "push into it ended early, and its weights may be of two versions: restart it "
+                    "with its checkpoint, or let its trainer push all weights first",
+                    engine_id=engine.engine_id,
+                )
             if engine.weight_version != self.weight_version:
                 raise WeightMismatch(
                     f"engine {engine.engine_id} starts at weight version "

@@ -1,8 +1,9 @@
 """Sends one push to many engines: session, buckets, version, flush.
 
 Always true: a session that was begun is ended, also after a failure; engines leave the group that
-they joined, unless the trainer keeps it for the next push and no engine failed in this one; only
-the last bucket flushes the prefix cache and sets the version; an engine that fails gets no further
+they joined, unless the trainer keeps it for the next push and no engine failed in this one; from
+its first bucket until the last, an engine reports a version that no launch takes for one; only the
+last bucket flushes the prefix cache and sets the version; an engine that fails gets no further
 bucket and is reported, because it holds a part of the push and must not serve; no engine changes
 its weights before ``on_begin`` is called.
 """
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.protocol import unverified_text
 from engines.protocol.adapter_names import engine_name
 from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
@@ -305,16 +307,26 @@ class _PushRun:
         try:
             await self._call("begin_weight_update", self._each(begun, _begin))
             begun = [engine_id for engine_id in begun if engine_id not in self._failed]
+            is_first = True
             async for payload, is_last in source:
                 if not self._active():
                     break
                 await self._check_files(payload, source)
                 packed = await self._pack(payload)
+                if is_first:  # of a push without a bucket, the engines keep their version
+                    names = self._each(self._active(), self._name_unverified)
+                    await self._call("update_weight_version", names)
+                    is_first = False
                 stage = Stage(self._push.version, is_last, self._push.checks_path)
                 await self._call("update_weights", self._sends(packed, stage))
                 source.keeps = bool(source.terms.get("keeps")) and self._is_whole()
         finally:
             await self._call("end_weight_update", self._each(begun, _end))
+
+    async def _name_unverified(self, target: PushTarget) -> None:
+        """Name what a push leaves that ends early, whatever ends then."""
+        held = None if self._push.checks_path else target.weight_version
+        await target.engine.update_weight_version(unverified_text(self._push.version, held))
 
     def _sends(
         self, packed: Mapping[str, Any], stage: Stage

@@ -12,7 +12,7 @@ from typing import Any
 
 import pybase64
 
-from engines.protocol import Engine
+from engines.protocol import Engine, unverified_text
 from rollout.config import Transport
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.encoding import FULL
@@ -34,6 +34,7 @@ class PushTarget:
         process: identifies its processes; empty if unknown.
         reports_groups: it reports which broadcast groups it is a member of.
         is_compared: its fingerprints are compared with the trainer's after the push.
+        weight_version: what it holds before the push, verified; None for none.
     """
 
     engine: Engine
@@ -42,14 +43,7 @@ class PushTarget:
     process: str = ""
     reports_groups: bool = False
     is_compared: bool = False
-
-
-def unverified_text(version: int) -> str:
-    """What an engine reports as its version while the path of that push is checked.
-
-    It is no number, so no launch and no recovery takes the engine's weights for a version.
-    """
-    return f"unverified-{version}"
+    weight_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

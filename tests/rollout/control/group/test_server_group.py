@@ -78,6 +78,7 @@ async def test_a_step_sends_each_engine_its_calls_in_the_order_that_works() -> N
             "release_memory_occupation",
             "resume_memory_occupation",
             "begin_weight_update",
+            "update_weight_version",
             "update_weights_from_tensor",
             "update_weights_from_tensor",
             "end_weight_update",

@@ -36,6 +36,7 @@ STEP = [
     "resume_memory_occupation",
     "is_paused",
     "begin_weight_update",
+    "update_weight_version",
     "update_weights_from_tensor",
     "update_weights_from_tensor",
     "end_weight_update",

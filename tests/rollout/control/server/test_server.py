@@ -137,6 +137,7 @@ async def test_a_group_that_keeps_its_gpus_goes_along_without_release_and_resume
         "pause_generation",
         "flush_cache",
         "begin_weight_update",
+        "update_weight_version",
         "update_weights_from_tensor",
         "end_weight_update",
         "weight_version",

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,7 @@ async def test_an_engine_that_failed_gets_no_further_bucket_and_its_session_ends
     assert answers["b"].failure is None
     assert len(updates(bad)) == 1
     assert not bad.is_updating
-    assert await bad.weight_version() == "0"
+    assert await bad.weight_version() == "unverified-1"
 
 
 async def test_an_engine_that_would_not_begin_gets_nothing() -> None:
@@ -109,6 +110,52 @@ async def test_an_engine_that_would_not_begin_gets_nothing() -> None:
     assert bad.operations() == ["begin_weight_update"]
     assert answers["a"].failure is not None
     assert answers["b"].failure is None
+
+
+async def test_an_engine_that_would_not_be_renamed_gets_no_bucket_and_keeps_its_number() -> None:
+    bad, good = two_engines()
+    bad.fail_next("update_weight_version", EngineUnreachable("connection broke"))
+    answers = await push_weights(push(1), targets(bad, good), budget_s=10)
+    assert "update_weight_version failed" in str(answers["a"].failure)
+    assert not updates(bad)
+    assert not bad.is_updating
+    assert await bad.weight_version() == "0"
+    assert answers["b"].failure is None
+
+
+async def test_a_push_whose_first_bucket_never_comes_leaves_the_number_of_whole_weights() -> None:
+    engine = FakeEngine("a")
+
+    async def lost() -> bytes:
+        raise WeightsUnavailable("the trainer is gone")
+
+    with pytest.raises(WeightsUnavailable):
+        await push_weights(WeightPush(1, manifest(), [lost()]), targets(engine), budget_s=10)
+    assert await engine.weight_version() == "0"
+
+
+@pytest.mark.parametrize("num_sent", [1, 2, 3])
+@pytest.mark.parametrize("held", [None, 0])
+async def test_from_its_first_bucket_to_its_last_a_push_has_no_number(
+    num_sent: int, held: int | None
+) -> None:
+    engine = FakeEngine("a")
+    versions: list[str] = []
+    send = engine.update_weights_from_tensor
+
+    async def seen(*payloads: Any, **more: Any) -> None:
+        versions.append(engine._version)
+        if len(versions) > num_sent:
+            raise EngineUnreachable("the launcher is gone")
+        await send(*payloads, **more)
+
+    engine.update_weights_from_tensor = seen  # type: ignore[method-assign]
+    target = PushTarget(engine, weight_version=held)
+    await push_weights(push(4, num_buckets=3), {"a": target}, budget_s=10)
+    name = "unverified-4" if held is None else "unverified-4-over-0"
+    assert set(versions) == {name}
+    assert not name.isdecimal()
+    assert await engine.weight_version() == ("4" if num_sent == 3 else name)
 
 
 async def test_an_engine_that_would_not_end_has_failed() -> None:
@@ -137,7 +184,7 @@ async def test_a_bucket_that_never_comes_ends_the_session_of_every_engine() -> N
         await push_weights(the_push, targets(one, other), budget_s=10)
     assert not one.is_updating
     assert not other.is_updating
-    assert await one.weight_version() == "0"
+    assert await one.weight_version() == "unverified-1"
 
 
 @pytest.mark.parametrize("held", ["begin_weight_update", "update_weights_from_tensor"])
@@ -169,7 +216,7 @@ async def test_the_whole_push_has_one_deadline() -> None:
 async def test_an_engine_without_sessions_gets_only_buckets() -> None:
     engine = FakeEngine("a", needs_session=False)
     await push_weights(push(1), {"a": PushTarget(engine, has_session=False)}, budget_s=10)
-    assert engine.operations() == ["update_weights_from_tensor"]
+    assert engine.operations() == ["update_weight_version", "update_weights_from_tensor"]
 
 
 async def test_a_wrong_shape_that_gets_through_kills_the_engine_and_is_reported() -> None:

@@ -57,6 +57,7 @@ async def test_each_engine_gets_its_ranks_and_leaves_in_the_end() -> None:
         "weight_version",
         "init_weights_update_group",
         "begin_weight_update",
+        "update_weight_version",
         "update_weights_from_distributed",
         "end_weight_update",
         "destroy_weights_update_group",
@@ -74,6 +75,7 @@ async def test_vllm_engines_get_the_same_calls() -> None:
     assert [one for one in engine.operations() if "group" in one or "update" in one] == [
         "init_weights_update_group",
         "begin_weight_update",
+        "update_weight_version",
         "update_weights_from_distributed",
         "end_weight_update",
         "destroy_weights_update_group",
