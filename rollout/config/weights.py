@@ -92,6 +92,10 @@ class WeightsConfig(ConfigSection):
     """Tensors of the checkpoint that the trainer does not hold, by name or shell pattern, for
     example ``mtp.*``. A full push is complete without them. Engines that offload keep a copy of all
     their weights in host memory."""
+    frozen: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Tensors that pushes contain and training never changes, by name or shell pattern, for example
+    ``model.visual.*``. All others are expected to change, by their fingerprints: a part that does
+    not is reported. An adapter's tensors go by the names of those that they are added to."""
     bucket_bytes: Annotated[int, Field(ge=1)] = 256 * 1024 * 1024
     """Bytes of tensors sent in one request."""
     transport: Transport = Transport.AUTO

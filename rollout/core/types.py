@@ -173,6 +173,28 @@ class PushStage:
 
 
 @dataclass(frozen=True, slots=True)
+class UnchangedWeights:
+    """Weights that pushes should have changed and have not, by the trainer's fingerprints.
+
+    Attributes:
+        adapter: the LoRA adapter that was pushed; empty for the base.
+        patterns: of its tensors, as ``weights.frozen`` takes them; empty for whole pushes.
+        num_pushes: the pushes in a row that left them as they were.
+        what: the observation in one line.
+        causes: the likely ones, the first first.
+        advice: what to do, the best first.
+    """
+
+    adapter: str
+    patterns: tuple[str, ...]
+    num_tensors: int
+    num_pushes: int
+    what: str
+    causes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """The result of a server command over all groups.
 
@@ -182,6 +204,7 @@ class StepReport:
         weight_version: version of all serving engines.
         push_stages: seconds and bytes of each rank of a push; a single process is rank 0.
         paused_s: seconds in which no engine could generate because of a push.
+        unchanged: what the last pushes did not change; None if they have no fingerprints.
     """
 
     phase_s: Mapping[str, float] = field(default_factory=dict)
@@ -190,6 +213,7 @@ class StepReport:
     reports: tuple[PhaseReport, ...] = ()
     push_stages: tuple[PushStage, ...] = ()
     paused_s: float = 0.0
+    unchanged: tuple[UnchangedWeights, ...] | None = None
 
     def merged(self, later: StepReport) -> StepReport:
         """This report followed by ``later``; seconds of the same command are added.
@@ -207,6 +231,7 @@ class StepReport:
             self.reports + later.reports,
             self.push_stages + later.push_stages,
             self.paused_s + later.paused_s,
+            later.unchanged,
         )
 
 
@@ -318,6 +343,7 @@ class ServerStatus:
         lock_owner: the command that runs now; empty if none does.
         base_version: the version that engines report: of the base, where adapters are pushed.
         store: None if no weight store is configured.
+        unchanged: see ``StepReport``.
     """
 
     name: str
@@ -329,3 +355,4 @@ class ServerStatus:
     groups: tuple[GroupStatus, ...]
     store: StoreStatus | None = None
     base_version: int = 0
+    unchanged: tuple[UnchangedWeights, ...] | None = None

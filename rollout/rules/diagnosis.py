@@ -103,6 +103,7 @@ def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]
         *_gate(now),
         *_engines(now),
         *_versions(now),
+        *_unchanged(now),
         *_store(now),
         *_journal(now),
     ]
@@ -378,6 +379,12 @@ def _versions(now: Mapping[str, Any]) -> Iterator[Finding]:
             (),
             ("push again; fence them if they must not serve until then",),
         )
+
+
+def _unchanged(now: Mapping[str, Any]) -> Iterator[Finding]:
+    for one in now.get("unchanged") or ():
+        causes = (f"likely: {cause}" for cause in one["causes"])
+        yield Finding(Severity.WRONG, one["what"], tuple(causes), tuple(one["advice"]))
 
 
 def _store(now: Mapping[str, Any]) -> Iterator[Finding]:

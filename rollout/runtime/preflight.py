@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +76,10 @@ def wrong_settings(config: RolloutConfig) -> list[Mistake]:
     found = [*wrong_paths(config), *_wrong_log_dir(config)]
     for name, server in config.servers.items():
         found += _wrong_folders(f"servers.{name}.weights", server)
-        found += _wrong_patterns(f"servers.{name}.weights.not_pushed", server)
+        weights = server.weights
+        for setting in ("not_pushed", "frozen"):
+            patterns = getattr(weights, setting)
+            found += _wrong_patterns(f"servers.{name}.weights.{setting}", patterns, server)
         for group, settings in server.groups.items():
             found += _wrong_group(f"servers.{name}.groups.{group}", server, settings)
     return found
@@ -154,8 +157,9 @@ def _wrong_folders(path: str, server: ServerConfig) -> Iterator[Mistake]:
             yield _wrong(f"{path}.disk_path", weights.disk_path, f"{why}; give a folder that can")
 
 
-def _wrong_patterns(setting: str, server: ServerConfig) -> Iterator[Mistake]:
-    patterns = server.weights.not_pushed
+def _wrong_patterns(
+    setting: str, patterns: Sequence[str], server: ServerConfig
+) -> Iterator[Mistake]:
     try:
         manifest = read_checkpoint_manifest(server.model_path) if patterns else None
     except WeightMismatch as error:

@@ -80,8 +80,11 @@ class GateControl:
         statuses = (await self._registry.statuses()).values()
         return why_none_serves(statuses, weight_version, self._config.weights.update)
 
-    async def open(self, served: LastPush) -> None:
+    async def open(self, served: LastPush, of_push: Mapping[str, float]) -> None:
         """Open the gate to these weights.
+
+        Args:
+            of_push: metrics of the push, which go to drivers with those of the step.
 
         Raises:
             PhaseFailed: no engine holds the weights, or a group has too few engines; the gate
@@ -108,6 +111,7 @@ class GateControl:
             table = table_of(served.adapters, weights.adapters[0])
             lora = {"adapters": table, "base_version": served.base_version}
         metrics = self._metrics_of_step() | {"server/weight_version": float(weight_version)}
+        metrics |= of_push
         await self._router.set_gate("open", weight_version=weight_version, metrics=metrics, **lora)
         self.state = "open"
         self._timeline.event("gate", f"open at weight version {weight_version}")

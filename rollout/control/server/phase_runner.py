@@ -27,6 +27,7 @@ from rollout.rules import lifecycle
 from rollout.rules.lifecycle import STAGE, Command, Phase
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push_version import LastPush, why_not_newer
+from rollout.weights.push.unchanged import PushChanges
 from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.store.store import WeightStore
 
@@ -41,8 +42,10 @@ class PhaseRunner:
         adapters: the versions of adapters on the engines.
         margin_s: a group has its own deadlines; this long after them, the group counts as lost.
         update: what the server's pushes are.
+        frozen: patterns of tensors that pushes never change.
 
     Attributes:
+        changes: what the pushes have changed.
         doing: the command that runs; empty for none.
         expected_version: the gate stays closed until a push of this version or a newer one.
         next_adapter: a push that is staged as soon as the engines generate, and then published.
@@ -63,7 +66,9 @@ class PhaseRunner:
         adapters: AdapterVersions,
         margin_s: float,
         update: WeightUpdate = WeightUpdate.FULL,
+        frozen: Sequence[str] = (),
     ) -> None:
+        self.changes = PushChanges(frozen)
         self.doing = ""
         self.expected_version = 0
         self.next_adapter: WeightPush | None = None
@@ -148,7 +153,7 @@ class PhaseRunner:
         lifecycle.check_started(self._registry.phases)
         if Command.PAUSE_GENERATION in commands:
             await self._restart_if_short()
-        report = StepReport(weight_version=self.weight_version)
+        report = self._report()
         for command in commands:
             if command is Command.RELEASE_MEMORY_OCCUPATION and (
                 late := self._registry.may_continue_late()
@@ -184,7 +189,7 @@ class PhaseRunner:
         await self._refresh_phases()
         if push.adapter:
             self.next_adapter = push
-            return StepReport(weight_version=self.weight_version)
+            return self._report()
         # If only some groups took the push, they would hold weights that are never published.
         for name, phase in self._registry.phases.items():
             lifecycle.next_phase(phase, Command.UPDATE_WEIGHTS, self._registry.traits[name])
@@ -193,7 +198,27 @@ class PhaseRunner:
         contents = push.contents_under(self._update)
         self._last_push = self._last_push.then(push.version, push.manifest, contents, push.adapter)
         self._pushed = push
-        return report
+        await self._read_fingerprints()
+        self._note_changes()
+        return replace(report, unchanged=self.changes.findings)
+
+    def _note_changes(self, adapter: str = "") -> None:
+        """Note what the last push has changed, and log once what it should have changed."""
+        last = self._last_push
+        assert last.manifest is not None
+        for found in self.changes.note(last.version, last.manifest, adapter):
+            logger.warning(
+                "server %s: %s. Likely: %s. %s",
+                self._name,
+                found.what,
+                "; or ".join(found.causes),
+                "; ".join(found.advice),
+            )
+            self._timeline.event("unchanged", found.what)
+
+    def _report(self) -> StepReport:
+        """The report of no command."""
+        return StepReport(weight_version=self.weight_version, unchanged=self.changes.findings)
 
     async def why_not_newer(self, push: WeightPush) -> str:
         """Why this push cannot have its version; empty if it can."""
@@ -259,6 +284,7 @@ class PhaseRunner:
             weight_version=self.weight_version,
             reports=tuple(reports),
             paused_s=self._gate.paused_s if command is Command.CONTINUE_GENERATION else 0.0,
+            unchanged=self.changes.findings,
         )
 
     async def _stage_next(self) -> Sequence[PhaseReport]:
@@ -274,6 +300,7 @@ class PhaseRunner:
             reports = await self._adapters.stage(push, is_open=self._gate.state == "open")
         contents = push.contents_under(self._update)
         self._last_push = self._last_push.then(push.version, push.manifest, contents, push.adapter)
+        self._note_changes(push.adapter)
         return reports
 
     async def _run_on_groups(
@@ -333,7 +360,7 @@ class PhaseRunner:
         """Open the gate after all engines can serve."""
         served = replace(self._last_push, has_served=True)
         try:
-            await self._gate.open(self._last_push)
+            await self._gate.open(self._last_push, self.changes.metrics())
         except BaseException as error:
             if not isinstance(error, PhaseFailed):  # the router may have opened it
                 self._last_push = served

@@ -145,6 +145,7 @@ class RolloutServer:
             adapters=self._adapters,
             margin_s=margin_s,
             update=config.weights.update,
+            frozen=config.weights.frozen,
         )
         self._journal = journal
         self._elastic = ElasticSlots(name, config, registry, gate, recovery)
@@ -472,6 +473,7 @@ class RolloutServer:
             lock_owner=self._lock.owner,
             groups=tuple(groups.values()),
             store=await self._store.status() if self._store is not None else None,
+            unchanged=self._phase_runner.changes.findings,
         )
 
     async def observe(self, cursors: Mapping[str, int]) -> ServerSnapshot:

@@ -67,6 +67,11 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         (),
         "Share of elements that the last push changed; no sample where it sent whole tensors.",
     ),
+    "rollout_unchanged_tensors": (
+        "gauge",
+        (),
+        "Tensors that pushes should have changed and have not; no sample without fingerprints.",
+    ),
     "rollout_adapter_version": ("gauge", ("adapter",), "The published version of an adapter."),
     "rollout_steps": ("counter", (), "Completed steps: from pause to serving again."),
     "rollout_events": ("counter", ("event",), "Events: fenced, restarted, gate ..."),
@@ -229,7 +234,7 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
     """Gauge -> labels -> value, from a snapshot; None where a value is unknown."""
     engines, gate = now.get("engines", ()), now.get("gate", {})
     figures, store = now.get("figures", ()), now.get("store") or {}
-    pushes = now.get("pushes", ())
+    pushes, unchanged = now.get("pushes", ()), now.get("unchanged")
     last_step = figures[-1]["step"] if figures else None
     # A step has several reports: the rollout's, those of checks, an evaluation's.
     last = {
@@ -248,6 +253,9 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
         "rollout_store_bytes": store.get("bytes"),
         "rollout_driver_step": last_step,
         "rollout_push_density_ratio": pushes[-1]["density"] if pushes else None,
+        "rollout_unchanged_tensors": None
+        if unchanged is None
+        else sum(one["num_tensors"] for one in unchanged),
     }
     labelled: dict[str, Mapping[Any, Any]] = {
         "rollout_phase": {now.get("phase"): 1},

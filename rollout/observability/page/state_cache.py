@@ -174,6 +174,9 @@ class StateCache:
                 for engine in group.engines
             ],
             "store": _store_dict(status),
+            "unchanged": None
+            if status.unchanged is None
+            else [asdict(one) for one in status.unchanged],
         }
 
     def _engine_dict(

@@ -163,13 +163,16 @@ def first_match(name: str, patterns: Sequence[str]) -> str:
 
 
 def wrong_patterns(patterns: Sequence[str], names: Collection[str]) -> Iterator[str]:
-    """Why patterns of ``weights.not_pushed`` do not fit the names of a checkpoint's tensors."""
+    """Why patterns do not fit the names of a checkpoint's tensors.
+
+    They are those of ``weights.not_pushed`` or ``weights.frozen``.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(_names_like(pattern, names))
             yield f"{pattern!r} matches no tensor of the checkpoint; names like it: {near}"
     if patterns and all(first_match(name, patterns) for name in names):
-        yield "no tensor is left to push; for weights that never change, set update to frozen"
+        yield "no tensor is left; for weights that never change, set update to frozen"
 
 
 def _names_like(pattern: str, names: Collection[str]) -> list[str]:

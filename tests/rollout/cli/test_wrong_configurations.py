@@ -158,7 +158,9 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{W}.adapters", ["a", "a"], "", "each name once, not a, a"),
     (f"{W}.not_pushed", ["mpt.*"], "", "'mpt.*' matches no tensor"),
     (f"{W}.not_pushed", ["model.layer.0.*"], "", "names like it: model.layers.0.mlp.weight"),
-    (f"{W}.not_pushed", ["*"], "", "no tensor is left to push"),
+    (f"{W}.not_pushed", ["*"], "", "no tensor is left"),
+    (f"{W}.frozen", ["*"], "", "no tensor is left"),
+    (f"{W}.frozen", ["model.visual.*"], "", "matches no tensor"),
     (f"{W}.not_pushed", "mtp.*", "", "must be a list, such as [mtp.*]"),
     (
         f"{W}",
