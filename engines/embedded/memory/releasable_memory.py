@@ -57,8 +57,13 @@ class ReleasableMemory:
         """Give the memory back; with ``backup`` the contents are kept outside this process's
         resident memory, where SGLang keeps them in host memory outside the GPU's."""
         if backup:
-            self._backup = os.memfd_create("rollout-weights-backup")
-            self._copy(self._backup, os.pwritev)
+            backup_file = os.memfd_create("rollout-weights-backup")
+            try:
+                self._copy(backup_file, os.pwritev)
+            except BaseException:
+                os.close(backup_file)  # of the model's size
+                raise
+            self._backup = backup_file
         self._map.madvise(mmap.MADV_DONTNEED)
         self._protect(_PROT_NONE)
         self.is_released = True

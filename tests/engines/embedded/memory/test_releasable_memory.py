@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+from typing import Any
 
 import psutil
 import pytest
@@ -77,3 +80,28 @@ def test_touching_released_memory_ends_the_process() -> None:
         "arena = ReleasableMemory(4096); view = arena.take(8); arena.release(backup=False); view[0]"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -11
+
+
+@pytest.mark.parametrize("num_copied", [0, 1])
+def test_a_backup_that_breaks_off_leaves_the_memory_and_no_file(
+    monkeypatch: pytest.MonkeyPatch, num_copied: int
+) -> None:
+    memory = ReleasableMemory((64 << 20) + 4096)  # two parts
+    memory.take(4)[:] = b"kept"
+    write, done, num_files = os.pwritev, [], len(os.listdir("/proc/self/fd"))
+
+    def full(*arguments: Any) -> int:
+        if len(done) == num_copied:
+            raise OSError(errno.ENOMEM, "no memory")
+        done.append(arguments)
+        return write(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", full)
+        for _ in range(3):
+            with pytest.raises(OSError, match="no memory"):
+                memory.release(backup=True)
+            done.clear()
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    memory.release(backup=False)
+    assert not memory.resume()  # there is no backup, not even a part of one
