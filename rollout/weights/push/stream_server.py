@@ -109,10 +109,12 @@ class PushStreamServer:
             self._send_all()
         except _StreamEnded:
             pass
-        except Exception as error:  # readers that wait for the bucket get it
+        except BaseException as error:  # a SystemExit, too: readers that wait for the bucket get it
             logger.error("push: a bucket could not be made: %s", describe(error))
             self._end(f"the trainer could not make a bucket: {describe(error)}")
         finally:
+            # A reader that has them all asks for none, and no other one waits in vain.
+            self._end("the trainer's buckets ended without a last one")
             close = getattr(self._buckets, "close", None)
             if close is not None:  # a generator releases the buffers of its buckets
                 close()

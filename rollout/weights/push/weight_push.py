@@ -11,7 +11,7 @@ its weights before ``on_begin`` is called.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -198,6 +198,7 @@ class _PushRun:
             engine_id: found for engine_id in targets if (found := push.route_of(engine_id))
         }
         self._clock = asyncio.get_running_loop().time
+        self._budget_s = budget_s
         self._deadline = self._clock() + budget_s
         self._failed: dict[str, EngineReply[None]] = {}
         self._elapsed = dict.fromkeys(targets, 0.0)
@@ -308,7 +309,7 @@ class _PushRun:
             await self._call("begin_weight_update", self._each(begun, _begin))
             begun = [engine_id for engine_id in begun if engine_id not in self._failed]
             is_first = True
-            async for payload, is_last in source:
+            async for payload, is_last in self._in_time(source):
                 if not self._active():
                     break
                 await self._check_files(payload, source)
@@ -322,6 +323,29 @@ class _PushRun:
                 source.keeps = bool(source.terms.get("keeps")) and self._is_whole()
         finally:
             await self._call("end_weight_update", self._each(begun, _end))
+
+    async def _in_time(self, source: BucketSource) -> AsyncIterator[tuple[Payload, bool]]:
+        """The buckets of a source, each of which has until the deadline of the push.
+
+        Raises:
+            WeightsUnavailable: one is late.
+        """
+        buckets, index = aiter(source), 0
+        while True:
+            try:
+                async with asyncio.timeout_at(self._deadline) as limit:
+                    bucket = await anext(buckets)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise WeightsUnavailable(
+                    f"weight version {self._push.version}: bucket {index} was not there when the "
+                    f"{self._budget_s:g} s of the push were over; see what its source waits for"
+                ) from None
+            yield bucket
+            index += 1
 
     async def _name_unverified(self, target: PushTarget) -> None:
         """Name what a push leaves that ends early, whatever ends then."""

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,6 +101,22 @@ async def test_a_bucket_that_cannot_be_made_is_told_to_every_reader() -> None:
     assert [str(one) for one in results] == [
         "the trainer could not make a bucket: out of memory"
     ] * 2
+    server.close()
+
+
+@pytest.mark.parametrize("num_made", [0, 1, 2])
+@pytest.mark.parametrize("ends", ["SystemExit", "without a last one"])
+async def test_every_end_of_the_buckets_frees_the_readers_at_once(num_made: int, ends: str) -> None:
+    def buckets() -> Iterator[StreamedBucket]:
+        for _ in range(num_made):
+            yield StreamedBucket(b"x", False)
+        if ends == "SystemExit":
+            sys.exit(ends)
+
+    server = PushStreamServer(buckets(), timeout_s=60)
+    async with asyncio.timeout(20):  # the stream's own deadline is later
+        with pytest.raises(WeightsUnavailable, match=ends):
+            await read_all(reader_of(server, "a"))
     server.close()
 
 

@@ -213,6 +213,23 @@ async def test_the_whole_push_has_one_deadline() -> None:
     assert engine.operations()[-1] == "end_weight_update"
 
 
+@virtual_time
+@pytest.mark.parametrize("num_sent", [0, 1, 2])
+async def test_a_bucket_that_never_comes_ends_with_the_deadline_of_the_push(num_sent: int) -> None:
+    engine = FakeEngine("a")
+    buckets = push(7, num_buckets=3).buckets[:num_sent]
+    stuck: asyncio.Future[bytes] = asyncio.Future()
+    started = asyncio.get_running_loop().time()
+    late = rf"weight version 7: bucket {num_sent} was not there when the 60 s"
+    with pytest.raises(WeightsUnavailable, match=late):
+        await push_weights(
+            WeightPush(7, manifest(), [*buckets, stuck]), targets(engine), budget_s=60
+        )
+    assert asyncio.get_running_loop().time() - started < 70
+    assert stuck.cancelled()
+    assert not engine.is_updating
+
+
 async def test_an_engine_without_sessions_gets_only_buckets() -> None:
     engine = FakeEngine("a", needs_session=False)
     await push_weights(push(1), {"a": PushTarget(engine, has_session=False)}, budget_s=10)
