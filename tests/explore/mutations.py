@@ -218,8 +218,8 @@ def _is_well(task: asyncio.Task[Any]) -> bool:
 
 
 def _open_with_an_older_version(patch: pytest.MonkeyPatch) -> None:
-    async def open_gate(self: GateControl, served: LastPush) -> None:
-        await opened(self, replace(served, version=served.version - 1))
+    async def open_gate(self: GateControl, served: LastPush, of_push: Any) -> None:
+        await opened(self, replace(served, version=served.version - 1), of_push)
 
     opened = GateControl.open
     patch.setattr(GateControl, "open", open_gate)
