@@ -136,7 +136,7 @@ def plain_case(folder: Path) -> Case:
 
 
 def mapped_case(folder: Path) -> Case:
-    """A map that splits, turns and names anew; its results are views."""
+    """A map that splits, turns and renames; its results are views."""
     given = {name: one for name, one in all_tensors(FLOATS).items() if one.dim() == 2}
 
     def name_map(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
