@@ -184,10 +184,13 @@ class UnsentTensors:
 
 
 def _changes_of(tensor: Any) -> int | None:
-    """Torch's count of changes in place; None where it keeps none."""
+    """Torch's count of changes in place; None where it keeps none, or not of this tensor alone.
+
+    Views of one memory have one count, so a part of a buffer counts what is written into others.
+    """
     if is_shard(tensor) or tensor.is_inference():
         return None
-    return int(tensor._version)
+    return int(tensor._version) if tensor.untyped_storage().nbytes() == tensor.nbytes else None
 
 
 def _same_memory(name: str, other: str) -> WeightMismatch:

@@ -102,6 +102,32 @@ def test_a_clone_of_each_is_pushed_as_it_was(fill: Fill) -> None:
     assert streamed(given) == {"left": 0, "right": 1, "last": 2}
 
 
+@FILLS
+def test_a_buffer_with_a_part_for_each_tensor_is_pushed(fill: Fill) -> None:
+    """Torch has one count of changes for all views of a memory."""
+
+    def in_parts() -> Iterator[tuple[str, Any]]:
+        buffer = torch.zeros(3, 4, 4)
+        for value, name in enumerate(("left", "right", "last")):
+            fill(buffer[value], value)
+            yield name, buffer[value]
+
+    assert streamed(in_parts()) == {"left": 0, "right": 1, "last": 2}
+
+
+@FILLS
+def test_a_buffer_of_the_largest_tensor_that_each_begins_is_refused(fill: Fill) -> None:
+    def at_the_begin() -> Iterator[tuple[str, Any]]:
+        buffer = torch.zeros(64)
+        for value, name in enumerate(("left", "right")):
+            part = buffer[: 16 - value].view(-1)
+            fill(part, value)
+            yield name, part
+
+    with pytest.raises(WeightMismatch, match="'left' and 'right' are pushed from the same memory"):
+        streamed(at_the_begin())
+
+
 def test_what_a_map_makes_in_one_buffer_is_refused() -> None:
     buffer = torch.zeros(4, 4)
 
