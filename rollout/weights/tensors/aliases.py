@@ -8,19 +8,20 @@ its checkpoint are equal.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from engines.tensors.safetensors_header import PlacedTensor, SafetensorsError, read_header
 from rollout.core.errors import WeightMismatch
+from rollout.weights.format.pushed_files import FileBytes
 from rollout.weights.tensors.shard_gather import has_shards, is_shard
 
-_READ_BYTES = 16 << 20
-_Place = tuple[str, PlacedTensor]
+_READ_BYTES = 1 << 20
+_Place = tuple[Path, PlacedTensor]
 
 
 class Ties:
@@ -61,7 +62,7 @@ class Ties:
                     placed = read_header(file, stream.fileno()).placed(size)
             except (OSError, SafetensorsError):
                 continue
-            found |= {place.name: (str(file), place) for place in placed}
+            found |= {place.name: (file, place) for place in placed}
         return found
 
 
@@ -73,13 +74,13 @@ def _equal(first: _Place, second: _Place) -> bool:
     (file, place), (other_file, other) = first, second
     if (place.dtype, place.shape) != (other.dtype, other.shape):
         return False
-    with Path(file).open("rb") as stream, Path(other_file).open("rb") as other_stream:
-        for begin in range(0, place.num_bytes, _READ_BYTES):
-            size = min(_READ_BYTES, place.num_bytes - begin)
-            here = os.pread(stream.fileno(), size, place.offset + begin)
-            if here != os.pread(other_stream.fileno(), size, other.offset + begin):
-                return False
-    return True
+    with file.open("rb") as stream, other_file.open("rb") as other_stream:
+        pairs = zip(_pieces(stream, place), _pieces(other_stream, other), strict=True)
+        return all(piece == other_piece for piece, other_piece in pairs)
+
+
+def _pieces(stream: BinaryIO, place: PlacedTensor) -> Iterator[memoryview]:
+    return FileBytes(stream.fileno(), place.offset, place.num_bytes).pieces(_READ_BYTES)
 
 
 def check_apart(
