@@ -30,8 +30,8 @@ DTYPES = tuple(_TYPES)
 BROADCAST_TYPES = frozenset(
     {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"}
 )
-"""What gloo and NCCL both broadcast in all their releases; other types are sent as bytes.  gloo
-refuses float8, int16 and all unsigned types but uint8, older NCCL float8."""
+"""Sent by a broadcast as they are; other types as bytes.  gloo (torch 2.13, tried) refuses float8,
+int16, uint16, uint32 and uint64; torch's list for NCCL (NCCLUtils.hpp) lacks the last four."""
 SAFETENSORS_WORDS = {name: word for name, (word, _) in _TYPES.items() if word}
 NAMES_OF_WORDS = {word: name for name, word in SAFETENSORS_WORDS.items()}
 

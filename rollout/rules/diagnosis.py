@@ -382,9 +382,9 @@ def _versions(now: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _unchanged(now: Mapping[str, Any]) -> Iterator[Finding]:
-    for one in now.get("unchanged") or ():
-        causes = (f"likely: {cause}" for cause in one["causes"])
-        yield Finding(Severity.WRONG, one["what"], tuple(causes), tuple(one["advice"]))
+    for weights in now.get("unchanged") or ():
+        causes = (f"likely: {cause}" for cause in weights["causes"])
+        yield Finding(Severity.WRONG, weights["what"], tuple(causes), tuple(weights["advice"]))
 
 
 def _store(now: Mapping[str, Any]) -> Iterator[Finding]:

@@ -41,7 +41,7 @@ def render_server(state: dict[str, Any], where: str) -> RenderableType:
     parts += [
         _deadline(span) for span in state.get("running", ()) if span["kind"] in ("phase", "group")
     ]
-    parts += [Text(one["what"], style="yellow") for one in state.get("unchanged") or ()]
+    parts += [Text(found["what"], style="yellow") for found in state.get("unchanged") or ()]
     parts.append(_engines(state.get("engines", [])))
     if state.get("steps"):
         last = state["steps"][-1]

@@ -255,7 +255,7 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
         "rollout_push_density_ratio": pushes[-1]["density"] if pushes else None,
         "rollout_unchanged_tensors": None
         if unchanged is None
-        else sum(one["num_tensors"] for one in unchanged),
+        else sum(found["num_tensors"] for found in unchanged),
     }
     labelled: dict[str, Mapping[Any, Any]] = {
         "rollout_phase": {now.get("phase"): 1},

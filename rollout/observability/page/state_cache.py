@@ -176,7 +176,7 @@ class StateCache:
             "store": _store_dict(status),
             "unchanged": None
             if status.unchanged is None
-            else [asdict(one) for one in status.unchanged],
+            else [asdict(found) for found in status.unchanged],
         }
 
     def _engine_dict(

@@ -84,16 +84,18 @@ class PushChanges:
         if adapter not in self._histories:
             self._histories[adapter] = _History(adapter, self._frozen)
         self._histories[adapter].note(version, manifest)
-        known = {(one.adapter, one.patterns) for one in self.findings or ()}
-        of_all = (one.findings for one in self._histories.values())
+        known = {(old.adapter, old.patterns) for old in self.findings or ()}
+        of_all = (history.findings for history in self._histories.values())
         self.findings = tuple(finding for found in of_all for finding in found)
-        return [one for one in self.findings if (one.adapter, one.patterns) not in known]
+        return [new for new in self.findings if (new.adapter, new.patterns) not in known]
 
     def metrics(self) -> dict[str, float]:
         """For the trackers of a training script; empty if nothing is known."""
         if self.findings is None:
             return {}
-        return {"server/unchanged_tensors": float(sum(one.num_tensors for one in self.findings))}
+        return {
+            "server/unchanged_tensors": float(sum(found.num_tensors for found in self.findings))
+        }
 
 
 class _History:
@@ -183,17 +185,16 @@ class _History:
         by_module: dict[str, list[str]] = {}
         for name in manifest.fingerprints:
             by_module.setdefault(self._label(name).rpartition(".lora_")[0], []).append(name)
-        # The first half of a module that is trained is never zero.
-        return {
-            name
-            for names in by_module.values()
-            for name in names
+        found: set[str] = set()
+        for names in by_module.values():
+            first_halves = (name for name in names if self._label(name).endswith(".lora_A.weight"))
+            # That of a module that is trained is never zero.
             if all(
-                manifest.fingerprints[one] == self._zero_of(manifest.tensors[one])
-                for one in names
-                if self._label(one).endswith(".lora_A.weight")
-            )
-        }
+                manifest.fingerprints[name] == self._zero_of(manifest.tensors[name])
+                for name in first_halves
+            ):
+                found.update(names)
+        return found
 
     def _zero_of(self, spec: TensorSpec) -> str:
         """The fingerprint of zeros; an adapter's is made of its bytes, under PEFT's name."""
@@ -260,34 +261,33 @@ class _Parts:
             self._num_elements[part] += num_elements
 
     def grouped(self, stuck: Collection[str]) -> Iterator[_Group]:
-        """These parts, under the longest pattern that covers no other; small ones are left out."""
+        """These parts, under the shortest prefix that covers no other; small ones are left out."""
         patterns = [part for part in self._num_tensors if part not in self._layers]
         totals = Counter(prefix for pattern in patterns for prefix in _prefixes(pattern))
         of_stuck: dict[str, list[str]] = {}
         for pattern in patterns:
             if pattern in stuck:
-                whole = Counter(_prefixes(pattern))
-                for prefix in whole:
+                for prefix in _prefixes(pattern):
                     of_stuck.setdefault(prefix, []).append(pattern)
         done: set[str] = set()
         for pattern in patterns:
             if pattern not in stuck or pattern in done:
                 continue
-            prefix = next(one for one in _prefixes(pattern) if len(of_stuck[one]) == totals[one])
+            prefix = next(p for p in _prefixes(pattern) if len(of_stuck[p]) == totals[p])
             members = of_stuck[prefix]
             done |= set(members)
-            if any(self._is_large(one) for one in members):
+            if any(map(self._is_large, members)):
                 shown = members[0] if len(members) == 1 else f"{prefix}.*"
-                yield _Group([shown], members, sum(self._num_tensors[one] for one in members))
+                yield _Group([shown], members, sum(self._num_tensors[member] for member in members))
         layers = [
             layer
             for layer, own in self._layers.items()
             if layer in stuck
             and self._is_large(layer)
-            and not {one for one in own if self._is_large(one)} <= done
+            and not set(filter(self._is_large, own)) <= done
         ]
         if layers:
-            num = sum(self._num_tensors[one] for one in layers)
+            num = sum(self._num_tensors[layer] for layer in layers)
             yield _Group([f"{layer}.*" for layer in layers], layers, num)
 
     def _is_large(self, part: str) -> bool:

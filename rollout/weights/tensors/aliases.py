@@ -67,7 +67,7 @@ class Ties:
 
 
 NO_TIES = Ties(os.devnull)
-"""Of an unknown model."""
+"""The ties of an unknown model."""
 
 
 def _equal(first: _Place, second: _Place) -> bool:
@@ -101,9 +101,8 @@ def check_apart(
         places = list(map(torch.Tensor.data_ptr, tensors))
     else:
         places = [address_of(tensor) for tensor in tensors]
-    distinct = set(places)
-    if len(distinct) == len(places) or len(distinct - {0}) == len(places) - places.count(0):
-        return
+    if len({*places, 0}) == len(places) - places.count(0) + 1:
+        return  # each has its own
     first: dict[object, int] = {}
     for index, (place, tensor) in enumerate(zip(places, tensors, strict=True)):
         if not place:
@@ -140,30 +139,27 @@ class UnsentTensors:
         Raises:
             WeightMismatch: it lies in the memory of another one that the model does not tie to it.
         """
-        self.check_new([name], tensor)
+        self.check_new(tensor, lambda: [name])
         if place := address_of(tensor):
             self._names[place, tensor.device] = name
         if (counter := _changes_of(tensor)) is not None:
             self._counters.append((name, tensor, counter))
 
-    def has_memory_of(self, tensor: Any) -> bool:
-        """Whether one of them begins where this one does."""
-        place = address_of(tensor)
-        return bool(place) and (place, tensor.device) in self._names
-
-    def check_new(self, names: Iterable[str], tensor: Any) -> None:
+    def check_new(self, tensor: Any, names: Callable[[], Iterable[str]]) -> None:
         """Check a tensor that is not yet in the bucket.
 
         Args:
-            names: of the model's tensors that it becomes.
+            names: of the model's tensors that it becomes; called if one of the bucket begins where
+                this one does.
 
         Raises:
             WeightMismatch: it lies in the memory of one that is.
         """
-        if not self.has_memory_of(tensor):
+        place = address_of(tensor)
+        known = self._names.get((place, tensor.device)) if place else None
+        if known is None:
             return
-        known = self._names[address_of(tensor), tensor.device]
-        for name in names:
+        for name in names():
             if known != name and not self._ties.are_tied(known, name):
                 raise _same_memory(known, name)
 

@@ -371,11 +371,13 @@ class StreamedSource:
 
     def _check_memory(self, name: str, tensor: Any) -> None:
         """Check that a tensor was not made in the memory of one that is not sent yet."""
-        for unsent in (self._made, self._waiting):
-            if unsent.has_memory_of(tensor):
-                outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                names = [made for made, _ in self._renamed(name, outline)]
-                unsent.check_new(filter(self._is_in_model, names), tensor)
+
+        def made() -> Iterable[str]:
+            outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            return filter(self._is_in_model, dict(self._renamed(name, outline)))
+
+        self._made.check_new(tensor, made)
+        self._waiting.check_new(tensor, made)
 
     def _is_tied(self, name: str, tensor: Any) -> bool:
         """Whether the model has it under the name of an earlier tensor that is still there."""
