@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollout.config.run_dir import RunFolder
+from rollout.control.engine.file_lock import FileLock
 from rollout.core.errors import ConfigError
 from rollout.runtime.local import launch_local
 from rollout.runtime.run_lock import RunLock
@@ -114,7 +115,7 @@ def test_a_kill_at_any_line_of_a_launch_leaves_the_last_launch_or_this_one(tmp_p
     run = run_of(tmp_path)
     RunLock(run).release()
     seen = [run.last_launch()]
-    for is_killed in killed_at_each_line(RunLock._write, lambda: RunLock(run).release()):
+    for is_killed in killed_at_each_line(FileLock.write, lambda: RunLock(run).release()):
         seen.append(run.last_launch())
         assert seen[-1]
         assert not is_killed or seen[-1] in (seen[0], seen[-2])
