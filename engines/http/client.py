@@ -175,6 +175,9 @@ class EngineClient(BaseClient):
     async def server_info(self) -> ServerInfo:
         return await self._ask("server_info", "/server_info", sglang_json.read_server_info)
 
+    async def process_start(self) -> str:
+        return (await self.server_info()).start
+
     async def loads(self) -> Loads:
         return await self._ask("loads", "/v1/loads", sglang_json.read_loads)
 

@@ -7,6 +7,8 @@ which ``client.py`` turns into an error that names the engine.
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from statistics import fmean
@@ -152,8 +154,24 @@ def read_server_info(answer: Any) -> ServerInfo:
         released=_tags(answer, "released_tags"),
         update_groups=_tags(answer, "weights_update_groups"),
         fingerprints=str(answer.get("fingerprints") or ""),
+        start=_start(answer),
         raw=answer,
     )
+
+
+def _start(answer: Any) -> str:
+    """SGLang 0.5.23 draws a seed at its start, unless it is given one, and reports how long each
+    part of the start took; of several tokenizer workers each reports its own."""
+    if own := answer.get("process_start"):
+        return str(own)
+    has_one_front_end = (answer.get("tokenizer_worker_num") or 1) == 1
+    took = answer.get("startup_time") if has_one_front_end else None
+    known = {"random_seed": answer.get("random_seed"), "startup_time": took}
+    found = {name: value for name, value in known.items() if value is not None}
+    if not found:
+        return ""
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return f"the start {digest[:12]}, of its {' and '.join(found)}"
 
 
 def _memory_by_tag(answer: Any) -> dict[str, int]:

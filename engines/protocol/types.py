@@ -306,6 +306,8 @@ class ServerInfo:
         why_no_pushes: why pushed weights cannot reach it; empty if they can.
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        start: what is of its process alone, so that another one in its place is seen; empty where
+            it reports nothing of that kind.
     """
 
     version: str
@@ -319,6 +321,7 @@ class ServerInfo:
     why_no_pushes: str = ""
     why_no_groups: str = ""
     why_no_handles: str = ""
+    start: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

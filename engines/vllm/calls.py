@@ -61,15 +61,20 @@ class VllmCalls(BaseClient):
 
     async def server_info(self) -> ServerInfo:
         version = await self._ask("server_info", routes.VERSION, lambda one: str(one["version"]))
-        path = f"{routes.SERVER_INFO}?config_format=json"
-        info = await self._ask(
-            "server_info", path, lambda answer: read_server_info(version, answer)
-        )
+        info = await self._front_info("server_info", version)
         if has_plugin(info):
             method = METHODS_OF_PLUGIN["state"]
             info = await self._rpc("server_info", method, info_with_state(info))
         self._info = info
         return info
+
+    async def process_start(self) -> str:
+        """From its front end, which answers while a worker computes."""
+        return (await self._front_info("process_start", "")).start
+
+    async def _front_info(self, operation: str, version: str) -> ServerInfo:
+        path = f"{routes.SERVER_INFO}?config_format=json"
+        return await self._ask(operation, path, lambda answer: read_server_info(version, answer))
 
     async def _known_info(self) -> ServerInfo:
         return self._info or await self.server_info()

@@ -49,6 +49,7 @@ def read_server_info(version: str, answer: Any) -> ServerInfo:
         why_no_pushes=why_no_pushes(transfer_backend(config)),
         why_no_groups=WHY_NO_GROUPS,
         why_no_handles=WHY_NO_HANDLES,
+        start=_start(config),
         raw={
             "model_path": str(model["model"]),
             "weight_transfer_backend": transfer_backend(config),
@@ -64,6 +65,13 @@ def read_server_info(version: str, answer: Any) -> ServerInfo:
             "speculative_config": _drafting(config),
         },
     )
+
+
+def _start(config: Mapping[str, Any]) -> str:
+    """It is made at each start (0.32: of the clock); of several API servers each makes its own."""
+    num_front_ends = config["parallel_config"].get("_api_process_count") or 1
+    name = str(config.get("instance_id") or "")
+    return f"instance_id {name}" if name and num_front_ends == 1 else ""
 
 
 def _connector(config: Mapping[str, Any]) -> str:

@@ -255,7 +255,7 @@ class EngineStatus:
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
         logprobs: at which step of sampling it takes its log-probs.
-        process_name: as in ``EngineState``.
+        process_name, start: as in ``EngineState``.
         standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
             or why there is none; empty without ``standby``.
     """
@@ -283,6 +283,7 @@ class EngineStatus:
     logprobs: LogprobRule = BEFORE_CUTS
     process_name: str = ""
     standby: str = ""
+    start: str = ""
 
     @property
     def process(self) -> str:

@@ -3,7 +3,8 @@
 Always true:
 - one failed probe never kills an engine: only several in a row, or several requests that the router
   lost, count it as dead, and an engine that its group needs gets more time;
-- certain signs (its process has exited, its group has fenced it) count at once;
+- certain signs (its process has exited, its group has fenced it, its weights are others) count at
+  once;
 - an engine goes dead -> booting -> booted -> stale -> serving.  It boots beside the commands of its
   group, is no part of the group until it is admitted, and is stale, without requests, until it is
   verified to hold the published weights;
@@ -43,6 +44,8 @@ class ProbeResult(StrEnum):
     """Its process has ended."""
     FENCED = "fenced"
     """Its group has fenced it, because it failed a command."""
+    CHANGED = "changed"
+    """It is another process than before, or has other weights than were verified."""
     REPORTED = "reported"
     """The router lost a request to it and took it out of routing."""
 
@@ -83,6 +86,7 @@ PROBES_TO_TRUST = 12
 """Answered probes in a row after which earlier reports of the router no longer count."""
 FORGET_AFTER_S = 600.0
 """After serving this long, an engine's earlier restarts no longer count."""
+_CHECK_SHARE = 100.0
 MAX_PARALLEL_RESTARTS = 4
 """Engines of one server that restart at the same time; loading many slows the others."""
 
@@ -140,6 +144,43 @@ def liveness(streaks: Streaks, config: HealthConfig, *, can_spare: bool = True) 
     if streaks.failed_probes >= PROBES_TO_SUSPECT or has_not_answered_since_report:
         return Liveness.SUSPECT
     return Liveness.ALIVE
+
+
+# -- another process, or other weights, behind our back ---------------------------------------
+
+
+def why_other_version(known: int | None, held: str) -> str:
+    """Why an engine has not the weights that its group has recorded; empty if it may have.
+
+    Args:
+        known: the recorded version; None while it has no whole one.
+        held: the version that it reports.
+    """
+    if known is None or held == str(known):
+        return ""
+    return (
+        f"it reports weight version {held!r}, not '{known}': it has restarted, or another program "
+        "has changed its weights"
+    )
+
+
+def why_other_process(known: str, found: str) -> str:
+    """Why an engine is not the one that was attached; empty if it may be.
+
+    Args:
+        known, found: its ``ServerInfo.start``, then and now; empty if that is not known.
+    """
+    if not known or not found or known == found:
+        return ""
+    return (
+        f"another process is in its place: {found}, and not {known}; its weights are unknown, "
+        "whatever version it reports"
+    )
+
+
+def check_again_s(ended_s: float, took_s: float) -> float:
+    """The time of the next check of an engine's weights: checks take 1 % of the time at most."""
+    return ended_s + _CHECK_SHARE * took_s
 
 
 # -- recovery ---------------------------------------------------------------------------------

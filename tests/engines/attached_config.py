@@ -30,6 +30,7 @@ def config(
                     # In a session, which somebody else may have opened; files need none.
                     "weights": {"transport": "tensor", **(weights or {})},
                     "lifecycle": lifecycle or {},
+                    "health": {"probe_interval_s": 0.2},
                 }
             },
         }

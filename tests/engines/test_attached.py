@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import rollout
@@ -24,6 +25,7 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from tests.engines.attached_config import config
 from tests.support.contract import CPU_OPTIONS, Bench, Models, client
+from tests.support.processes import program, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 THEIRS = [
@@ -119,6 +121,120 @@ async def test_an_attached_engine_that_fails_is_fenced_and_not_killed(
 
     await asyncio.to_thread(drive)
     assert await bench.running.is_alive()
+
+
+def state_of(policy: Any) -> str:
+    (group,) = policy.status().result().groups
+    return str(group.engines[0].state)
+
+
+def fence_reason(policy: Any) -> str:
+    (group,) = policy.status().result().groups
+    return str(group.engines[0].fence_reason)
+
+
+@pytest.mark.parametrize("kind", THEIRS, indirect=True)
+async def test_weights_that_another_program_loads_fence_the_engine(
+    bench: Bench, tmp_path: Path
+) -> None:
+    whole = config(bench.url, bench.models.first, tmp_path, needs_offload=False)
+
+    def drive() -> None:
+        with rollout.launch(whole, backend="local") as deployment:
+            policy = deployment["policy"]
+            policy.push(bench.tensors("second"), version=1).result()
+            assert not fence_reason(policy)
+            asyncio.run(load_another_model())
+            assert wait_until(lambda: bool(fence_reason(policy)), 120)
+            assert "another program has changed its weights" in fence_reason(policy)
+            assert "when weight version 1 was verified" in fence_reason(policy)
+            with pytest.raises(rollout.RolloutError):
+                policy.generate([1, 2, 3]).result(20)
+
+    async def load_another_model() -> None:
+        async with aclosing(client(bench.running.endpoint, "behind-our-back")) as other:
+            await other.update_weights_from_disk(str(bench.models.first))
+
+    await asyncio.to_thread(drive)
+    assert await bench.running.is_alive()
+    assert await bench.engine.weight_version() == "1"
+
+
+def listening(module: str, port: int, model: Path, *options: str) -> Any:
+    """An engine of somebody else's at a port of its own choice."""
+    flags = ("--port", str(port), "--model-path", str(model), *options)
+    return program("-m", module, *flags)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("version", ["0", "1"])
+async def test_another_process_on_the_port_serves_nothing_as_the_weights_of_the_first(
+    contract_models: Models, tmp_path: Path, version: str
+) -> None:
+    with reserve_port("127.0.0.1") as reservation:
+        port = reservation.port
+    url = f"http://127.0.0.1:{port}"
+    whole = config(url, contract_models.first, tmp_path, needs_offload=False)
+    from safetensors.torch import load_file
+
+    tensors = load_file(contract_models.first / "model.safetensors")
+
+    def drive() -> None:
+        with listening("engines.embedded", port, contract_models.first) as theirs:
+            assert wait_until(lambda: is_ready(url), 120)
+            with rollout.launch(whole, backend="local") as deployment:
+                policy = deployment["policy"]
+                policy.push(tensors, version=1).result()
+                theirs.process.kill()
+                theirs.process.wait(30)
+                changed = ("--weight-version", version)
+                with listening("engines.embedded", port, contract_models.second, *changed):
+                    assert wait_until(lambda: is_ready(url), 120)
+                    assert wait_until(lambda: state_of(policy) in ("fenced", "stale"), 30)
+                    with pytest.raises(rollout.RolloutError):
+                        policy.generate([1, 2, 3]).result(20)
+
+    await asyncio.to_thread(drive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+async def test_what_its_owner_restarts_and_changes_is_not_served(
+    tmp_path: Path, number: int
+) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    with reserve_port("127.0.0.1") as reservation:
+        port = reservation.port
+    url = f"http://127.0.0.1:{port}"
+    whole = config(url, model, tmp_path, needs_offload=False)
+    flags = ("--weight-version", "7")
+
+    def drive() -> None:
+        with listening("engines.fake", port, model, *flags) as theirs:
+            assert wait_until(lambda: is_ready(url), 60)
+            with rollout.launch(whole, backend="local") as deployment:
+                policy = deployment["policy"]
+                assert state_of(policy) == "serving"
+                theirs.process.kill()
+                theirs.process.wait(30)
+                with listening("engines.fake", port, model, *flags):
+                    assert wait_until(lambda: is_ready(url), 60)
+                    # A fake begins with equal weights; its owner changes them at once.
+                    other = {"model_path": "/models/other", "load_format": "auto"}
+                    answer = httpx.post(f"{url}/update_weights_from_disk", json=other)
+                    assert answer.json()["success"]
+                    assert wait_until(lambda: state_of(policy) in ("fenced", "stale"), 30)
+                    with pytest.raises(rollout.RolloutError):
+                        policy.generate([1, 2, 3]).result(20)
+
+    await asyncio.to_thread(drive)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ any other access ends the engine.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -74,6 +75,7 @@ class FakeEngineState(CallHandler):
         is_updating: a weight update session is open.
         adapters: loaded LoRA adapters, name -> a digest of its contents.
         computes_nan: the log-probs of its tokens are NaN, as with damaged weights.
+        random_seed: drawn at its start, as SGLang does.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class FakeEngineState(CallHandler):
         self.weights = FakeWeights(tensors)
         self.adapters: dict[str, str] = {}
         self.computes_nan = False
+        self.random_seed = secrets.randbits(30)
         self.is_updating = False
         self.groups: set[str] = set()
         self._model_path = model_path

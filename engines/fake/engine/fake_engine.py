@@ -137,12 +137,19 @@ class FakeEngine(FakeEngineState):
                 self.settings.weights_cpu_backup,
                 by_tag,
                 fingerprints=self.settings.fingerprints,
-                raw={"shared_image_store": self.caches.shared_image_store},
+                start=f"random_seed {self.random_seed}",
+                raw={
+                    "shared_image_store": self.caches.shared_image_store,
+                    "random_seed": self.random_seed,
+                },
             )
             if not self.settings.reports_released:
                 return info
             released = frozenset(self.released)
             return replace(info, released=released, update_groups=frozenset(self.groups))
+
+    async def process_start(self) -> str:
+        return (await self.server_info()).start
 
     async def loads(self) -> Loads:
         async with self._call("loads"):

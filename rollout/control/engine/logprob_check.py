@@ -216,6 +216,24 @@ class LogprobCheck:
             record_logprobs(member, now)
         return why
 
+    async def why_changed(self, member: EngineState) -> str:
+        """Why an engine does not compute what it did at its last check with the same weights; empty
+        if it does, or if nothing is known to compare with.
+
+        It answers requests meanwhile, so only a difference that shows twice counts.
+        """
+        why = ""
+        for _ in range(2):
+            now = await self.query(member) if self.prompts else {}
+            answers = EngineLogprobs(now, member.canary)
+            if not answers.of_same_weights():
+                return ""
+            found = find_logprob_mismatches({member.engine_id: answers}, self._tolerance)
+            why = found.get(member.engine_id, "")
+            if not why:
+                return ""
+        return why
+
 
 def record_logprobs(member: EngineState, logprobs: AdapterLogprobs) -> None:
     """Record the log-probs of an engine that passed."""

@@ -14,9 +14,11 @@ from engines.http.call import Deadlines
 from engines.kinds import KINDS, kind_of
 from engines.launch import EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, MemoryTag, ServerInfo
+from engines.protocol.errors import EngineError
 from engines.protocol.features import Features, read_features
 from engines.protocol.kind import Kind
 from engines.protocol.logprob_kind import LogprobRule
+from engines.protocol.plain_text import describe
 from engines.protocol.spec import normalized
 from rollout.config import (
     Drain,
@@ -41,6 +43,7 @@ from rollout.control.engine.state import EngineState
 from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
+from rollout.rules.health import why_other_process
 from rollout.weights.format.checkpoint_config import read_generation_config
 from rollout.weights.format.encoder_tensors import pushed_encoder
 
@@ -117,6 +120,8 @@ class Starter:
             await process.kill()
             raise
         try:
+            if self._settings.group.engine.is_attached:
+                await self._note_weights(member)
             await self._sentinel.plant(member)
             return member
         except BaseException:
@@ -141,6 +146,20 @@ class Starter:
         except BaseException:
             await engine.aclose()
             raise
+
+    async def why_runs(self, old: EngineState) -> str:
+        """Why an attached engine has not ended, which only its owner may do; empty if it has."""
+        if not await old.process.is_alive():
+            return ""
+        engine = self._connect(old.process.endpoint, old.engine_id)
+        try:
+            if why_other_process(old.start, await engine.process_start()):
+                return ""
+        except EngineError as error:
+            return f"it does not report which process it is: {describe(error)}"
+        finally:
+            await engine.aclose()
+        return "it still runs"
 
     def unknown(self, slot: EngineSlot, process: RunningEngine, reason: str) -> EngineState:
         """The state of an engine about which nothing is known; it is fenced for ``reason``."""
@@ -192,6 +211,7 @@ class Starter:
             tensors=tuple(await engine.weights_manifest())
             if "/weights_manifest" in endpoints
             else (),
+            start=info.start if settings.group.engine.is_attached else "",
         )
         is_retracting = settings.lifecycle.drain is Drain.RETRACT
         has_weights = not is_asleep and MemoryTag.WEIGHTS not in (info.released or ())
@@ -203,6 +223,15 @@ class Starter:
         if self._weights_cpu_backup and self._logprob_check.is_only_check_for(member):
             record_logprobs(member, await self._logprob_check.query(member))
         return member
+
+    async def _note_weights(self, member: EngineState) -> None:
+        """Note what the weights of an attached engine are, so that a change by others is seen.
+
+        Here it serves: SGLang ends if it has to check its weights after a release.
+        """
+        member.record = await member.fingerprints()
+        if self._logprob_check.is_only_check_for(member):
+            record_logprobs(member, await self._logprob_check.query(member))
 
     def _check(self, engine_id: str, features: Features) -> None:
         settings = self._settings

@@ -67,6 +67,8 @@ class EngineState:
         is_asleep: paused and flushed, without the memory that its group releases; it is none of
             the engines of its group.
         process_name: of its process and its log; empty if that is its id.
+        fence_cause: its first reason to be fenced, when a try to replace it gave it another.
+        start: of its process, as ``ServerInfo.start``, if it is attached; else empty.
     """
 
     slot: EngineSlot
@@ -108,6 +110,8 @@ class EngineState:
     is_gone: bool = False
     is_asleep: bool = False
     process_name: str = ""
+    fence_cause: str = ""
+    start: str = ""
 
     @property
     def engine_id(self) -> str:
@@ -222,6 +226,20 @@ class EngineState:
         self.record = report
         self.changed = frozenset()
 
+    def know_from(self, old: EngineState | None) -> None:
+        """Forget what it reported of itself: its weights are compared with those that the engine
+        before it on its slot had at the same version.
+
+        Args:
+            old: that engine; None if there was none.
+        """
+        self.record, self.canary = None, {}
+        is_known = old is not None and old.is_verified and not old.changed
+        if old is not None and is_known and old.weight_version == self.weight_version:
+            self.record, self.canary = old.record, dict(old.canary)
+            self.pushed, self.pushed_dtypes = dict(old.pushed), dict(old.pushed_dtypes)
+            self.expected = dict(old.expected)
+
     async def status(self, phase: str) -> EngineStatus:
         """Its public status.
 
@@ -253,6 +271,7 @@ class EngineState:
             needs_names=self.needs_names,
             logprobs=self.logprobs,
             process_name=self.process_name,
+            start=self.start,
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

@@ -42,22 +42,6 @@ async def discard(member: EngineState) -> None:
         await member.engine.aclose()
 
 
-async def confirm_ended_by_others(member: EngineState) -> None:
-    """Check that an attached engine has ended.  We must not kill it, and its state after a failure
-    is unknown.
-
-    Raises:
-        EngineFailure: it still runs.
-    """
-    if await member.process.is_alive():
-        raise EngineFailure(
-            f"engine {member.engine_id} is attached and still runs; its owner has to stop and "
-            "restart it before it can serve",
-            engine_id=member.engine_id,
-            operation="restart",
-        )
-
-
 async def log_tail(process: RunningEngine, num_lines: int = 20) -> str:
     """The last lines of its log, or why they cannot be read."""
     try:

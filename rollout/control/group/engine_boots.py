@@ -21,10 +21,10 @@ from rollout.control.engine.catch_up import put_to_sleep
 from rollout.control.engine.memory import EngineMemory, why_no_room_beside
 from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
-from rollout.control.engine.stop import confirm_ended_by_others, confirm_gone, discard
+from rollout.control.engine.stop import confirm_gone, discard
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.probe import has_exited
-from rollout.core.errors import LifecycleError, PhaseFailed
+from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed
 from rollout.core.types import EngineSlot
 from rollout.rules.health import backoff_s
 
@@ -133,13 +133,32 @@ class EngineBoots:
                 ready = None
             if ready is not None or is_lent:
                 return ready
-            return await self._starter.start(self._engines.slot(engine_id))
+            member = await self._starter.start(self._engines.slot(engine_id))
+            if self._is_attached:
+                member.know_from(old)
+            return member
 
     async def _confirm_gone(self, old: EngineState | None) -> None:
         if old is not None and self._is_attached:
-            await confirm_ended_by_others(old)
+            await self._confirm_ended_by_others(old)
         if old is not None and not old.is_gone:
             await confirm_gone(old, self._engines.kill_timeout_s)
+
+    async def _confirm_ended_by_others(self, old: EngineState) -> None:
+        """Check that an attached engine has ended.  We must not kill it, and its state after a
+        failure is unknown.
+
+        Raises:
+            EngineFailure: it still runs.
+        """
+        old.fence_cause = old.fence_cause or old.fence_reason
+        if why := await self._starter.why_runs(old):
+            raise EngineFailure(
+                f"engine {old.engine_id} is attached, and {why}; its owner has to restart it "
+                f"before it can serve ({old.fence_cause})",
+                engine_id=old.engine_id,
+                operation="restart",
+            )
 
     def take(self, engine_id: str) -> EngineState | None:
         """The engine that has booted or sleeps there; None if there is none, or it was ended."""

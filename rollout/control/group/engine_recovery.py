@@ -43,6 +43,7 @@ from rollout.core.errors import (
 )
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
 from rollout.rules.fingerprint_check import ALL_TENSORS
+from rollout.rules.health import why_other_process
 from rollout.rules.lifecycle import (
     MOVE_MEMORY,
     Command,
@@ -64,6 +65,7 @@ class EngineRecovery:
 
     Args:
         sources: weight sources for a restarted engine, in the order in which they are tried.
+        is_attached: other programs start its engines, with weights that only they know.
     """
 
     def __init__(
@@ -74,7 +76,10 @@ class EngineRecovery:
         logprob_check: LogprobCheck,
         sentinel: Sentinel,
         adapters: GroupAdapters,
+        *,
+        is_attached: bool,
     ) -> None:
+        self._is_attached = is_attached
         self._adapters = adapters
         self._engines = engines
         self._commands = commands
@@ -110,6 +115,8 @@ class EngineRecovery:
         is_refused = version == self._logprob_check.refused_version
         sources = () if is_refused else self._sources
         reference = self._reference_for(version, member)
+        if self._is_attached and not (reference or self._knows_answers(member, version)):
+            member.weight_version = None  # its number says nothing of the weights of others
         try:
             complete = self._adapters.complete
             return await readmit(member, version, sources, reference, self._why_wrong, complete)
@@ -117,6 +124,12 @@ class EngineRecovery:
             if not self._verified_at(version):
                 self._logprob_check.refused_version = version
             raise
+
+    def _knows_answers(self, member: EngineState, version: int) -> bool:
+        """Whether an engine's weights can be compared with what is known of ``version`` without
+        fingerprints of another."""
+        peers = any(peer.canary for peer in self._verified_at(version))
+        return bool(member.pushed or member.expected or member.canary or peers)
 
     def _verified_at(self, version: int) -> list[EngineState]:
         return [one for one in self._engines.unfenced() if one.is_verified_at(version)]
@@ -151,6 +164,7 @@ class EngineRecovery:
             if member.weight_version == version
             and (member.is_verified or member is stale)
             and not member.changed
+            and member.record is not None
         )
         return next(references, None)
 
@@ -271,6 +285,8 @@ async def _reuse(
         raise RolloutError("its process has ended")
     member = await starter.admit(slot, process, is_asleep=neighbor is not None)
     try:
+        if why := why_other_process(known.start, member.start):
+            raise RolloutError(why)
         member.process_name = known.process_name
         member.released = await _released(member, lost, tags, traits, may_have_moved)
         if lost.unfinished is None and await member.engine.is_ready() != (
@@ -281,6 +297,7 @@ async def _reuse(
         has_weights = MemoryTag.WEIGHTS not in member.released and has_verified_weights(lost.phase)
         if known.is_stale:
             member.is_stale, member.is_verified = True, False
+            member.know_from(None)
         elif not has_weights:  # only a push makes them known again
             member.weight_version, member.is_verified = None, False
             member.changed = ALL_TENSORS

@@ -1,6 +1,7 @@
 """Health probes of the engines of a group.
 
-Always true: a probe has its own deadline and changes nothing.
+Always true: a probe has its own deadline and changes nothing.  Which process an engine is, is read
+beside it: SGLang's scheduler has to report that, and a busy one is not dead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from dataclasses import dataclass
 from engines.launch import RunningEngine
 from engines.protocol.plain_text import describe
 from rollout.control.engine.state import EngineState
-from rollout.rules.health import ProbeKind, ProbeResult
+from rollout.rules.health import (
+    ProbeKind,
+    ProbeResult,
+    why_other_process,
+    why_other_version,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,8 @@ async def probe_all(
     """Probe all members at the same time.
 
     Args:
-        distrusted: engines whose weight version is checked too.
+        distrusted: engines whose weight version is checked too, and their process where it is
+            known.
     """
     probes = (_probe(member, kind, budget_s, member.engine_id in distrusted) for member in members)
     return tuple(await asyncio.gather(*probes))
@@ -68,6 +75,9 @@ async def _probe(
             result, reason = ProbeResult.FAILED, f"no answer to a probe within {budget_s:g} s"
         except Exception as error:  # any error counts as a failed probe
             result, reason = ProbeResult.FAILED, describe(error)
+        answered = result in (ProbeResult.ANSWERED, ProbeResult.CHANGED)
+        if is_distrusted and answered and (why := await _why_other_process(member, budget_s)):
+            result, reason = ProbeResult.CHANGED, why
     # Read only now: a command may have fenced or verified it during the probe.
     if member.fence_reason:
         result, reason = ProbeResult.FENCED, member.fence_reason
@@ -83,14 +93,22 @@ async def _probe_running(
         return ProbeResult.ASLEEP, ""
     if not await member.engine.is_ready() and kind is ProbeKind.READY:
         return ProbeResult.FAILED, "it reports that it takes no requests"
-    if is_distrusted and member.weight_version is not None:
-        held = await member.engine.weight_version()
-        if held != str(member.weight_version):
-            return ProbeResult.EXITED, (
-                f"it reports weight version {held!r}, not '{member.weight_version}': "
-                "it has restarted"
-            )
+    known = member.weight_version
+    if is_distrusted and known is not None:
+        why = why_other_version(known, await member.engine.weight_version())
+        if why and member.weight_version == known:  # it was not restored meanwhile
+            return ProbeResult.CHANGED, why
     return ProbeResult.ANSWERED, ""
+
+
+async def _why_other_process(member: EngineState, budget_s: float) -> str:
+    if not member.start:
+        return ""
+    try:
+        async with asyncio.timeout(budget_s):
+            return why_other_process(member.start, await member.engine.process_start())
+    except Exception:  # unknown: the next probe asks again
+        return ""
 
 
 async def has_exited(process: RunningEngine) -> bool:

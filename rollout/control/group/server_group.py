@@ -47,6 +47,7 @@ from rollout.control.group.push_path_check import PushPathCheck, check_snapshots
 from rollout.control.group.scaling import EngineScaling
 from rollout.control.group.verify import collect_fingerprints, verify_group, why_no_engine_holds
 from rollout.control.group.weight_update import WeightUpdater
+from rollout.control.group.weight_watch import WeightWatch
 from rollout.core.errors import EngineFailure, LifecycleError, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, run_to_completion
 from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
@@ -63,6 +64,9 @@ from rollout.weights.push.weight_push import WeightPush
 logger = logging.getLogger(__name__)
 
 _RESUMED_BY = {Command.ONLOAD_WEIGHTS: WEIGHTS_TAGS, Command.ONLOAD_KV: KV_TAGS}
+
+# Of a command's time, which waits half of it for what the group does.
+_SHARE_OF_CHECK = 0.25
 
 
 class ServerGroup:
@@ -110,6 +114,7 @@ class ServerGroup:
             self._logprob_check,
             self._sentinel,
             self._adapters,
+            is_attached=settings.group.engine.is_attached,
         )
         self._boots = EngineBoots(
             self._engines,
@@ -118,6 +123,13 @@ class ServerGroup:
             settings.health,
             is_attached=settings.group.engine.is_attached,
             is_on_gpus=settings.group.engine.gpus > 0,
+        )
+        self._weight_watch = WeightWatch(
+            self._engines,
+            self._commands,
+            self._logprob_check,
+            self._recovery.exclusive,
+            settings.lifecycle.command_timeout_s * _SHARE_OF_CHECK,
         )
         self._scaling = EngineScaling(
             settings, self._engines, self._commands, self._memory, self._boots
@@ -187,6 +199,7 @@ class ServerGroup:
         """Stop all engines within ``STOP_TIMEOUT_S``, then kill the rest."""
         with self.timeline.span(Kind.GROUP, "stop"):
             try:
+                await self._weight_watch.aclose()
                 await self._boots.close()
             finally:
                 await self._engines.stop()
@@ -431,13 +444,19 @@ class ServerGroup:
         begin to boot.
 
         Args:
-            distrusted: engines whose weight version is checked too.
+            distrusted: engines whose weight version is checked too, as that of attached engines
+                always is.
         """
         if self._settings.group.standby:
             await self._boots.tend_standbys(self._may_boot_standbys)
         commands, kind = self._commands, PROBE_KINDS[self._commands.phase]
         num_commands, had_command = commands.num_commands, self._recovery.is_command_running()
-        probes = await probe_all(self._engines.members(), kind, budget_s, distrusted)
+        members, is_attached = self._engines.members(), self._settings.group.engine.is_attached
+        if is_attached:
+            distrusted = [member.engine_id for member in members]
+        probes = await probe_all(members, kind, budget_s, distrusted)
+        if is_attached:
+            probes = self._weight_watch.watch(probes)
         is_steady = num_commands == commands.num_commands and not had_command
         return GroupProbe(is_steady, probes, self._boots.standbys())
 

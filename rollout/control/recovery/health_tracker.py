@@ -142,8 +142,8 @@ class HealthTracker:
             if found.engine_id in before and not health.is_same_life(before[found.engine_id]):
                 continue  # it was replaced meanwhile: the result is about the old engine
             result = found.result
-            if result is ProbeResult.FAILED and not probe.is_steady:
-                result = ProbeResult.ASLEEP  # ignore probe failures while a command was running
+            if result in (ProbeResult.FAILED, ProbeResult.CHANGED) and not probe.is_steady:
+                result = ProbeResult.ASLEEP  # a command was running: it may be late, or changed it
             health = health.after(result, self._config)
             if (
                 health.state is RecoveryState.STALE

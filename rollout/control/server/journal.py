@@ -40,6 +40,7 @@ class EngineEntry:
     Attributes:
         processes: identities of its processes; none if it is attached.
         is_asleep: it is a standby, beside the engine of this id.
+        start: as in ``EngineStatus``.
     """
 
     engine_id: str
@@ -52,6 +53,7 @@ class EngineEntry:
     is_stale: bool = False
     process_name: str = ""
     is_asleep: bool = False
+    start: str = ""
 
     def status(self, phase: str) -> EngineStatus:
         """Its last known status, in this phase of its group."""
@@ -67,6 +69,7 @@ class EngineEntry:
             is_stale=self.is_stale,
             processes=self.processes,
             process_name=self.process_name,
+            start=self.start,
         )
 
 
@@ -142,6 +145,7 @@ def entries_of(statuses: Sequence[GroupStatus]) -> tuple[EngineEntry, ...]:
             engine.is_stale,
             engine.process_name,
             is_asleep,
+            engine.start,
         )
         for status in statuses
         for is_asleep, engines in ((False, status.engines), (True, status.asleep))

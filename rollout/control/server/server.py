@@ -230,7 +230,14 @@ class RolloutServer:
         return statuses
 
     async def _open_or_expect(self, version: int) -> None:
-        runner = self._phase_runner
+        runner, held = self._phase_runner, self.weight_version
+        if held not in (0, version):
+            logger.warning(
+                "server %s: its engines report weight version %d, and this launch expects %d; what "
+                "weights these are was not checked: push before they are used, or launch with "
+                "expect_version=%d if they are right",
+                *(self.name, held, version, held),
+            )
         if self._config.weights.update is not WeightUpdate.FROZEN:
             runner.expected_version = version
         if why := runner.why_expecting:

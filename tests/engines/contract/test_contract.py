@@ -624,6 +624,8 @@ async def test_an_engine_says_what_it_is(bench: Bench) -> None:
     assert found.has_weights_cpu_backup is (info.engine == "vllm")
     assert (await bench.engine.model_info()).model_path == str(bench.models.first)
     assert await bench.engine.weight_version() == "0"
+    assert info.start
+    assert {await bench.engine.process_start() for _ in range(3)} == {info.start}
 
 
 async def test_loads_count_what_runs(bench: Bench) -> None:

@@ -115,3 +115,30 @@ def test_an_older_sglang_without_a_world_size_counts_its_own_ranks() -> None:
 
 def test_on_a_cpu_sglang_reports_the_memory_of_the_host_which_does_not_count() -> None:
     assert read_server_info(sglang_info(device="cpu")).resident_bytes == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        ({}, False),
+        ({"random_seed": 8}, True),
+        ({"startup_time": {"total": 4.25}}, True),
+        ({"random_seed": 8, "startup_time": {"total": 4.25}}, True),
+        ({"weight_version": "9", "internal_states": [{"load": 3}]}, False),
+    ],
+)
+def test_a_start_of_sglang_is_known_by_what_it_drew_and_how_long_it_took(
+    change: dict[str, Any], is_another: bool
+) -> None:
+    info = {"version": "0.5.23", "random_seed": 7, "startup_time": {"total": 4.5}}
+    before, after = read_server_info(info).start, read_server_info(info | change).start
+    assert before
+    assert after
+    assert (before != after) is is_another
+
+
+def test_each_of_several_front_ends_of_sglang_reports_the_same_start() -> None:
+    info = {"version": "0.5.23", "random_seed": 7, "tokenizer_worker_num": 2}
+    first, second = ({**info, "startup_time": {"total": took}} for took in (4.5, 4.25))
+    assert read_server_info(first).start == read_server_info(second).start
+    assert read_server_info({"version": "0.5.23"}).start == ""

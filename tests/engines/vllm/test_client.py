@@ -61,6 +61,20 @@ def test_a_server_reports_its_draft(reported: dict[str, Any] | None, found: str)
     assert KINDS["vllm"].draft(info.raw) == found
 
 
+@pytest.mark.parametrize(("num_front_ends", "is_known"), [(None, True), (1, True), (2, False)])
+def test_a_start_of_vllm_is_known_by_what_its_one_front_end_made(
+    num_front_ends: int | None, is_known: bool
+) -> None:
+    def start(name: str) -> str:
+        parallel = {} if num_front_ends is None else {"_api_process_count": num_front_ends}
+        config = {"model_config": {"model": "/m"}, "parallel_config": parallel}
+        return read_server_info("0.32.0", {"vllm_config": config | {"instance_id": name}}).start
+
+    assert bool(start("1700000000000")) is is_known
+    assert (start("1700000000000") != start("1700000000001")) is is_known
+    assert start("") == ""
+
+
 async def test_it_is_still_paused_after_the_last_memory_is_awake() -> None:
     engine = StubVllm()
     client = connect_to_stub(engine)

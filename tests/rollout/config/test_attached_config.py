@@ -78,7 +78,7 @@ async def test_a_fenced_engine_of_others_comes_back_only_after_they_ended_it() -
     group, _ = make_group(1, name="theirs", launcher=launcher, engine=engine)
     await group.start()
     await group.fence("theirs-0", "it answered nonsense")
-    with pytest.raises(EngineFailure, match="is attached and still runs; its owner"):
+    with pytest.raises(EngineFailure, match="is attached, and it still runs; its owner"):
         await restart(group, "theirs-0")
     assert len(launcher.specs) == 1
     launcher["theirs-0"].die("its owner ended it")

@@ -18,6 +18,7 @@ from rollout.rules.health import (
     RecoveryState,
     Restart,
     Streaks,
+    check_again_s,
     has_enough_without,
     liveness,
     next_retry_s,
@@ -25,6 +26,8 @@ from rollout.rules.health import (
     observe,
     out_of_routing,
     plan_recovery,
+    why_other_process,
+    why_other_version,
 )
 from rollout.rules.lifecycle import Phase
 
@@ -53,13 +56,14 @@ def group(**more) -> GroupHealth:
 
 # -- the verdict --------------------------------------------------------------------------------
 
-A, F, Z, R, X, N = (
+A, F, Z, R, X, N, C = (
     ProbeResult.ANSWERED,
     ProbeResult.FAILED,
     ProbeResult.ASLEEP,
     ProbeResult.REPORTED,
     ProbeResult.EXITED,
     ProbeResult.FENCED,
+    ProbeResult.CHANGED,
 )
 
 
@@ -79,7 +83,7 @@ def test_every_result_changes_the_streaks_as_in_the_table(before, after) -> None
     streaks = Streaks(*before)
     certain = replace(streaks, is_certain=True)
     expected = {finding: Streaks(*counts) for finding, counts in after.items()}
-    expected |= {Z: streaks, X: certain, N: certain}
+    expected |= {Z: streaks, X: certain, N: certain, C: certain}
     assert {finding: observe(streaks, finding, CONFIG) for finding in ProbeResult} == expected
 
 
@@ -273,3 +277,42 @@ def test_an_engine_the_router_lost_stays_out_until_it_answers() -> None:
     assert list(out_of_routing(group(engines={"main-0": lost}), CONFIG)) == ["main-0"]
     answered = lost.after(A, CONFIG)
     assert out_of_routing(group(engines={"main-0": answered}), CONFIG) == {}
+
+
+# -- behind our back ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("known", "held", "is_other"),
+    [
+        (1, "1", False),
+        (0, "0", False),
+        (None, "1", False),
+        (1, "0", True),
+        (1, "2", True),
+        (1, "default", True),
+        (1, "", True),
+        (1, "unverified-1", True),
+        (0, "", True),
+    ],
+)
+def test_another_version_is_one_that_is_not_recorded(
+    known: int | None, held: str, is_other: bool
+) -> None:
+    assert bool(why_other_version(known, held)) is is_other
+
+
+@pytest.mark.parametrize(
+    ("known", "found", "is_other"),
+    [("a", "a", False), ("", "a", False), ("a", "", False), ("", "", False), ("a", "b", True)],
+)
+def test_another_process_is_one_with_another_start(known: str, found: str, is_other: bool) -> None:
+    why = why_other_process(known, found)
+    assert bool(why) is is_other
+    assert not why or ("b, and not a" in why and "its weights are unknown" in why)
+
+
+@pytest.mark.parametrize("took_s", [0.0, 0.01, 3.0, 100.0])
+def test_checks_take_one_part_in_a_hundred_at_most(took_s: float) -> None:
+    again_s = check_again_s(50.0 + took_s, took_s)
+    assert took_s <= 0.01 * (again_s - 50.0)

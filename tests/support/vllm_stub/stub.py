@@ -88,6 +88,7 @@ class StubVllm(FakeEngine):
             config: Json = (reply := recorded("server_info"))["vllm_config"]
             model = {"model": self._model_path, "logprobs_mode": self.logprobs_mode}
             config["model_config"] |= model | {"enable_sleep_mode": self.settings.memory_saver}
+            config["instance_id"] = str(self.random_seed)
             config["parallel_config"]["tensor_parallel_size"] = self.num_ranks
             if not self.has_plugin:
                 config["weight_transfer_config"]["backend"] = "nccl"

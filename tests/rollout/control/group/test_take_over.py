@@ -219,6 +219,21 @@ async def test_an_attached_engine_that_does_not_report_its_memory_is_left_as_it_
     assert all("does not report what memory it has released" in reason for reason in reasons)
 
 
+@virtual_time
+async def test_an_attached_engine_that_was_replaced_meanwhile_is_not_taken_over() -> None:
+    launcher = FakeLauncher()
+    attached = {"kind": "attached", "urls": ["http://host:1", "http://host:2"]}
+    lost, _ = make_group(2, launcher=launcher, engine=attached)
+    await lost.start()
+    known = await lost.status()
+    launcher["main-0"].random_seed += 1
+    group, _ = make_group(2, launcher=launcher, engine=attached)
+    await group.take_over(LostState(known, None, 0), launcher.processes)
+    reasons = {one.engine_id: one.fence_reason for one in (await group.status()).engines}
+    assert "another process is in its place" in reasons["main-0"]
+    assert reasons["main-1"] == ""
+
+
 STANDBY: dict[str, Any] = {"num_engines": 1, "standby": 1, "health": {}}
 
 
