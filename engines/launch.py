@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,7 +157,11 @@ class LocalEngine:
 
 
 class AttachedEngine:
-    """A ``RunningEngine`` that another program launched."""
+    """A ``RunningEngine`` that another program launched.
+
+    Attributes:
+        detached: called when it is used no more; None if there is nothing to do then.
+    """
 
     node_id = ""
     node_ids: Sequence[str] = ()
@@ -166,6 +170,7 @@ class AttachedEngine:
 
     def __init__(self, endpoint: Endpoint, engine_id: str) -> None:
         self.endpoint = endpoint
+        self.detached: Callable[[], None] | None = None
         self._engine_id = engine_id
 
     async def resident_bytes(self) -> int | None:
@@ -193,11 +198,18 @@ class AttachedEngine:
     async def stop(self, grace_s: float) -> bool:
         """Detach from it; it keeps running."""
         logger.info("detached from engine %s", self._engine_id)
+        await self._detach()
         return False
 
     async def kill(self) -> None:
-        """Does nothing: it was not launched here.  A fenced engine gets no more requests."""
+        """Detach from it: it was not launched here.  A fenced engine gets no more requests."""
         logger.warning("engine %s was not launched here and keeps running", self._engine_id)
+        await self._detach()
+
+    async def _detach(self) -> None:
+        detached, self.detached = self.detached, None
+        if detached is not None:
+            await asyncio.to_thread(detached)
 
 
 async def attach(spec: EngineSpec) -> AttachedEngine:
@@ -206,7 +218,20 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
     Raises:
         EngineNotReady: it did not within ``spec.start_timeout_s``.
         ValueError: the URL is not that of an engine.
+        Exception: of ``spec.claim``.
     """
+    detached = await asyncio.to_thread(spec.claim) if spec.claim is not None else None
+    try:
+        engine = await _attach(spec)
+    except BaseException:
+        if detached is not None:
+            detached()
+        raise
+    engine.detached = detached
+    return engine
+
+
+async def _attach(spec: EngineSpec) -> AttachedEngine:
     endpoint = Endpoint.of_url(spec.url)
     kind = kind_of(spec.kind)
     client = kind.client(endpoint, engine_id=spec.engine_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class EngineSpec:
         kill_timeout_s: from its kill until its memory is known to be free, all attempts counted.
         python: the interpreter to run it in; empty for this one.
         url: where it listens, for one that is attached; one of kind ``vllm`` with a url is.
+        claim: called before it is attached; what it returns is called when it is used no more.
         num_nodes: nodes it spans; each is launched with a spec of its own.
         node_rank: which of them this is; rank 0 takes the requests.
         dist_init_addr: ``host:port`` where its nodes meet, see ``LocalLauncher.hold_address``.
@@ -67,6 +68,7 @@ class EngineSpec:
     worker_type: WorkerType = WorkerType.REGULAR
     python: str = ""
     url: str = ""
+    claim: Callable[[], Callable[[], None]] | None = None
     num_nodes: int = 1
     node_rank: int = 0
     dist_init_addr: str = ""

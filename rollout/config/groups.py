@@ -34,6 +34,9 @@ class EngineConfig(ConfigSection):
     model, for tests of code that uses this library."""
     urls: tuple[str, ...] = ()
     """Addresses of the attached engines, each ``http://host:port``; one engine per address."""
+    takeover: bool = False
+    """Attach engines also if another run uses them, which fences them then. By default the launch
+    is refused, as far as that run is seen: it is of the same user, on this host."""
     python: str = ""
     """Python interpreter in which the engine is installed. Default: the interpreter of this
     process."""
@@ -87,6 +90,8 @@ class EngineConfig(ConfigSection):
                 "attached",
             )
         yield from self._conflicts_of_kind()
+        if self.takeover and not self.is_attached:
+            yield "takeover", "takeover is for attached engines, and this run launches its own"
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 yield "env", f"{name!r} cannot be an environment variable"

@@ -17,9 +17,11 @@ def config(
     env: Mapping[str, str] | None = None,
     weights: Mapping[str, Any] | None = None,
     lifecycle: Mapping[str, Any] | None = None,
+    takeover: bool = False,
     **group: Any,
 ) -> rollout.RolloutConfig:
     engine = {"kind": "attached", "urls": [url], "start_timeout_s": 20, "env": env or {}}
+    engine["takeover"] = takeover
     return rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(folder),

@@ -138,12 +138,15 @@ async def test_weights_that_another_program_loads_fence_the_engine(
     bench: Bench, tmp_path: Path
 ) -> None:
     whole = config(bench.url, bench.models.first, tmp_path, needs_offload=False)
+    others = config(bench.url, bench.models.first, tmp_path / "others", needs_offload=False)
 
     def drive() -> None:
         with rollout.launch(whole, backend="local") as deployment:
             policy = deployment["policy"]
             policy.push(bench.tensors("second"), version=1).result()
             assert not fence_reason(policy)
+            with pytest.raises(rollout.RolloutError, match=r"is in use: process .*takeover"):
+                rollout.launch(others, backend="local")
             asyncio.run(load_another_model())
             assert wait_until(lambda: bool(fence_reason(policy)), 120)
             assert "another program has changed its weights" in fence_reason(policy)
@@ -158,6 +161,29 @@ async def test_weights_that_another_program_loads_fence_the_engine(
     await asyncio.to_thread(drive)
     assert await bench.running.is_alive()
     assert await bench.engine.weight_version() == "1"
+
+
+@pytest.mark.parametrize("kind", THEIRS[:1], indirect=True)
+async def test_a_run_that_takes_an_engine_over_makes_the_first_one_fence_it(
+    bench: Bench, tmp_path: Path
+) -> None:
+    whole = config(bench.url, bench.models.first, tmp_path, needs_offload=False)
+    path = tmp_path / "others"
+    others = config(bench.url, bench.models.first, path, needs_offload=False, takeover=True)
+
+    def drive() -> None:
+        with rollout.launch(whole, backend="local") as first:
+            with rollout.launch(others, backend="local") as second:
+                second["policy"].push(bench.tensors("second"), version=1).result()
+                assert wait_until(lambda: bool(fence_reason(first["policy"])), 120)
+                assert "weight version '1', not '0'" in fence_reason(first["policy"])
+                assert not fence_reason(second["policy"])
+            # It left with its claim, and the first one has given up the engine.
+            third = config(bench.url, bench.models.first, tmp_path / "third", needs_offload=False)
+            with rollout.launch(third, backend="local") as last:
+                assert last["policy"].status().result().weight_version == 1
+
+    await asyncio.to_thread(drive)
 
 
 def listening(module: str, port: int, model: Path, *options: str) -> Any:

@@ -5,14 +5,16 @@ Always true: an engine that is not admitted is ended.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from engines.http.call import Deadlines
 from engines.kinds import KINDS, kind_of
-from engines.launch import EngineLauncher, EngineSpec, RunningEngine
+from engines.launch import AttachedEngine, EngineLauncher, EngineSpec, RunningEngine
 from engines.protocol import Endpoint, Engine, MemoryTag, ServerInfo
 from engines.protocol.errors import EngineError
 from engines.protocol.features import Features, read_features
@@ -35,6 +37,7 @@ from rollout.config.compatibility import (
     of_old_state,
     of_pushes,
 )
+from rollout.control.engine.claim import Claim
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
 from rollout.control.engine.memory import size_of_weights
@@ -140,12 +143,30 @@ class Starter:
         Raises:
             ConfigError: it does not fit its group.
         """
+        if isinstance(process, AttachedEngine) and process.detached is None:  # of a lost group
+            process.detached = await asyncio.to_thread(self._claim, slot)
         engine = self._connect(process.endpoint, slot.engine_id)
         try:
             return await self._admit(slot, process, engine, is_asleep)
         except BaseException:
             await engine.aclose()
             raise
+
+    def _claim(self, slot: EngineSlot) -> Callable[[], None]:
+        """Claim an attached engine for this group; returns what ends that.
+
+        Raises:
+            ConfigError: another run uses it, and ``takeover`` is false.
+        """
+        settings = self._settings
+        claim = Claim(
+            Endpoint.of_url(settings.group.engine.urls[slot.index]),
+            slot.engine_id,
+            f"{settings.log_dir}/{settings.name}",
+            settings.path,
+            takeover=settings.group.engine.takeover,
+        )
+        return claim.release
 
     async def why_runs(self, old: EngineState) -> str:
         """Why an attached engine has not ended, which only its owner may do; empty if it has."""
@@ -284,6 +305,7 @@ class Starter:
             memory_saver=self._memory_saver,
             weights_cpu_backup=self._weights_cpu_backup,
             url=urls[slot.index] if urls else "",
+            claim=partial(self._claim, slot) if urls else None,
         )
 
 

@@ -40,6 +40,7 @@ def test_a_group_has_as_many_engines_as_urls() -> None:
         ({}, {"urls": ["http://a:1/v1"]}, "http://host:port"),
         ({}, {"options": {"tp": 2}}, "options cannot be set"),
         ({}, {"gpus": 1, "python": "p"}, "gpus, python cannot be set"),
+        ({}, {"kind": "sglang", "urls": [], "takeover": True}, "takeover is for attached"),
         ({}, {"kind": "sglang"}, "urls are for engines of kind attached"),
     ],
 )
