@@ -14,6 +14,7 @@ from engines.protocol.plain_text import first_line, size_text
 from rollout.cli.lib import find_run
 from rollout.cli.lib.output import AsJson, print_json
 from rollout.config.run_dir import JOURNAL_FILE
+from rollout.control.engine.claim import remove_ended
 from rollout.control.server.crash_cleanup import (
     FoundEngine,
     FoundServer,
@@ -55,6 +56,7 @@ async def _examine(paths: list[Path], *, clean: bool) -> tuple[list[FoundServer]
     if not clean:
         return found, []
     ended = await clean_up(found)
+    remove_ended()
     return [await inspect(record) for record in records], ended
 
 

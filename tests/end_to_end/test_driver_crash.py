@@ -19,6 +19,7 @@ from engines.process.process_identity import identify, is_running
 from engines.process.tcp_ports import reserve_port
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
+from rollout.control.engine.claim import remove_ended
 from rollout.control.server.journal import read
 from tests.support.builders import write_checkpoint
 from tests.support.processes import Program, program, wait_until
@@ -175,6 +176,7 @@ def driven(tmp_path: Path, backend: str, *, is_up: bool = True) -> Iterator[Cras
                 yield Crash(tmp_path, driver, attached, config, backend)
             finally:
                 attached.close()
+        remove_ended()  # as the next run that attaches an engine
 
 
 def own_has_ended(crash: Crash) -> bool:

@@ -107,21 +107,38 @@ _HELD: dict[Path, Claim] = {}
 """The claims of this process; the last one of a group has the lock."""
 
 
+def remove_ended() -> None:
+    """Remove the claims of processes that have ended; a claim of another run does that, too."""
+    with suppress(OSError, WeightsUnavailable):
+        folder = BASE / _FOLDER
+        if folder.is_dir():
+            with locked(BASE):
+                _living(folder)
+                remove_if_empty(folder)
+                remove_if_empty(BASE)
+
+
 def _held(own: Path) -> Iterator[Path]:
-    """The claims of others on the same engine.  Those of processes that have ended are removed."""
+    """The claims of others on the same engine."""
     engine = own.name.rpartition("-")[0]
-    for path in sorted(own.parent.iterdir()):
-        if path == own:
-            continue
+    for path in _living(own.parent):
+        if path != own and path.name.rpartition("-")[0] == engine:
+            yield path
+
+
+def _living(folder: Path) -> list[Path]:
+    """The claims whose processes live; the others are removed."""
+    living = []
+    for path in sorted(folder.iterdir()):
         lock = FileLock(path)
         try:
             lock.take()
             path.unlink()
         except BlockingIOError:
-            if path.name.rpartition("-")[0] == engine:
-                yield path
+            living.append(path)
         finally:
             lock.release()
+    return living
 
 
 def _name(endpoint: Endpoint) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from engines.protocol import Endpoint
 from rollout.control.engine import claim
-from rollout.control.engine.claim import Claim
+from rollout.control.engine.claim import Claim, remove_ended
 from rollout.core.errors import ConfigError
 
 ENGINE = Endpoint("127.0.0.1", 4000)
@@ -139,3 +139,16 @@ def test_a_folder_of_another_user_is_not_used_and_no_reason_not_to_attach(
     claimed("/runs/mine").release()
     assert "whether another run uses it is not known" in caplog.text
     assert list(base.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_removed_and_no_claim_of_a_living_one(base: Path) -> None:
+    remove_ended()
+    with another_run(base) as holder:
+        remove_ended()
+        with pytest.raises(ConfigError):
+            claimed("/runs/mine")
+        holder.kill()
+        holder.wait(30)
+        assert list((base / "attached").iterdir())
+        remove_ended()
+    assert not base.exists()
