@@ -25,13 +25,14 @@ from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port
-from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity, is_unverified
+from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
 from engines.protocol.errors import EngineError, EngineNotReady
 from engines.protocol.spec import EngineSpec, Invocation, normalized
 
 logger = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 0.5
+_AT_START = "default"
 _NOT_READY = (
     "it answers 503: starting, unhealthy or paused; if it is paused and its weights are whole, "
     "send POST {url}{path}"
@@ -268,14 +269,14 @@ async def _attach(spec: EngineSpec) -> AttachedEngine:
 
 
 async def _number(client: Engine, spec: EngineSpec) -> None:
-    """Give a weight version without a number one: SGLang and vLLM start at ``default``.
+    """Give an engine a number where it has the version with which SGLang and vLLM start.
 
-    Not that of an engine in which a push has ended early: a number would make it serve.
+    Not one that somebody has named, or in which a push has ended early: a number would make it
+    serve as what it may not be.
     """
-    held = await client.weight_version()
-    if not held.isdecimal() and not is_unverified(held):
+    if await client.weight_version() == _AT_START:
         await client.update_weight_version(str(spec.weight_version))
-        numbered = (spec.engine_id, held, spec.weight_version)
+        numbered = (spec.engine_id, _AT_START, spec.weight_version)
         logger.info("%s: weight version %r is called %d now", *numbered)
 
 

@@ -9,6 +9,7 @@ refuses what is wrong in itself; a kind of engine refuses options of its own
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from engines.protocol import ModelInfo, ServerInfo
 from engines.protocol.features import Features
@@ -232,6 +233,19 @@ def of_embeddings(
             f"embeddings that it computed; after a push that changes {encoder} it would go on "
             f"with old ones. Start it with {variable}=0, and say so in engine.env "
             f'({variable}: "0"); or name those tensors in weights.not_pushed',
+        )
+
+
+def of_attached_model(engine_id: str, model: ModelInfo, model_path: str) -> Conflicts:
+    """When an engine is attached: its weights have no number of a push, so they are those of its
+    own ``model_path``, which is another folder of this machine."""
+    theirs, ours = Path(model.model_path), Path(model_path)
+    if theirs.is_dir() and ours.is_dir() and not theirs.samefile(ours):
+        yield (
+            "engine.urls",
+            f"engine {engine_id} has the weights of {theirs}, and model_path is {ours}. Start it "
+            f"again with these; or set model_path to {theirs}, if that is a copy, or the model to "
+            "begin with",
         )
 
 

@@ -153,14 +153,25 @@ async def test_weights_that_another_program_loads_fence_the_engine(
             assert "when weight version 1 was verified" in fence_reason(policy)
             with pytest.raises(rollout.RolloutError):
                 policy.generate([1, 2, 3]).result(20)
+        with rollout.launch(others, backend="local") as deployment:
+            policy = deployment["policy"]
+            with pytest.raises(rollout.RolloutError, match=r"push\(weights, version=2\)"):
+                policy.generate([1, 2, 3]).result(20)
+            policy.push(bench.tensors("second"), version=2).result()
+            assert len(policy.generate([1, 2, 3]).result(20).output_ids)
+            asyncio.run(load_another_model(weight_version="0"))
+        at_0 = config(bench.url, bench.models.second, tmp_path / "at-0", needs_offload=False)
+        why = f"has the weights of {bench.models.first}, and model_path is"
+        with pytest.raises(rollout.RolloutError, match=why):
+            rollout.launch(at_0, backend="local")
 
-    async def load_another_model() -> None:
+    async def load_another_model(weight_version: str | None = None) -> None:
         async with aclosing(client(bench.running.endpoint, "behind-our-back")) as other:
-            await other.update_weights_from_disk(str(bench.models.first))
+            path = str(bench.models.first)
+            await other.update_weights_from_disk(path, weight_version=weight_version)
 
     await asyncio.to_thread(drive)
     assert await bench.running.is_alive()
-    assert await bench.engine.weight_version() == "1"
 
 
 @pytest.mark.parametrize("kind", THEIRS[:1], indirect=True)
@@ -181,7 +192,8 @@ async def test_a_run_that_takes_an_engine_over_makes_the_first_one_fence_it(
             # It left with its claim, and the first one has given up the engine.
             third = config(bench.url, bench.models.first, tmp_path / "third", needs_offload=False)
             with rollout.launch(third, backend="local") as last:
-                assert last["policy"].status().result().weight_version == 1
+                status = last["policy"].status().result()
+                assert (status.weight_version, status.gate) == (1, "closed")
 
     await asyncio.to_thread(drive)
 

@@ -139,6 +139,7 @@ async def update_weights_from_disk(engine: EmbeddedEngine, request: Request) -> 
         "update_weights_from_disk",
         **_how(raw),
     )
+    engine.model_path = path
     return _ok("Succeeded to update model weights.", num_paused_requests=0)
 
 

@@ -30,12 +30,14 @@ class EmbeddedEngine:
     """One model being served.
 
     Attributes:
+        model_path: where its weights were read last, which SGLang reports, too.
         live: requests without a complete reply yet, by id.
         context_length: longest prompt plus completion, in tokens.
     """
 
     def __init__(self, config: EmbeddedConfig, model: Any, text: TextCodec, memory: Memory) -> None:
         self.config = config
+        self.model_path = config.model_path
         self.model = model
         self.text = text
         self.memory = memory

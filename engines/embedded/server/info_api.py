@@ -53,7 +53,7 @@ async def model_info(engine: EmbeddedEngine, request: Request) -> Response:
     model_config = engine.model.config
     return json_response(
         {
-            "model_path": engine.config.model_path,
+            "model_path": engine.model_path,
             "served_model_name": served_name(engine),
             "tokenizer_path": engine.config.model_path,
             "is_generation": True,

@@ -32,6 +32,7 @@ from rollout.config import (
 )
 from rollout.config.compatibility import (
     Conflicts,
+    of_attached_model,
     of_embeddings,
     of_engine,
     of_old_state,
@@ -203,11 +204,16 @@ class Starter:
         self._check(slot.engine_id, features)
         kind = KINDS.get(info.engine, settings.group.engine.of_kind)
         self._check_old_state(slot.engine_id, info, kind)
-        if settings.group.engine.may_keep_embeddings:
-            model = await engine.model_info()
-            encoder = self._pushed_encoder()
-            self._refuse(of_embeddings(slot.engine_id, settings.group.engine, info, model, encoder))
         version = await engine.weight_version()
+        if settings.group.engine.is_attached:
+            model = await engine.model_info()
+            if version == "0":
+                self._refuse(of_attached_model(slot.engine_id, model, settings.model_path))
+            if settings.group.engine.may_keep_embeddings:
+                encoder = self._pushed_encoder()
+                self._refuse(
+                    of_embeddings(slot.engine_id, settings.group.engine, info, model, encoder)
+                )
         by_fingerprint = settings.lifecycle.verify_by == "fingerprint"
         member = EngineState(
             slot=slot,

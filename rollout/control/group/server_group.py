@@ -45,7 +45,12 @@ from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.probe import GroupProbe, probe_all
 from rollout.control.group.push_path_check import PushPathCheck, check_snapshots, take_snapshot
 from rollout.control.group.scaling import EngineScaling
-from rollout.control.group.verify import collect_fingerprints, verify_group, why_no_engine_holds
+from rollout.control.group.verify import (
+    check_equal_weights,
+    collect_fingerprints,
+    verify_group,
+    why_no_engine_holds,
+)
 from rollout.control.group.weight_update import WeightUpdater
 from rollout.control.group.weight_watch import WeightWatch
 from rollout.core.errors import EngineFailure, LifecycleError, RolloutError
@@ -154,14 +159,19 @@ class ServerGroup:
 
         Raises:
             PhaseFailed: an engine did not start; those that did are stopped again.
+            WeightMismatch: so are attached ones of one version whose weights differ.
         """
         with self.timeline.span(Kind.GROUP, "start"):
             try:
                 if self._settings.group.standby and self._settings.group.engine.gpus:
                     await self._boots.stand_by_first()
                 await self._engines.start()
+                if self._settings.group.engine.is_attached:
+                    check_equal_weights(self._engines)
             except BaseException:
                 await self._boots.end()
+                if len(self._engines):
+                    await self._engines.stop()
                 raise
             self._commands.phase = Phase.SERVING
         return await self.status()

@@ -11,7 +11,7 @@ from typing import Any
 from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_set import EngineSet
-from rollout.core.errors import LifecycleError
+from rollout.core.errors import LifecycleError, WeightMismatch
 from rollout.core.fanout import EngineReply
 from rollout.observability.timeline.recorder import current_span
 from rollout.rules.fingerprint_check import (
@@ -86,6 +86,26 @@ def verify_group(
             if reason:
                 logprob_check.require(engines[name], reason)
     return answers
+
+
+def check_equal_weights(engines: EngineSet) -> None:
+    """Check that attached engines begin with equal weights, where they make fingerprints.
+
+    Raises:
+        WeightMismatch: two that report one version have others.
+    """
+    reports = {
+        member.engine_id: EngineFingerprints(member.record)
+        for member in engines.members()
+        if member.record is not None
+    }
+    for engine_id, why in find_mismatches(reports).items():
+        version = engines[engine_id].weight_version
+        raise WeightMismatch(
+            f"engine {engine_id} is attached at weight version {version}, but its {why}; restart "
+            "the engines with the same weights, or let their trainer push them",
+            engine_id=engine_id,
+        )
 
 
 def why_no_engine_holds(version: int | None, engines: EngineSet) -> str:

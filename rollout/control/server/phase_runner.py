@@ -105,9 +105,11 @@ class PhaseRunner:
         expected, following = self.expected_version, self.next_adapter
         if max(self.weight_version, following.version if following else 0) >= expected:
             return ""
+        held = self.weight_version
+        or_else = f", or launch with expect_version={held} if these are right" if held else ""
         return (
             f"this launch expects weight version {expected} or a newer one, and the engines hold "
-            f"{self.weight_version}; push it: push(weights, version={expected})"
+            f"{held}; push it: push(weights, version={expected}){or_else}"
         )
 
     @property

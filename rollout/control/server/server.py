@@ -159,8 +159,9 @@ class RolloutServer:
         If anything fails, everything that was started is stopped before the error is raised.
 
         Args:
-            expect_version: the gate stays closed until a push of this version or a newer one.  A
-                frozen server, which gets no push, serves at once.
+            expect_version: the gate stays closed until a push of this version or a newer one, and
+                of a newer one if attached engines begin at a version that is neither this one nor
+                0.  A frozen server, which gets no push, serves at once.
         """
         async with self._lock.held("start"):
             try:
@@ -231,14 +232,19 @@ class RolloutServer:
 
     async def _open_or_expect(self, version: int) -> None:
         runner, held = self._phase_runner, self.weight_version
+        update = self._config.weights.update
         if held not in (0, version):
             logger.warning(
                 "server %s: its engines report weight version %d, and this launch expects %d; what "
-                "weights these are was not checked: push before they are used, or launch with "
-                "expect_version=%d if they are right",
-                *(self.name, held, version, held),
+                "weights these are is not known, so %s",
+                *(self.name, held, version),
+                f"only a push opens the gate, or expect_version={held} at the launch"
+                if update is WeightUpdate.FULL
+                else "check that they are right: weights.update does not replace them",
             )
-        if self._config.weights.update is not WeightUpdate.FROZEN:
+            if update is WeightUpdate.FULL:
+                version = max(version, held + 1)
+        if update is not WeightUpdate.FROZEN:
             runner.expected_version = version
         if why := runner.why_expecting:
             await self._gate.publish_members()
@@ -295,7 +301,9 @@ class RolloutServer:
                     f"engine {engine.engine_id} at {engine.endpoint.url} starts at weight version "
                     f"None, not {self.weight_version}: it reports no number.  With unverified-N, a "
                     "push into it ended early, and its weights may be of two versions: restart it "
-                    "with its checkpoint, or let its trainer push all weights first",
+                    "with its checkpoint, or let its trainer push all weights first.  If somebody "
+                    f"has named its weights, and they are those of model_path, send POST "
+                    f'/update_weight_version {{"new_version": "0"}} there',
                     engine_id=engine.engine_id,
                 )
             if engine.weight_version != self.weight_version:

@@ -15,6 +15,7 @@ import pytest
 from engines.fake import FakeEngine, FakeTensor
 from engines.protocol import Endpoint
 from engines.protocol.errors import EngineHung
+from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.core.types import EngineStatus
 from rollout.rules.lifecycle import Command
 from tests.support.builders import TENSOR_NAMES, ServerBench, make_server, push
@@ -182,6 +183,38 @@ async def test_without_fingerprints_the_log_probs_show_it(tmp_path: Path) -> Non
         reason = (await status_of(bench, "main-0")).fence_reason
         assert "when the weights were the same" in reason
         assert "another program has changed its weights" in reason
+
+
+def attached(folder: Path, **settings: Any) -> tuple[ServerBench, TheirEngines]:
+    theirs = TheirEngines(**settings)
+    return make_server(folder, GROUPS, launcher=theirs, health=HEALTH), theirs
+
+
+async def test_engines_of_one_number_and_other_weights_are_not_attached(tmp_path: Path) -> None:
+    bench, theirs = attached(tmp_path)
+    scribble(theirs.start(Endpoint.of_url(URLS[1])))
+    why = f"attached at weight version 0, but its tensor '{TENSOR_NAMES[1]}' differs"
+    with pytest.raises(WeightMismatch, match=why):
+        await bench.server.start()
+    assert len(theirs.processes) == 2
+    assert not any(engine.is_dead for engine in theirs.at.values())
+
+
+@pytest.mark.parametrize("version", ["0", "3"])
+async def test_an_engine_of_another_model_is_not_attached_as_version_0(
+    tmp_path: Path, version: str
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    bench, theirs = attached(tmp_path, model_path=str(other))
+    for url in URLS:
+        theirs.start(Endpoint.of_url(url), version)
+    if version != "0":  # of a push, and then where it was read does not matter
+        assert (await bench.server.start(int(version))).gate == "open"
+        await bench.server.stop()
+        return
+    with pytest.raises(PhaseFailed, match=rf"urls: engine main-. has the weights of {other}, and"):
+        await bench.server.start()
 
 
 # -- and no others ------------------------------------------------------------------------------
