@@ -18,10 +18,13 @@ def config(
     weights: Mapping[str, Any] | None = None,
     lifecycle: Mapping[str, Any] | None = None,
     takeover: bool = False,
+    kind: str = "attached",
     **group: Any,
 ) -> rollout.RolloutConfig:
-    engine = {"kind": "attached", "urls": [url], "start_timeout_s": 20, "env": env or {}}
+    engine = {"kind": kind, "urls": [url], "start_timeout_s": 20, "env": env or {}}
     engine["takeover"] = takeover
+    # In a session, which somebody else may have opened; files need none.
+    transport = "shared_memory" if kind == "vllm" else "tensor"
     return rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(folder),
@@ -29,8 +32,7 @@ def config(
                 "policy": {
                     "model_path": str(model),
                     "groups": {"theirs": {"engine": engine, **group}},
-                    # In a session, which somebody else may have opened; files need none.
-                    "weights": {"transport": "tensor", **(weights or {})},
+                    "weights": {"transport": transport, **(weights or {})},
                     "lifecycle": lifecycle or {},
                     "health": {"probe_interval_s": 0.2},
                 }

@@ -133,12 +133,17 @@ def fence_reason(policy: Any) -> str:
     return str(group.engines[0].fence_reason)
 
 
-@pytest.mark.parametrize("kind", THEIRS, indirect=True)
+@pytest.mark.parametrize(
+    "kind", [*THEIRS, pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True
+)
 async def test_weights_that_another_program_loads_fence_the_engine(
     bench: Bench, tmp_path: Path
 ) -> None:
-    whole = config(bench.url, bench.models.first, tmp_path, needs_offload=False)
-    others = config(bench.url, bench.models.first, tmp_path / "others", needs_offload=False)
+    of_kind: dict[str, Any] = {"needs_offload": False}
+    if bench.kind == "vllm":
+        of_kind["kind"] = "vllm"
+    whole = config(bench.url, bench.models.first, tmp_path, **of_kind)
+    others = config(bench.url, bench.models.first, tmp_path / "others", **of_kind)
 
     def drive() -> None:
         with rollout.launch(whole, backend="local") as deployment:
@@ -160,13 +165,15 @@ async def test_weights_that_another_program_loads_fence_the_engine(
             policy.push(bench.tensors("second"), version=2).result()
             assert len(policy.generate([1, 2, 3]).result(20).output_ids)
             asyncio.run(load_another_model(weight_version="0"))
-        at_0 = config(bench.url, bench.models.second, tmp_path / "at-0", needs_offload=False)
+        if bench.kind == "vllm":  # it does not report what it has loaded
+            return
+        at_0 = config(bench.url, bench.models.second, tmp_path / "at-0", **of_kind)
         why = f"has the weights of {bench.models.first}, and model_path is"
         with pytest.raises(rollout.RolloutError, match=why):
             rollout.launch(at_0, backend="local")
 
     async def load_another_model(weight_version: str | None = None) -> None:
-        async with aclosing(client(bench.running.endpoint, "behind-our-back")) as other:
+        async with aclosing(client(bench.running.endpoint, "behind-our-back", bench.kind)) as other:
             path = str(bench.models.first)
             await other.update_weights_from_disk(path, weight_version=weight_version)
 

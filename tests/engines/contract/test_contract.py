@@ -55,7 +55,6 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "vllm": "keeps every token",
     },
     "an update from disk renames the model": {
-        "embedded": "goes on under the name it was started with",
         "vllm": "goes on under the name it was started with",
     },
     "loads are of before while it is frozen": {
