@@ -295,7 +295,10 @@ def _way_out(is_any_stale: bool, version: int, update: WeightUpdate) -> str:
     if not is_any_stale:
         return "launch again, or wait until recovery has restarted one (health.recover)"
     if update is WeightUpdate.FULL:
-        return f"push version {version} again, or a newer one, with push(weights)"
+        return (
+            f"push version {version + 1} with push(weights), or {version} again if it has not "
+            "served yet"
+        )
     if update is WeightUpdate.FROZEN:
         return "repeat the command when recovery has verified one"
     if update is WeightUpdate.LORA:

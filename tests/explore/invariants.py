@@ -125,6 +125,8 @@ class Invariants:
         name = next(name for name, one in self.parts.routers.items() if one.gate is gate)
         server = self.parts.servers[name]
         self._check_one_serves(server, "the gate opens")
+        if server is self.parts.server and version is not None:
+            self.parts.opened |= {version}
         if (version or 0) < (expected := server._phase_runner.expected_version):
             self.violate(f"I2: the gate opens for version {version}, and {expected} is expected")
         for member in gate.members.choosable.members:
@@ -162,11 +164,20 @@ class Invariants:
                     yield member
 
     def check_refused(self, error: RolloutError) -> None:
-        """I9: a version may be pushed again as long as no engine that serves holds it."""
-        server = self.parts.server
+        """I9: a version may be pushed again as long as it has not served."""
+        last = self.parts.server._phase_runner._last_push
         is_refused = isinstance(error, WeightMismatch) and "not newer" in str(error)
-        if is_refused and server.weight_version and not list(self._verified(server)):
-            self.violate(f"I9: no engine holds weight version {server.weight_version}: {error}")
+        if is_refused and last.version and not last.has_served:
+            self.violate(f"I9: weight version {last.version} has not served: {error}")
+
+    def check_pushed(self, version: int, opened: frozenset[int]) -> None:
+        """I9: and no longer; these pushes do not show that their contents are the same.
+
+        Args:
+            opened: the versions at which the gate was open before.
+        """
+        if version in opened:
+            self.violate(f"I9: weight version {version} has served, and was pushed again")
 
     def check_barrier(self, asked: SteeredEngine, operation: str) -> None:
         """No engine is further than one phase ahead of another."""

@@ -395,8 +395,15 @@ def _continue_over_engines_without_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def _refuse_a_version_for_good(patch: pytest.MonkeyPatch) -> None:
-    def why_not_newer(version: int, manifest: Any, last: LastPush, engines: Any) -> str:
+    def why_not_newer(version: int, manifest: Any, last: LastPush) -> str:
         return "" if version > last.version else f"{version} is not newer than {last.version}"
+
+    patch.setattr(phase_runner, "why_not_newer", why_not_newer)
+
+
+def _let_a_version_serve_again(patch: pytest.MonkeyPatch) -> None:
+    def why_not_newer(version: int, manifest: Any, last: LastPush) -> str:
+        return "" if version >= last.version else f"{version} is not newer than {last.version}"
 
     patch.setattr(phase_runner, "why_not_newer", why_not_newer)
 
@@ -498,8 +505,16 @@ MUTATIONS = (
     Mutation(
         "refuse a version for good",
         _refuse_a_version_for_good,
-        "I9: no engine holds weight version",
+        "I9: weight version 1 has not served",
         **_ALL_DIE,
+    ),
+    Mutation(
+        "let a version serve again",
+        _let_a_version_serve_again,
+        "I9: weight version 1 has served",
+        begin=("offload", "onload"),
+        commands=("kill all", "recover", "offload", "onload same"),
+        recover=True,
     ),
     Mutation(
         "let no push into an onload",

@@ -415,6 +415,7 @@ class Parts:
 
     Attributes:
         failed: the command of a step that failed last, and the version that it would push.
+        opened: the versions at which the gate of the first server was open.
         records: the journals, by server; none where no server is lost.
     """
 
@@ -427,6 +428,7 @@ class Parts:
     deployment: Deployment
     now_s: float = 1000.0
     failed: tuple[str, int] | None = None
+    opened: frozenset[int] = frozenset()
     records: dict[str, Record] = field(default_factory=dict)
 
     @property

@@ -263,6 +263,7 @@ class World(Invariants):
             command, version = parts.failed
         elif command == "onload same":
             command, version = "onload", server.weight_version
+        opened = self.parts.opened
         if command in _PUSHES:
             work: Awaitable[Any] = _PUSHES[command](server, push(version))
         elif command in _OF_ALL:
@@ -301,6 +302,8 @@ class World(Invariants):
             self.violate(f"{command} ended with {type(error).__name__}: {error}")
         else:
             self.outcomes.append((command, "done"))
+            if command in _PUSHES:
+                self.check_pushed(version, opened)
             if parts.failed is not None and parts.failed[0] == command:
                 parts.failed = None
             for report in done.values() if isinstance(done, dict) else [done]:
@@ -474,6 +477,7 @@ class World(Invariants):
                 if parts.ports[name].is_lost
             ),
             parts.failed if parts.server._config.health.recover else None,
+            newest in parts.opened,
             tuple(
                 (
                     group._commands.phase,

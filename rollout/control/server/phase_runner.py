@@ -20,7 +20,7 @@ from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.journal import JournalRecord, ServerJournal, entries_of
 from rollout.core.errors import ActorLost, LifecycleError, PhaseFailed
 from rollout.core.fanout import barrier
-from rollout.core.types import EngineStatus, PhaseReport, StepReport
+from rollout.core.types import PhaseReport, StepReport
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
 from rollout.rules import lifecycle
@@ -226,12 +226,9 @@ class PhaseRunner:
         """Why this push cannot have its version; empty if it can."""
         if push.version < self.expected_version:
             return f"weight version {push.version} is too old: {self.why_expecting}"
-        engines: list[EngineStatus] = []
         if push.version == self.weight_version:
-            for status in (await self._registry.statuses()).values():
-                engines += status.engines
             await self._read_fingerprints()
-        return why_not_newer(push.version, push.manifest, self._last_push, engines)
+        return why_not_newer(push.version, push.manifest, self._last_push)
 
     async def _read_fingerprints(self) -> None:
         """Complete the record of the last push: those of a stream came with its buckets."""

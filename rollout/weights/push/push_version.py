@@ -1,19 +1,19 @@
 """Decides whether the weight version of a push can be used.
 
 Always true: no two contents serve under one version.  So a version that has served is used again
-only for the same contents, or when no engine that got it is left.
+only for the same contents: samples of it may be in a buffer, an engine that was fenced may run on,
+and the store may have it, also when no engine of the server is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
 from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import WeightMismatch
-from rollout.core.types import EngineStatus
 from rollout.weights.format.manifest import Manifest
 
 MAX_VERSION = 2**63 - 1
@@ -75,36 +75,29 @@ def _shown(version: Any) -> str:
     return text if len(text) <= 40 else f"{text[:20]}..."
 
 
-def why_not_newer(
-    version: int, manifest: Manifest, last: LastPush, engines: Iterable[EngineStatus]
-) -> str:
-    """Why a push cannot have this version; empty if it can.
-
-    Args:
-        engines: all engines; those that died and were restarted are stale.
-    """
+def why_not_newer(version: int, manifest: Manifest, last: LastPush) -> str:
+    """Why a push cannot have this version; empty if it can."""
     if version > last.version:
         return ""
-    old = f"weight version {version} is not newer than {last.version}, which the engines were given"
     if version < last.version or last.manifest is None:
-        return f"{old} last; push as version {last.version + 1}"
+        return (
+            f"weight version {version} is not newer than {last.version}, which the engines were "
+            f"given last; push as version {last.version + 1}"
+        )
     if not last.has_served:  # a failed call is repeated, and all engines get this push
         return ""
-    if _is_complete(manifest) and _is_complete(last.manifest):
-        if manifest == last.manifest:
-            return ""
+    if not (_is_complete(manifest) and _is_complete(last.manifest)):
+        return (
+            f"weight version {version} is not newer than {last.version}, which has served, and it "
+            "is unknown whether this push has the same contents; push it as version "
+            f"{version + 1}, or go on without a push if engines hold it"
+        )
+    if manifest != last.manifest:
         return (
             f"weight version {version} has served with other contents; push these as version "
             f"{version + 1}"
         )
-    # A release does not count: the next push must be newer.
-    holders = [one.engine_id for one in engines if not (one.fence_reason or one.is_stale)]
-    if not holders:
-        return ""
-    return (
-        f"{old} last: {', '.join(holders[:8])} got it, and it is unknown whether this push has the "
-        f"same contents; push it as version {version + 1}, or go on without a push"
-    )
+    return ""
 
 
 def why_no_path_check(weights: WeightsConfig, pushed: int | None) -> str:

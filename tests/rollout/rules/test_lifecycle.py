@@ -209,7 +209,7 @@ REGULAR, PREFILL, DECODE = WorkerType.REGULAR, WorkerType.PREFILL, WorkerType.DE
     [
         ([group(REGULAR, "serving", "stale")], ""),
         ([group(REGULAR, "stale"), group(WorkerType.ENCODER, "serving")], "regular-0 restarted"),
-        ([group(REGULAR, "stale", "fenced")], "lack weight version 3; it died; push version 3"),
+        ([group(REGULAR, "stale", "fenced")], "lack weight version 3; it died; push version 4"),
         ([group(REGULAR, "fenced")], "it died; launch again"),
         ([group(PREFILL, "serving"), group(DECODE, "serving")], ""),
         ([group(PREFILL, "serving"), group(DECODE, "stale")], "decode-0 restarted"),
@@ -226,7 +226,7 @@ def test_a_server_can_serve_with_one_engine_that_holds_the_weights(groups, why: 
 @pytest.mark.parametrize(
     ("update", "way_out"),
     [
-        (WeightUpdate.FULL, "push version 3 again, or a newer one"),
+        (WeightUpdate.FULL, "push version 4 with push(weights), or 3 again if it has not served"),
         (WeightUpdate.PARTIAL, "weights.store"),
         (WeightUpdate.LORA, "push the adapter again"),
         (WeightUpdate.FROZEN, "repeat the command"),

@@ -171,16 +171,27 @@ async def test_a_restarted_engine_has_what_is_not_pushed_from_the_checkpoint(
 
 
 @pytest.mark.parametrize("groups", [OFFLOADING, KEEPING, MIXED], ids=["offload", "keep", "mixed"])
-def test_the_same_push_again_after_all_engines_that_got_it_died(tmp_path: Path, groups) -> None:
+@pytest.mark.parametrize("are_dead", [True, False], ids=["dead", "fenced"])
+def test_a_version_that_served_is_spent_also_when_all_engines_that_got_it_are_lost(
+    tmp_path: Path, groups: Any, are_dead: bool
+) -> None:
     @virtual_time
     async def run() -> None:
-        async with recovering(tmp_path, groups) as bench:
+        async with recovering(tmp_path, groups, health={"recover": are_dead}) as bench:
             await bench.server.offload()
             await bench.server.push(push(1))
-            await kill_all(bench)
-            await bench.server.offload()
-            await bench.server.push(push(1))
-            await serves(bench, 1)
+            if are_dead:
+                await kill_all(bench)
+            else:
+                for engine in bench.engines:
+                    engine.fail_next("pause_generation", EngineUnreachable("connection broke"))
+                with pytest.raises(PhaseFailed):
+                    await bench.server.offload()
+            with pytest.raises(WeightMismatch, match=r"1, which has served.*push it as version 2"):
+                await bench.server.push(push(1))
+            if are_dead:
+                await bench.server.push(push(2))
+                await serves(bench, 2)
 
     run()
 

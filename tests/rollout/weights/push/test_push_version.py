@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from engines.protocol import Endpoint
 from rollout.config import WeightUpdate
 from rollout.core.errors import WeightMismatch
-from rollout.core.types import EngineStatus
 from rollout.runtime.handle.server_handle import ServerHandle
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push_version import MAX_VERSION, LastPush, checked_version, why_not_newer
@@ -87,12 +85,6 @@ def test_every_call_that_takes_a_version_refuses_it_before_it_does_anything(
 # -- the same version again ---------------------------------------------------------------------
 
 
-def engine(engine_id: str = "main-0", version: int | None = 3, **about: Any) -> EngineStatus:
-    return EngineStatus(
-        engine_id, Endpoint("127.0.0.1", 1), "serving", version, (), "local", **about
-    )
-
-
 def served(contents: Manifest = PRINTS) -> LastPush:
     return LastPush(3, contents, has_served=True)
 
@@ -101,29 +93,24 @@ def not_served(contents: Manifest = PRINTS) -> LastPush:
     return LastPush(3, contents, has_served=False)
 
 
-STALE, FENCED = engine(None, is_stale=True), engine("main-1", fence_reason="it died")
-RELEASED = engine(version=None)
-
-# version, contents, last push, engines -> why not
+# version, contents, last push -> why not
 CASES = {
-    "newer": (4, PLAIN, served(), [engine()], ""),
-    "older": (2, PRINTS, served(), [STALE], "not newer than 3"),
-    "the checkpoint's": (0, PRINTS, LastPush(), [STALE], "push as version 1"),
-    "equal contents": (3, PRINTS, served(), [engine()], ""),
-    "other contents": (3, OTHERS, served(), [STALE], "served with other contents"),
-    "other contents, not served": (3, OTHERS, not_served(), [engine()], ""),
-    "unknown contents, not served": (3, PLAIN, not_served(PLAIN), [engine()], ""),
-    "unknown contents, held": (3, PLAIN, served(), [FENCED, engine()], "main-0 got it"),
-    "unknown contents, released": (3, PLAIN, served(), [RELEASED], "main-0 got it"),
-    "unknown contents, all died": (3, PLAIN, served(), [STALE, FENCED], ""),
-    "contents of a stream": (3, PRINTS, served(PLAIN), [engine()], "push it as version 4"),
+    "newer": (4, PLAIN, served(), ""),
+    "older": (2, PRINTS, served(), "not newer than 3"),
+    "the checkpoint's": (0, PRINTS, LastPush(), "push as version 1"),
+    "equal contents": (3, PRINTS, served(), ""),
+    "other contents": (3, OTHERS, served(), "served with other contents"),
+    "other contents, not served": (3, OTHERS, not_served(), ""),
+    "unknown contents, not served": (3, PLAIN, not_served(PLAIN), ""),
+    "unknown contents": (3, PLAIN, served(), "push it as version 4"),
+    "contents of a stream": (3, PRINTS, served(PLAIN), "push it as version 4"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_version_is_used_again_for_equal_contents_or_when_no_engine_holds_it(case: str) -> None:
-    version, contents, last, engines, expected = CASES[case]
-    why = why_not_newer(version, contents, last, engines)
+def test_a_version_that_has_served_is_used_again_for_equal_contents_alone(case: str) -> None:
+    version, contents, last, expected = CASES[case]
+    why = why_not_newer(version, contents, last)
     assert expected in why
     assert bool(why) == bool(expected)
 
