@@ -357,15 +357,16 @@ class PhaseRunner:
 
     async def open_gate(self) -> None:
         """Open the gate after all engines can serve."""
-        served = replace(self._last_push, has_served=True)
+        before = self._last_push
+        self._last_push = replace(before, has_served=True)
+        # First: a server that continues this one has to know that the version may have served.
+        await self.write_journal(durable=False)
         try:
             await self._gate.open(self._last_push, self.changes.metrics())
-        except BaseException as error:
-            if not isinstance(error, PhaseFailed):  # the router may have opened it
-                self._last_push = served
+        except PhaseFailed:  # after any other error, the router may have opened it
+            self._last_push = before
             raise
-        self._last_push = served
-        self._adapters.has_published(served.adapters)
+        self._adapters.has_published(self._last_push.adapters)
         self._has_failed = False
         await self.write_journal()
         pushed, self._pushed = self._pushed, None
