@@ -23,6 +23,7 @@ FP8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"
 """The scales of a quantised ``x.weight`` are ``x.weight_scale_inv``."""
 _MOST_NAMES = 3
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,7 @@ def check_push(
             )
         known = expected.tensors.get(name)
         if known is None:
-            near = difflib.get_close_matches(name, expected.tensors, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = _hint_for(spec, expected)
             raise WeightMismatch(f"the model has no tensor {name!r}{hint}", tensor=name)
         if spec.shape != known.shape:
             raise WeightMismatch(
@@ -140,6 +140,20 @@ def check_push(
             )
     if must_be_complete:
         _check_complete(pushed, expected, not_pushed)
+
+
+def _hint_for(unknown: TensorSpec, expected: Manifest) -> str:
+    """What a tensor that the model does not have was meant to be; empty if that is unknown."""
+    if unknown.name.endswith(_HEAD):
+        for name, known in expected.tensors.items():
+            if name.endswith(_EMBEDDING) and known.shape == unknown.shape:
+                return (
+                    f": its checkpoint ties the head to {name!r}, which the push of that sets too; "
+                    f"leave {unknown.name!r} out, or give the same tensor under both names (for a "
+                    "head of its own, serve a checkpoint with tie_word_embeddings false)"
+                )
+    near = difflib.get_close_matches(unknown.name, expected.tensors, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _check_complete(pushed: Manifest, expected: Manifest, not_pushed: Sequence[str]) -> None:

@@ -50,6 +50,22 @@ def test_a_name_like_no_other_is_told_without_a_guess() -> None:
         check_push(strange, EXPECTED, must_be_complete=False)
 
 
+def test_a_head_that_the_model_ties_to_its_embedding_is_told_with_what_works() -> None:
+    embedding = TensorSpec("model.embed_tokens.weight", "bfloat16", (16, 8))
+    tied = Manifest.of([embedding, *EXPECTED.tensors.values()])
+    head = TensorSpec("lm_head.weight", "bfloat16", (16, 8))
+    why = (
+        r"no tensor 'lm_head.weight': its checkpoint ties the head to 'model.embed_tokens.weight', "
+        r".* leave 'lm_head.weight' out, or give the same tensor under both names .* "
+        "tie_word_embeddings false"
+    )
+    with pytest.raises(WeightMismatch, match=why):
+        check_push(Manifest({**tied.tensors, head.name: head}), tied, must_be_complete=True)
+    other = TensorSpec("lm_head.weight", "bfloat16", (1, 8))
+    with pytest.raises(WeightMismatch, match=r"'lm_head\.weight'; did you mean"):
+        check_push(Manifest({**tied.tensors, other.name: other}), tied, must_be_complete=True)
+
+
 def test_a_wrong_shape_is_told_with_the_models() -> None:
     wrong = pushed(**{"embed.weight": TensorSpec("embed.weight", "bfloat16", (8, 16))})
     with pytest.raises(WeightMismatch, match=r"has shape \[8, 16\], the model's is \[16, 8\]"):
