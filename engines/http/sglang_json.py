@@ -213,12 +213,24 @@ def read_loads(answer: Any) -> Loads:
 
 
 def read_weights_report(answer: Any) -> WeightsReport:
+    ranks = answer.get("ranks") or ()
     return WeightsReport(
         checksum=answer.get("per_engine_checksum"),
-        tensors=tuple(dict(rank["checksums"]) for rank in answer.get("ranks") or ()),
+        tensors=tuple(dict(rank["checksums"]) for rank in ranks),
         message=answer.get("message") or "",
         num_bytes=answer.get("num_bytes"),
+        why_partial=_why_partial(ranks),
     )
+
+
+def _why_partial(ranks: Sequence[Any]) -> str:
+    """Why ranks are missing: SGLang 0.5.23 answers for its first pipeline stage alone."""
+    found = [info for rank in ranks for info in rank.get("parallelism_info") or ()]
+    num_stages = max((info["pp_size"] for info in found), default=0)
+    num_seen = len({info["pp_rank"] for info in found})
+    if num_seen >= num_stages:
+        return ""
+    return f"it reports fingerprints of {num_seen} of its {num_stages} pipeline stages"
 
 
 def read_weights_manifest(answer: Any) -> tuple[TensorInfo, ...]:

@@ -353,12 +353,14 @@ class WeightsReport:
         tensors: per tensor-parallel rank, name of the tensor -> digest.  Names are the engine's
             own (fused, sharded); digests of CPU and CUDA engines are not comparable.
         num_bytes: of weights, read for the digests; None where the engine does not report them.
+        why_partial: why there are ranks whose tensors are not listed; empty if there are none.
     """
 
     checksum: str | None
     tensors: tuple[Mapping[str, str], ...] = ()
     message: str = ""
     num_bytes: int | None = field(default=None, compare=False)
+    why_partial: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,8 +273,11 @@ def read_errors(answer: Any) -> list[str]:
 
 
 def read_manifest(answer: Any) -> tuple[TensorInfo, ...]:
-    """The plugin's list of the checkpoint's tensors, of its first worker."""
+    """The plugin's list of the checkpoint's tensors, of all pipeline stages; empty where a worker
+    has other names."""
+    workers = answer["results"]
+    found = {one["name"]: one for worker in workers for one in worker} if all(workers) else {}
     return tuple(
         TensorInfo(one["name"], one["dtype"], tuple(one["shape"]), bool(one.get("is_tied")))
-        for one in answer["results"][0]
+        for one in found.values()
     )

@@ -3,9 +3,9 @@
 Always true: every tensor is a view of a parameter, so that its bytes are those the model computes
 with.
 
-vLLM joins some linear layers (``qkv_proj``) and pads the vocabulary.  With one rank and without
-quantisation, both can be undone: the names are then those of the checkpoint.  Elsewhere a tensor
-is listed as vLLM has it.
+vLLM joins some linear layers (``qkv_proj``) and pads the vocabulary.  With one rank in each
+pipeline stage and without quantisation, both can be undone: the names are then those of the
+checkpoint.  Elsewhere a tensor is listed as vLLM has it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Part:
 
 
 def parts_of(model: Any, vllm_config: Any) -> list[Part]:
-    """All parameters, as the tensors that a checkpoint has for them; tied ones once."""
-    is_whole = vllm_config.parallel_config.world_size == 1
+    """All parameters of this stage, as the tensors that a checkpoint has for them; tied ones
+    once."""
+    parallel = vllm_config.parallel_config
+    is_whole = parallel.world_size == parallel.pipeline_parallel_size
     joined = dict(getattr(model, "packed_modules_mapping", None) or {})
     is_plain = is_whole and vllm_config.quant_config is None and not _renames(model)
     layers = dict(model.named_modules())

@@ -114,8 +114,9 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
             part.name: _Expected(tuple(part.tensor.shape), part.layer, part.tensor)
             for part in parts
         }
-        # Where a name is vLLM's own, names of the checkpoint cannot be checked against it.
-        self._is_known = all(part.is_known for part in parts)
+        # Where names are vLLM's own, or in another stage, those of the checkpoint are not checked.
+        is_whole = vllm_config.parallel_config.world_size == 1
+        self._is_known = is_whole and all(part.is_known for part in parts)
         # Nor does what was encoded fit where vLLM has cast the checkpoint.
         dtype = getattr(self.model_config.hf_config, "dtype", None)
         is_same = self._is_known and {part.tensor.dtype for part in parts} == {dtype}

@@ -81,6 +81,8 @@ def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
     """
     if engine.moves_experts:
         return "it moves its experts (enable-eplb), so they have no comparable fingerprints"
+    if engine.report.why_partial:
+        return engine.report.why_partial
     reported = frozenset(name for rank in engine.report.tensors for name in rank)
     if not engine.changed or num_others:
         return ""
@@ -189,11 +191,11 @@ def _changed_without_push(engine: EngineFingerprints) -> str:
         return ""
     if not engine.changed:
         return first_difference(engine.record, engine.report)
+    # SGLang fuses and shards tensors.  If its names are not those of the checkpoint, it is unknown
+    # which of its tensors were pushed.
+    if not engine.changed <= frozenset[str]().union(*engine.record.tensors):
+        return ""
     for before, now in zip(engine.record.tensors, engine.report.tensors, strict=False):
-        # SGLang fuses and shards tensors.  If its names are not those of the checkpoint, it is
-        # unknown which of its tensors were pushed.
-        if not engine.changed <= before.keys():
-            continue
         for name in sorted(before.keys() - engine.changed):
             if now.get(name) != before[name]:
                 return name
@@ -203,19 +205,21 @@ def _changed_without_push(engine: EngineFingerprints) -> str:
 def _not_as_pushed(engine: EngineFingerprints) -> str:
     """The first tensor that differs from the pushed one; empty if no comparable tensor does."""
     for name in sorted(engine.sent):
-        if _has_reference(name, engine) and engine.report.tensors[0][name] != engine.sent[name]:
+        if _has_reference(name, engine) and set(_held(name, engine)) != {engine.sent[name]}:
             return name
     return ""
 
 
 def _has_reference(name: str, engine: EngineFingerprints) -> bool:
     """Whether the trainer's fingerprint of this tensor can be compared with the engine's."""
-    if len(engine.report.tensors) != 1:  # sharded: no rank has a whole tensor
-        return False
-    held = engine.report.tensors[0]
-    return (
-        name in held and name in engine.sent and _scheme(held[name]) == _scheme(engine.sent[name])
-    )
+    schemes = {_scheme(text) for text in _held(name, engine)}
+    return name in engine.sent and schemes == {_scheme(engine.sent[name])}
+
+
+def _held(name: str, engine: EngineFingerprints) -> list[str]:
+    """Its fingerprint of a tensor on each rank that has it: a head that is tied to the embedding is
+    in the last pipeline stage too."""
+    return [rank[name] for rank in engine.report.tensors if name in rank]
 
 
 def _scheme(fingerprint: str) -> str:

@@ -47,7 +47,7 @@ def main() -> None:
     worker: Any = GpuWorker.__new__(GpuWorker)
     worker.device = torch.device("cuda", 0)
     worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2))
-    parallel = SimpleNamespace(world_size=1)
+    parallel = SimpleNamespace(world_size=1, pipeline_parallel_size=1)
     worker.vllm_config = SimpleNamespace(parallel_config=parallel, quant_config=None)
     worker.weight_transfer_engine = SimpleNamespace(broadcasts=GROUPS, is_lost=False)
 

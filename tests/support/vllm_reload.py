@@ -22,7 +22,7 @@ from tests.support.cuda_double import HANDLE, CudaDouble
 _OLD = 0.5
 _JOINED = {"q_proj": slice(0, 4), "k_proj": slice(4, 6), "v_proj": slice(6, 8)}
 _CONFIG = SimpleNamespace(
-    parallel_config=SimpleNamespace(world_size=1),
+    parallel_config=SimpleNamespace(world_size=1, pipeline_parallel_size=1),
     quant_config=None,
     model_config=SimpleNamespace(dtype=torch.float32, hf_config=SimpleNamespace()),
 )

@@ -46,6 +46,7 @@ class EngineState:
         compares_weights: it can compare its weights with a copy that it made of them.
         fingerprint_method: how it makes fingerprints; empty if a trainer cannot make the same ones.
         checker_refusal: why its checker cannot report these weights; empty if it can.
+        why_partial: why its last fingerprints are not of all its ranks; empty if they are.
         moves_experts: it places its experts by their load, so they are not compared.
         reports_memory: it reports the memory of each tag.
         released_bytes: what each tag held when it was released, as far as it reported that, and
@@ -91,6 +92,7 @@ class EngineState:
     compares_weights: bool = False
     fingerprint_method: str = ""
     checker_refusal: str = ""
+    why_partial: str = ""
     moves_experts: bool = False
     reports_memory: bool = False
     used_after: int | None = None
@@ -154,7 +156,8 @@ class EngineState:
     @property
     def has_all_fingerprints(self) -> bool:
         """Whether it reports comparable fingerprints of all base weights, as far as is known."""
-        return self.has_checker and not self.checker_refusal and not self.moves_experts
+        is_whole = not (self.checker_refusal or self.why_partial or self.moves_experts)
+        return self.has_checker and is_whole
 
     @property
     def why_adapters_unknown(self) -> str:
@@ -183,7 +186,7 @@ class EngineState:
                 raise
             self.checker_refusal = str(error)
             return None
-        self.checker_refusal = ""
+        self.checker_refusal, self.why_partial = "", report.why_partial
         if wrong := changed_adapter(report, self.adapters):
             raise LifecycleError(f"tensor {wrong!r} is not what it was when it was loaded")
         report = without_adapters(report)

@@ -371,6 +371,19 @@ async def test_a_weights_report_holds_the_digests_of_every_rank():
     async with asking(DONE | {"ranks": ranks, "per_engine_checksum": "ef"}) as (client, _):
         report = await client.weights_checker()
     assert (report.checksum, report.tensors) == ("ef", ({"w": "ab"},))
+    assert report.why_partial == ""
+
+
+async def test_a_report_of_one_of_two_pipeline_stages_says_so():
+    """As SGLang 0.5.23 answers with ``--pp-size 2``."""
+    info = {"role": "target", "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 2}
+    rank = {"checksums": {"w": "ab"}, "parallelism_info": [info]}
+    async with asking(DONE | {"ranks": [rank]}) as (client, _):
+        report = await client.weights_checker()
+    assert report.why_partial == "it reports fingerprints of 1 of its 2 pipeline stages"
+    ranks = [rank, {**rank, "parallelism_info": [{**info, "pp_rank": 1}]}]
+    async with asking(DONE | {"ranks": ranks}) as (client, _):
+        assert (await client.weights_checker()).why_partial == ""
 
 
 @pytest.mark.parametrize("probe", ["is_ready", "is_healthy"])

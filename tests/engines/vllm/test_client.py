@@ -284,6 +284,23 @@ async def test_the_checker_sees_what_changed(has_plugin: bool) -> None:
     assert len(first.tensors) == 1
 
 
+def test_the_tensors_of_all_pipeline_stages_are_listed_once() -> None:
+    def listed(name: str, *, is_tied: bool = False) -> dict[str, Any]:
+        return {"name": name, "dtype": "float32", "shape": [2, 3], "is_tied": is_tied}
+
+    first = [listed("embed"), listed("layers.0")]
+    last = [listed("embed"), listed("layers.1"), listed("head", is_tied=True)]
+    found = vllm_json.read_manifest({"results": [first, last]})
+    assert [(one.name, one.is_tied) for one in found] == [
+        ("embed", False),
+        ("layers.0", False),
+        ("layers.1", False),
+        ("head", True),
+    ]
+    # Where a worker has its part of each tensor, or names of vLLM's own, it lists none.
+    assert vllm_json.read_manifest({"results": [first, []]}) == ()
+
+
 def test_the_checksum_of_nothing_is_refused() -> None:
     answer = {"checksums": {"dp0:pp0:pcp0:tp0:lm_head.weight": vllm_json.EMPTY_CHECKSUM}}
     with pytest.raises(ValueError, match="equal checksums say nothing"):

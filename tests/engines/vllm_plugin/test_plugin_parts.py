@@ -18,7 +18,14 @@ from engines.vllm_plugin.worker import CheckedWorker, WorkerExtension
 pytestmark = pytest.mark.torch
 
 OF_FILE = "file:///tmp/vllm_dist_1"
-ONE_RANK = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1), quant_config=None)
+
+
+def config(num_ranks: int, num_stages: int = 1, quant_config: str | None = None) -> Any:
+    parallel = SimpleNamespace(world_size=num_ranks, pipeline_parallel_size=num_stages)
+    return SimpleNamespace(parallel_config=parallel, quant_config=quant_config)
+
+
+ONE_RANK, TWO_STAGES = config(1), config(2, num_stages=2)
 
 
 class Attention(torch.nn.Module):
@@ -62,41 +69,45 @@ class Renamed(Model):
     hf_to_vllm_mapper = SimpleNamespace(orig_to_new_prefix={"decoder.": "model.decoder."})
 
 
-TWO_RANKS = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2), quant_config=None)
-QUANTISED = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1), quant_config="fp8")
 NAMES_OF_VLLM = pytest.mark.parametrize(
-    ("model", "config"),
-    [(Model, TWO_RANKS), (Model, QUANTISED), (Renamed, ONE_RANK)],
-    ids=["two ranks", "quantised", "renamed"],
+    ("model", "vllm_config"),
+    [
+        (Model, config(2)),
+        (Model, config(4, num_stages=2)),
+        (Model, config(1, quant_config="fp8")),
+        (Renamed, ONE_RANK),
+    ],
+    ids=["two ranks", "two ranks in each stage", "quantised", "renamed"],
 )
 
 
 @NAMES_OF_VLLM
-def test_elsewhere_the_names_are_vllms(model: Any, config: Any) -> None:
-    parts = parts_of(model(), config)
+def test_elsewhere_the_names_are_vllms(model: Any, vllm_config: Any) -> None:
+    parts = parts_of(model(), vllm_config)
     assert "attention.qkv_proj.weight" in {part.name for part in parts}
     assert not any(part.is_known for part in parts)
 
 
-def worker_with(model: Model, config: Any) -> WorkerExtension:
+def worker_with(model: Model, vllm_config: Any) -> WorkerExtension:
     worker: Any = WorkerExtension()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
-    worker.vllm_config = config
+    worker.vllm_config = vllm_config
     worker.device = torch.device("cpu")
     return worker  # type: ignore[no-any-return]
 
 
 @NAMES_OF_VLLM
 def test_a_worker_lists_no_tensors_under_names_or_shapes_of_vllms_own(
-    model: Any, config: Any
+    model: Any, vllm_config: Any
 ) -> None:
-    worker = worker_with(model(), config)
+    worker = worker_with(model(), vllm_config)
     assert worker.rollout_manifest() == []
     assert "attention.qkv_proj.weight" in worker.rollout_fingerprints()["checksums"]
 
 
-def test_a_worker_that_has_the_whole_model_lists_the_checkpoints_tensors() -> None:
-    listed = {one["name"]: one for one in worker_with(Model(), ONE_RANK).rollout_manifest()}
+@pytest.mark.parametrize("vllm_config", [ONE_RANK, TWO_STAGES], ids=["the model", "a stage"])
+def test_a_worker_that_has_whole_tensors_lists_those_of_the_checkpoint(vllm_config: Any) -> None:
+    listed = {one["name"]: one for one in worker_with(Model(), vllm_config).rollout_manifest()}
     assert listed["embed.weight"]["shape"] == [5, 4]
     assert listed["attention.k_proj.weight"]["shape"] == [2, 4]
     assert listed["head.weight"]["is_tied"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engines.protocol import WeightsReport
@@ -150,6 +152,52 @@ def test_an_engine_has_loaded_the_adapter_that_was_sent(
     sent = {"lora:mine:x": "xxh3:1", "lora:mine:y": "xxh3:2"}
     why = why_not_as_sent("mine", reported, sent)
     assert why == ("" if is_right else "tensor 'lora:mine:y' is not what the trainer sent")
+
+
+# -- pipeline stages ------------------------------------------------------------------------------
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def of_stages(first: str, last: str, head: str = EMBEDDING) -> WeightsReport:
+    """Each stage has a layer; the last one has the head, under its own name or the embedding's."""
+    stages = {EMBEDDING: first, "layers.0": "xxh3:1"}, {head: last, "layers.1": "xxh3:2"}
+    return WeightsReport(None, stages)
+
+
+@pytest.mark.parametrize("head", [EMBEDDING, HEAD])
+def test_an_old_head_in_the_last_stage_is_found_with_no_other_engine(head: str) -> None:
+    sent = dict.fromkeys((EMBEDDING, head), "xxh3:9")
+    sent |= {"layers.0": "xxh3:1", "layers.1": "xxh3:2"}
+
+    def judged(*places: str) -> tuple[dict[str, str], str]:
+        report = of_stages(*places, head)
+        engine = EngineFingerprints(report, None, ALL_TENSORS, sent)
+        return find_mismatches({"e": engine}), why_inconclusive(engine, 0)
+
+    assert judged("xxh3:9", "xxh3:9") == ({}, "")
+    wrong = {"e": f"tensor {head!r} is not what the trainer sent"}
+    assert judged("xxh3:9", "xxh3:8")[0] == wrong
+    assert judged("xxh3:8", "xxh3:9")[0] == {
+        "e": f"tensor {EMBEDDING!r} is not what the trainer sent"
+    }
+    assert f"{head!r}" in judged("xxh3:9", "sums:9")[1]
+
+
+def test_a_stage_may_change_only_what_was_pushed_to_any() -> None:
+    before, now = of_stages("xxh3:7", "xxh3:7"), of_stages("xxh3:9", "xxh3:9")
+    pushed = EngineFingerprints(now, before, frozenset({EMBEDDING}))
+    assert find_mismatches({"e": pushed}) == {}
+    torn = EngineFingerprints(now, before, frozenset({"layers.1"}))
+    assert find_mismatches({"e": torn}) == {
+        "e": f"tensor {EMBEDDING!r} is not what it was before, and was not pushed"
+    }
+
+
+@pytest.mark.parametrize("changed", [ALL_TENSORS, frozenset()])
+def test_stages_without_fingerprints_are_inconclusive_with_or_without_a_push(changed) -> None:
+    report = replace(BEFORE, why_partial="it reports fingerprints of 1 of its 2 pipeline stages")
+    assert "1 of its 2" in why_inconclusive(EngineFingerprints(report, report, changed), 3)
 
 
 # -- what has no comparable fingerprint ---------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.engine.faults import Fault, hang, reject
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, ServerInfo, TensorInfo
+from engines.protocol import Endpoint, ServerInfo, TensorInfo, WeightsReport
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import PhaseFailed
 from rollout.core.types import PhaseReport
@@ -154,6 +154,28 @@ def test_over_http_a_refusal_leads_to_the_log_prob_check(tmp_path: Path) -> None
         assert "canary" in by
         states = {one.state for group in policy.status().result().groups for one in group.engines}
         assert states == {"serving"}
+
+
+# -- pipeline stages ------------------------------------------------------------------------------
+
+
+class FirstStage(FakeEngine):
+    """Reports fingerprints of its first stage alone, as SGLang does."""
+
+    async def weights_checker(self, action: str = "checksum") -> WeightsReport:
+        report = await super().weights_checker(action)
+        return replace(report, why_partial="it reports fingerprints of 1 of its 2 pipeline stages")
+
+
+def of_first_stage(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+    return FirstStage(spec.engine_id, endpoint=endpoint)
+
+
+async def test_stages_that_report_no_fingerprints_need_the_log_prob_check() -> None:
+    group, _ = await started(2, FakeLauncher(of_first_stage))
+    await offload(group)
+    report = await give(group, push(1))
+    assert [one.verified_by for one in report.engines] == ["canary"] * 2
 
 
 # -- experts that move --------------------------------------------------------------------------
