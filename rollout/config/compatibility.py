@@ -9,6 +9,7 @@ refuses what is wrong in itself; a kind of engine refuses options of its own
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from engines.protocol import ModelInfo, ServerInfo
@@ -21,6 +22,19 @@ from rollout.config.weights import EncodingChoice, Transport, WeightsConfig, Wei
 
 Conflicts = Iterator[tuple[str, str]]
 _WITH_TENSORS = (WeightUpdate.FULL, WeightUpdate.PARTIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class TiedHead:
+    """A head that is tied to the model's embedding.
+
+    Attributes:
+        model_type: of the checkpoint's config.
+        may_be_left_out: the checkpoint has it as a tensor too, and pushes need not have it.
+    """
+
+    model_type: str
+    may_be_left_out: bool = False
 
 
 def of_server(
@@ -84,13 +98,19 @@ def why_no_nccl(groups: Mapping[str, GroupConfig]) -> str:
 
 
 def of_checkpoint(
-    engine: EngineConfig, update: WeightUpdate, *, is_quantised: bool, head_size: int | None
+    engine: EngineConfig,
+    update: WeightUpdate,
+    *,
+    is_quantised: bool,
+    head_size: int | None,
+    tied: TiedHead | None = None,
 ) -> Conflicts:
     """Before a launch: engines that are launched, and the checkpoint on this machine.
 
     Args:
         is_quantised: as it is on disk.
         head_size: elements of an attention head; None if unknown.
+        tied: its head, where that is tied to the embedding.
     """
     kind, named = engine.of_kind, {spelled(name): one for name, one in engine.options.items()}
     if (
@@ -107,6 +127,7 @@ def of_checkpoint(
             "rollout.weights.tensors.fp8_block_quantiser, or leave quantization out (with "
             "load-format flash_rl it is accepted, and not tested)",
         )
+    yield from of_stages(kind, kind.num_stages(engine.options), update, tied, "engine.options")
     sizes = () if engine.gpus else kind.cpu_head_sizes
     if head_size and sizes and head_size not in sizes:
         yield (
@@ -114,6 +135,35 @@ def of_checkpoint(
             f"the model has attention heads of {head_size} elements, and {kind.title}'s CPU "
             f"kernels know those of {', '.join(map(str, sizes))}; use another model, or kind "
             "sglang or embedded",
+        )
+
+
+def of_stages(
+    kind: Kind, num_stages: int, update: WeightUpdate, tied: TiedHead | None, setting: str
+) -> Conflicts:
+    """At a launch, and when an engine runs: a head in the last of its pipeline stages that pushes
+    of the tied embedding in the first may not reach."""
+    if num_stages == 1 or tied is None or update not in _WITH_TENSORS:
+        return
+    stages = (
+        f"{num_stages} pipeline stages of {kind.title}, and a head that is tied to the embedding"
+    )
+    known = kind.tied_on_stages
+    if known is not None and tied.model_type not in known:
+        yield (
+            setting,
+            f"{stages} in a model of type {tied.model_type}: the last stage has a head of its own, "
+            "which a push of the embedding may not reach (it is known to in models of type "
+            f"{' and '.join(sorted(known))}); use one stage, kind vllm, or a checkpoint with "
+            "tie_word_embeddings false and a head",
+        )
+    elif tied.may_be_left_out:
+        yield (
+            setting,
+            f"{stages}, which the checkpoint has as a tensor too: a push without lm_head.weight "
+            "would leave the old one in the last stage; set weights.update to full and push "
+            "lm_head.weight (not in weights.not_pushed), use one stage, or a checkpoint without "
+            "lm_head.weight",
         )
 
 

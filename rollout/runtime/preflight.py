@@ -45,6 +45,7 @@ from rollout.weights.format.checkpoint_config import (
 )
 from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patterns
 from rollout.weights.format.stacked_experts import stacked_bytes
+from rollout.weights.format.tied_head import tied_head
 from rollout.weights.push.push_memory import PushSizes, why_too_small
 from rollout.weights.store.node.private_folder import base_folder, why_not_private
 
@@ -208,6 +209,7 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         server.weights.update,
         is_quantised=bool(quantisation_of(checkpoint)),
         head_size=head_size_of(checkpoint),
+        tied=tied_head(server.model_path, server.weights.update, server.weights.not_pushed),
     ):
         yield _wrong(f"{path}.{setting}", _value_at(group, setting), why)
 

@@ -31,6 +31,24 @@ TWO_WORKERS = {
     "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
 }
 
+TWO_STAGES: dict[str, Any] = {
+    "sglang": {"options": {"pp-size": 2}},
+    "vllm": {
+        "options": {
+            "pipeline-parallel-size": 2,
+            "distributed-executor-backend": "mp",
+            # vLLM 0.32 has stages on a CPU only with its compiler, which then compiles nothing.
+            "enforce-eager": False,
+        },
+        "env": {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_USE_AOT_COMPILE": "0",
+            "TORCHDYNAMO_DISABLE": "1",
+        },
+    },
+}
+"""An engine with two pipeline stages."""
+
 
 def one_engine(kind: str = "sglang", **engine: Any) -> dict[str, Any]:
     """A group of one SGLang or vLLM engine on the CPU."""

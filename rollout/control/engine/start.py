@@ -37,6 +37,7 @@ from rollout.config.compatibility import (
     of_engine,
     of_old_state,
     of_pushes,
+    of_stages,
 )
 from rollout.control.engine.claim import Claim
 from rollout.control.engine.group_settings import GroupSettings
@@ -50,6 +51,7 @@ from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
 from rollout.rules.health import why_other_process
 from rollout.weights.format.checkpoint_config import read_generation_config
 from rollout.weights.format.encoder_tensors import pushed_encoder
+from rollout.weights.format.tied_head import tied_head
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,7 @@ class Starter:
         self._check(slot.engine_id, features)
         kind = KINDS.get(info.engine, settings.group.engine.of_kind)
         self._check_old_state(slot.engine_id, info, kind)
+        self._check_stages(slot.engine_id, info, kind)
         version = await engine.weight_version()
         if settings.group.engine.is_attached:
             model = await engine.model_info()
@@ -287,6 +290,13 @@ class Starter:
         if self._settings.update is not WeightUpdate.FROZEN:
             keeps = not self._pushed_encoder()
             self._refuse(of_old_state(engine_id, kind, info, keeps_embeddings=keeps))
+
+    def _check_stages(self, engine_id: str, info: ServerInfo, kind: Kind) -> None:
+        settings, num_stages = self._settings, int(info.raw.get("pp_size") or 1)
+        if num_stages > 1:
+            tied = tied_head(settings.model_path, settings.update, settings.not_pushed)
+            where = f"engine: engine {engine_id}"
+            self._refuse(of_stages(kind, num_stages, settings.update, tied, where))
 
     def _pushed_encoder(self) -> str:
         settings = self._settings

@@ -51,6 +51,11 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any(part.get(name) for part in _parts(config) for name in _EXPERTS)
 
 
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether its head is its embedding."""
+    return any(part.get("tie_word_embeddings") for part in _parts(config))
+
+
 def head_size_of(config: Mapping[str, Any]) -> int:
     """Elements of an attention head; 0 if the config does not say, or heads are compressed."""
     for part in _parts(config):

@@ -21,6 +21,7 @@ from engines.vllm.environment import build_environment
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError
 from rollout.runtime.preflight import check_before_launch, wrong_settings
+from tests.support.builders import write_checkpoint
 
 HERE = Endpoint("127.0.0.1", 4000)
 LONGEST_SOCKET_PATH = 107
@@ -172,6 +173,26 @@ def test_a_model_whose_first_request_would_end_the_cpu_engine_is_refused(
 
     assert ("vLLM's CPU kernels know those of 32, 64" in reasons(0)) is is_refused
     assert not reasons(1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "model_type", "weights", "is_refused"),
+    [
+        ({"kind": "sglang", "options": {"pp-size": 2}}, "glm4", {}, True),
+        ({"kind": "sglang", "options": {"pp-size": 2}}, "qwen3", {}, False),
+        ({"options": {"pipeline-parallel-size": 2}}, "glm4", {}, False),
+        ({"options": {"pipeline-parallel-size": 2}}, "glm4", {"not_pushed": ["lm_*"]}, True),
+        ({}, "glm4", {"not_pushed": ["lm_*"]}, False),
+    ],
+)
+def test_a_tied_head_that_pushes_may_not_reach_is_refused_before_the_start(
+    tmp_path: Path, engine: dict[str, Any], model_type: str, weights: Any, is_refused: bool
+) -> None:
+    model = write_checkpoint(tmp_path)
+    tied = {"model_type": model_type, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    found = wrong_settings(config({"gpus": 2, **engine}, model, **weights))
+    assert any("a head that is tied" in str(one) for one in found) is is_refused
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ from rollout.config import (
     WeightsConfig,
     WeightUpdate,
 )
-from rollout.config.compatibility import of_checkpoint, of_embeddings, of_engine, of_pushes
+from rollout.config.compatibility import (
+    TiedHead,
+    of_checkpoint,
+    of_embeddings,
+    of_engine,
+    of_pushes,
+)
 from rollout.core.errors import ConfigError
 
 GOOD = Features(
@@ -276,6 +282,32 @@ def test_an_engine_that_quantises_its_checkpoint_itself_takes_no_push(
     said = found.get("engine.options.quantization", "")
     assert ("rollout.weights.tensors.fp8_block_quantiser" in said) is is_refused
     assert bool(said) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "update", "tied", "advice"),
+    [
+        ("sglang", 2, WeightUpdate.FULL, TiedHead("glm4"), "kind vllm"),
+        ("sglang", 2, WeightUpdate.PARTIAL, TiedHead("llama"), "kind vllm"),
+        ("sglang", 2, WeightUpdate.FULL, TiedHead("qwen3"), ""),
+        ("sglang", 2, WeightUpdate.FULL, TiedHead("qwen2"), ""),
+        ("sglang", 2, WeightUpdate.FULL, None, ""),
+        ("sglang", 1, WeightUpdate.FULL, TiedHead("glm4"), ""),
+        ("sglang", 2, WeightUpdate.FROZEN, TiedHead("glm4"), ""),
+        ("vllm", 2, WeightUpdate.FULL, TiedHead("glm4"), ""),
+        ("vllm", 2, WeightUpdate.FULL, TiedHead("qwen3", may_be_left_out=True), "push lm_head"),
+        ("vllm", 1, WeightUpdate.FULL, TiedHead("qwen3", may_be_left_out=True), ""),
+    ],
+)
+def test_a_head_of_a_last_stage_that_a_push_may_not_reach_is_refused(
+    kind: str, stages: int, update: WeightUpdate, tied: TiedHead | None, advice: str
+) -> None:
+    engine = EngineConfig(kind=EngineKind(kind), options={"pipeline-parallel-size": stages})
+    found = dict(of_checkpoint(engine, update, is_quantised=False, head_size=None, tied=tied))
+    why = found.get("engine.options", "")
+    assert bool(why) is bool(advice)
+    assert advice in why
+    assert not why or "2 pipeline stages of" in why
 
 
 @pytest.mark.parametrize(

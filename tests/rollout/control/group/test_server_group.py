@@ -1,10 +1,12 @@
 """One group over fake engines: what is sent, to whom, and what a failure leaves behind."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,14 @@ from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightsUnavailable
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.weight_push import WeightPush
-from tests.support.builders import TENSOR_NAMES, make_group, manifest, push, started_group
+from tests.support.builders import (
+    TENSOR_NAMES,
+    make_group,
+    manifest,
+    push,
+    started_group,
+    write_checkpoint,
+)
 from tests.support.virtual_time import pass_time, virtual_time
 
 # What start asks an engine; a test of a later command looks past it.
@@ -574,6 +583,21 @@ async def test_an_engine_with_pipeline_stages_is_not_in_a_group_of_broadcasts() 
     with pytest.raises(PhaseFailed, match="engine main-0: it has 2 pipeline stages"):
         await group.start()
     group, _ = make_group(1, launcher=FakeLauncher(in_two_stages))
+    await group.start()
+    await group.stop()
+
+
+async def test_one_whose_last_stage_could_keep_an_old_head_is_refused(tmp_path: Path) -> None:
+    """A partial push may have the embedding alone, and the checkpoint has the tied head too."""
+    model_path = write_checkpoint(tmp_path)
+    config = {"model_type": "qwen3", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings: Any = {"model_path": model_path, "needs_offload": False}
+    launcher = FakeLauncher(in_two_stages)
+    group, _ = make_group(1, update="partial", launcher=launcher, **settings)
+    with pytest.raises(PhaseFailed, match=r"engine main-0: 2 pipeline stages of .* push lm_head"):
+        await group.start()
+    group, _ = make_group(1, launcher=FakeLauncher(in_two_stages), **settings)
     await group.start()
     await group.stop()
 
