@@ -51,9 +51,11 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any(part.get(name) for part in _parts(config) for name in _EXPERTS)
 
 
-def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether its head is its embedding."""
-    return any(part.get("tie_word_embeddings") for part in _parts(config))
+def is_tied(config: Mapping[str, Any]) -> bool | None:
+    """Whether its head is its embedding; None if the config does not say, and transformers has a
+    default for each type of model."""
+    found = [part.get("tie_word_embeddings") for part in _parts(config)]
+    return True if any(found) else None if set(found) <= {None} else False
 
 
 def head_size_of(config: Mapping[str, Any]) -> int:

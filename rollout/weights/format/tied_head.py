@@ -9,16 +9,18 @@ from rollout.config.compatibility import TiedHead
 from rollout.weights.format.checkpoint_config import is_tied, read_checkpoint_config
 from rollout.weights.format.manifest import first_match, read_checkpoint_manifest
 
-_HEAD = "lm_head.weight"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def tied_head(model_path: str, update: WeightUpdate, not_pushed: Sequence[str]) -> TiedHead | None:
     """What is known of it; None if there is none, or nothing is known."""
     config = read_checkpoint_config(model_path)
-    if not is_tied(config):
-        return None
     manifest = read_checkpoint_manifest(model_path)
-    heads = [name for name in (manifest.tensors if manifest else ()) if name.endswith(_HEAD)]
+    names = tuple(manifest.tensors) if manifest else ()
+    heads = [name for name in names if name.endswith(_HEAD)]
+    is_headless = not heads and any(name.endswith(_EMBEDDING) for name in names)
+    if not (is_headless if (known := is_tied(config)) is None else known):
+        return None
     is_optional = update is WeightUpdate.PARTIAL or any(
         first_match(name, not_pushed) for name in heads
     )

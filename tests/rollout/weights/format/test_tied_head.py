@@ -31,6 +31,8 @@ FULL, PARTIAL = WeightUpdate.FULL, WeightUpdate.PARTIAL
         ({"model_type": "vl", "text_config": TIED}, False, FULL, [], TiedHead("vl")),
         ({"model_type": "qwen3", "tie_word_embeddings": False}, True, PARTIAL, [], None),
         ({}, True, PARTIAL, [], None),
+        # transformers: gemma's are tied by default, and the files have no head.
+        ({"model_type": "gemma3"}, False, FULL, [], TiedHead("gemma3")),
     ],
 )
 def test_a_tied_head_that_the_files_have_may_be_left_out_of_a_push(
