@@ -307,8 +307,9 @@ def test_driver_and_guards_killed_in_any_phase_leave_nothing_after_the_next_laun
 
 def the_next_launch_clears(crash: Crash, files: list[Path]) -> None:
     """Launch the same run again, without the attached engine, which may be paused."""
-    pushed = crash.folder / f"rollout-push-{crash.driver.process.pid}-t1-0"
+    pushed = crash.folder / f"rollout-push-{crash.driver.process.pid}-0"
     pushed.mkdir()
+    (pushed / ".held").touch()
     folder = crash.run / "policy"
     (folder / ".journal.json.part").touch()  # as if it was killed while it wrote
     groups = {"own": crash.config["servers"]["policy"]["groups"]["own"]}

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from engines.process.held_folder import make_held
 from rollout.core.errors import ConfigError, RankFailure
 from rollout.core.pending import in_own_thread
 from rollout.weights.ranks.messages import decode, encode
 from rollout.weights.ranks.protocol import Claim, Delete, Get, Put, Step, Steps
+from rollout.weights.routes.buffers import new_folder
 
 T = TypeVar("T")
 
@@ -143,12 +144,16 @@ class RankLink:
         if self.texts is None:
             return [0]
         ranks = range(self.num_ranks)
-        with _end_of_rank_0(), NamedTemporaryFile(dir=root, prefix="rollout-rank-") as file:
-            self.texts.put(f"token/{self.rank}", file.name)
-            tokens = self._expect([f"token/{rank}" for rank in ranks])
-            lowest = next(rank for rank in ranks if Path(tokens[rank]).exists())
-            self.texts.put(f"host/{self.rank}", str(lowest))
-            return [int(host) for host in self._expect([f"host/{rank}" for rank in ranks])]
+        token = make_held(new_folder(Path(root)))
+        try:
+            with _end_of_rank_0():
+                self.texts.put(f"token/{self.rank}", str(token.folder))
+                tokens = self._expect([f"token/{rank}" for rank in ranks])
+                lowest = next(rank for rank in ranks if Path(tokens[rank]).exists())
+                self.texts.put(f"host/{self.rank}", str(lowest))
+                return [int(host) for host in self._expect([f"host/{rank}" for rank in ranks])]
+        finally:
+            token.release()
 
     def _expect(self, keys: Sequence[str]) -> list[str]:
         assert self.texts is not None

@@ -3,8 +3,9 @@
 Always true: a buffer's space is allocated before the first write (a write to a sparse file on a
 full tmpfs kills the process with SIGBUS) and kept for the next push, because new pages cost ten
 times the copy; a buffer that does not fit is refused before any space is allocated; a closed pool
-has no files; the next pool on the host removes the files of killed trainers; a held buffer is
-written again only after its release, and only if the file at its path still is its own, in full.
+has no files, unless the store reads them, with which they go; the next pool on the host removes the
+files of killed trainers; a held buffer is written again only after its release, and only if the
+file at its path still is its own, in full.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import secrets
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from engines.process.process_identity import identify
+from engines.process.held_folder import Hold, make_held, remove_unheld
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
 from rollout.core.errors import WeightsUnavailable
@@ -37,8 +36,6 @@ Pin = Callable[[int, int], Callable[[], object]]
 
 FILE_NAME = "bucket.safetensors"
 _PREFIX = "rollout-push"
-# Before the time when a process was started, in clock ticks since the machine was.
-_TICKS = "t"
 # Engines unmap removed files within a second; this allows for a busy host.
 UNMAP_S = 3.0
 MORE_ROOM = "set weights.shared_memory_path elsewhere, or weights.transport to tensor"
@@ -101,12 +98,16 @@ class ShmBuffer:
         except OSError:
             return False
 
-    def remove(self) -> None:
-        """Remove the file. The kernel frees its memory when the last process has unmapped it."""
+    def unmap(self) -> None:
+        """Leave the file."""
         if self._unpin is not None:
             self._unpin()
         # A tensor over the file may not be collected yet; the mapping ends with the last one.
         self._mapping.close()
+
+    def remove(self) -> None:
+        """Remove the file. The kernel frees its memory when the last process has unmapped it."""
+        self.unmap()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -126,15 +127,13 @@ class ShmBufferPool:
         self._pin = pin
         # When files were last removed; engines may unmap them a little later.
         self._removed_at = time.monotonic() if remove_leftovers(root) else float("-inf")
-        pid = os.getpid()
-        self.folder = root / f"{_PREFIX}-{pid}-{_started(pid)}-{secrets.token_hex(4)}"
+        self.folder = new_folder(root)
+        self._hold: Hold | None = None
         self.layouts = LayoutCache(partial(lay_out, stays=True))
         self._lock = threading.Lock()
         self._free: list[ShmBuffer] = []
         self._taken: list[ShmBuffer] = []
         self._num_made = 0
-        # Also at the end of the process, if the owner did not close the pool.
-        self._remove = weakref.finalize(self, _remove_own, self.folder, pid)
 
     def take(self, num_bytes: int) -> ShmBuffer:
         """A buffer of this size: a free one if there is one, else a new one.
@@ -162,7 +161,8 @@ class ShmBufferPool:
 
     def made_folder(self) -> Path:
         """The folder of all buffers; it is made if there is none."""
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if self._hold is None or not self._hold.is_intact():
+            self._hold = make_held(self.folder)
         return self.folder
 
     def _new(self, num_bytes: int) -> ShmBuffer:
@@ -213,11 +213,15 @@ class ShmBufferPool:
         return sum(buffer.num_bytes for buffer in self._free + self._taken)
 
     def close(self) -> None:
+        """Remove all files, but those in use as long as the store reads them."""
         with self._lock:
-            for buffer in self._free + self._taken:
-                buffer.remove()
-            self._free, self._taken = [], []
-            self._remove()
+            while self._free:
+                self._free.pop().remove()
+            while self._taken:
+                self._taken.pop().unmap()
+            hold, self._hold = self._hold, None
+            if hold is not None:
+                hold.release()
 
 
 def _identity(file: os.stat_result) -> tuple[int, int, int]:
@@ -225,29 +229,14 @@ def _identity(file: os.stat_result) -> tuple[int, int, int]:
     return file.st_dev, file.st_ino, file.st_size
 
 
-def _remove_own(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has this object too
-        shutil.rmtree(folder, ignore_errors=True)
+def new_folder(root: Path) -> Path:
+    """A path for a folder of this process."""
+    return root / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def remove_leftovers(root: Path) -> int:
-    """Remove the files of killed trainers; returns the number of trainers."""
-    num_removed = 0
-    for folder in root.glob(f"{_PREFIX}-*"):
-        parts = folder.name.removeprefix(f"{_PREFIX}-").split("-")
-        # Another version of the library names its folders in another way, and removes them.
-        with suppress(ValueError, IndexError):
-            if parts[1].startswith(_TICKS) and _started(int(parts[0])) != parts[1]:
-                logger.info("removing %s: its process has ended", folder)
-                shutil.rmtree(folder, ignore_errors=True)
-                num_removed += 1
-    return num_removed
-
-
-def _started(pid: int) -> str:
-    """When a process of this host was started; empty if it has ended."""
-    process = identify(pid)
-    return "" if process is None else f"{_TICKS}{process.started}"
+    """Remove the files of killed trainers; returns the number of their folders."""
+    return sum(remove_unheld(folder) for folder in root.glob(f"{_PREFIX}-*"))
 
 
 class PushBuffers:
