@@ -6,6 +6,7 @@ memory is let run.
 
 from __future__ import annotations
 
+import glob
 import inspect
 import sys
 import threading
@@ -135,7 +136,9 @@ class Server(StillServer):
         self.loop = loop
         self.groups: dict[str, str] = {}
         kind = TakesHandles if any(one.gpus for one in places) else FakeEngine
-        kind = AppliesDeltas if config.weights.encoding != "full" else kind
+        if config.weights.encoding != "full":
+            is_disk = config.weights.transport == "disk"
+            kind = KnowsItsVersion if is_disk else AppliesDeltas
         self.fakes = {one.engine_id: kind(one.engine_id) for one in places}
 
     def push(self, push: WeightPush, until: Any = None) -> Pending[StepReport]:
@@ -147,7 +150,12 @@ class Server(StillServer):
             name: bool((one := push.route_of(name)) and one.route.joins) for name in self.fakes
         }
         targets = {
-            name: PushTarget(fake, 0 if joins[name] else 1, process=name)
+            name: PushTarget(
+                fake,
+                0 if joins[name] else 1,
+                process=name,
+                is_compared=isinstance(fake, KnowsItsVersion),
+            )
             for name, fake in self.fakes.items()
         }
         if isinstance(push.route, AsAdapter):
@@ -211,13 +219,30 @@ class AppliesDeltas(FakeEngine):
             self.holds = self._last = int(version)
 
 
+class KnowsItsVersion(FakeEngine):
+    """Gets deltas by path.
+
+    Attributes:
+        holds: the version of the last push; None before.
+    """
+
+    holds: int | None = None
+
+    async def update_weights_from_disk(
+        self, model_path: str, *, weight_version: str | None = None, **more: Any
+    ) -> None:
+        assert glob.glob(f"{model_path}/*.safetensors")
+        if weight_version is not None:
+            self.holds = int(weight_version)
+
+
 async def _nothing() -> None:
     """Nothing is recorded."""
 
 
 def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConfig:
     weights: dict[str, Any] = {
-        "transport": "auto" if route in ("several", "adapter") else route,
+        "transport": "auto" if route in MIXED else route,
         "shared_memory_path": str(tmp_path),
         "disk_path": str(tmp_path / "disk-{version}"),
         "bucket_bytes": 512,
@@ -228,6 +253,8 @@ def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConf
         weights["update"] = "lora"
     if route == "delta":
         weights |= {"transport": "tensor", "encoding": "delta"}
+    if route == "delta on disk":
+        weights |= {"transport": "disk", "encoding": "delta"}
     return ServerConfig.model_validate(
         {
             "model_path": str(tmp_path / "model"),
@@ -255,6 +282,8 @@ ADAPTER = {
     f"{MODULE}.lora_B.weight": torch.randn(64, 4),
 }
 GPU = "1"
+# Settings that are no name of a transport.
+MIXED = ("several", "adapter", "delta", "delta on disk")
 # Of all ranks of a trainer.
 DEFAULT_GROUP = "0"
 TIMEOUT_S = 20.0
@@ -286,21 +315,21 @@ class Trainer:
             idle_group=self.pushes.idle_group,
         )
 
-    def push(self) -> None:
+    def push(self, version: int | None = None) -> None:
         is_adapter = self.route == "adapter"
         config = {"r": 4, "lora_alpha": 8} if is_adapter else None
         tensors: Any = ADAPTER if is_adapter else TENSORS
-        if self.route == "delta":
+        if self.route.startswith("delta"):
             self.tensors = {name: one.clone() for name, one in self.tensors.items()}
             for one in self.tensors.values():
                 one[3] += 1
             tensors = self.tensors
         if self.how == "all ranks":
-            self.pusher.push(tensors, adapter=config)
+            self.pusher.push(tensors, adapter=config, version=version)
         elif self.how == "a generator":
-            self.pusher.push(iter(tensors.items()))
+            self.pusher.push(iter(tensors.items()), version=version)
         else:
-            request = PushRequest(tensors, adapter=config)
+            request = PushRequest(tensors, version, adapter=config)
             with self.pushes.make(request, may_stream=self.how == "streamed") as push:
                 server: Any = self.pushes.server
                 push.send(lambda made: server.push(server.shipped(made))).result(30)
@@ -312,7 +341,7 @@ class Trainer:
         pools = [one.pool for one in ranks if one is not None]
         assert not [buffer for pool in pools for buffer in pool._taken]
         assert wait_until(lambda: not stream_threads(), 10), stream_threads()
-        assert not [one for one in self.folder.glob(".*") if one.name.endswith(".writing")]
+        assert not list(self.folder.glob(".*"))
         idle = kept_group(self.pushes.idle_group)
         groups = list(distributed_c10d._world.pg_names.values())
         groups = [name for name in groups if name != DEFAULT_GROUP]

@@ -346,7 +346,7 @@ async def test_saved_weights_of_the_published_version_make_it_serve_without_a_pu
         await pass_time(5)
         assert state(bench, "main-0") == "fenced"
         save(path / "1")
-        await until(lambda: state(bench, "main-0") == "serving", timeout_s=2)
+        await until(lambda: state(bench, "main-0") == "serving", timeout_s=60)
         assert (await engine(bench, "main-0")).weight_version == 1
 
 

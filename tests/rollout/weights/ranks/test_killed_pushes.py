@@ -2,6 +2,7 @@
 
 An error is raised in one function after the other, in whichever thread runs it: the caller's, the
 stream's, or that of the event loop with the engines.  Two ranks are processes, CUDA is a double.
+Trainers that are killed with SIGKILL leave files, which the next one removes.
 """
 
 from __future__ import annotations
@@ -182,6 +183,33 @@ def test_two_processes_of_which_one_is_killed_in_any_function_leave_nothing_open
     assert num_functions > 80
     assert num_killed > num_functions - 10
     assert not list(tmp_path.glob("*/rollout-push-*"))
+
+
+@pytest.mark.parametrize(
+    ("how", "route"),
+    [
+        ("two ranks", "shared_memory"),
+        ("copied", "disk"),
+        *(
+            pytest.param(how, route, marks=pytest.mark.slow)
+            for how, route in (
+                ("copied", "delta on disk"),
+                ("copied", "shared_memory"),
+                ("streamed", "shared_memory"),
+                ("all ranks", "shared_memory"),
+                ("a generator", "shared_memory"),
+            )
+        ),
+    ],
+)
+def test_what_a_trainer_leaves_that_is_killed_at_any_line_the_next_one_removes(
+    tmp_path: Path, how: str, route: str
+) -> None:
+    with program("-m", "tests.support.killed_trainers", tmp_path, how, route) as running:
+        assert running.finish(300) == 0, running.output
+    num_killed, num_left = map(int, re.findall(r"killed at (\d+) lines; (\d+)", running.output)[0])
+    assert num_killed > 50
+    assert num_left > 30, "what was killed had written nothing"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,8 +106,8 @@ class Loading(FakeEngine):
         self.loaded: dict[str, Any] = {}
 
     async def update_weights_from_disk(self, model_path: str, **more: Any) -> None:
-        for file in os.listdir(model_path):
-            for name, tensor in load_file(f"{model_path}/{file}").items():
+        for file in glob.glob(f"{model_path}/*.safetensors"):
+            for name, tensor in load_file(file).items():
                 whole, mark, _ = name.partition("#negative")
                 self.is_negative |= bool(mark)
                 self.loaded[whole] = -tensor if mark else tensor.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,7 +27,7 @@ from engines.tensors.delta import (  # noqa: E402
     read_delta,
 )
 from engines.tensors.torch_fingerprint import as_bytes  # noqa: E402
-from rollout.weights.routes.disk import EncodedBuilder  # noqa: E402
+from rollout.weights.routes.disk import EncodedBuilder, Workplace  # noqa: E402
 from rollout.weights.routes.trainer_groups import (  # noqa: E402
     BroadcastRoot,
     broadcast_parts,
@@ -81,7 +82,7 @@ class Engine:
             change()
 
     def load(self, pairs: Any, folder: str) -> None:
-        builder = EncodedBuilder(f"{folder}/{self.version}")
+        builder = EncodedBuilder(Workplace(Path(folder)))
         update_from_disk(self.weights, builder.make(0, pairs)["path"])
         builder.close()
 
