@@ -461,7 +461,8 @@ def push_of_one_rank(
         figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
         encoders = follower.shares.encoders
         offer = partial(offer_copies, leader.copies, encoders, version, server)
-        succeeded = partial(_succeeded, encoders, offer, figures, version, routes, server)
+        offered = rank.copies.offered
+        succeeded = partial(_succeeded, encoders, offer, offered, figures, version, routes, server)
         return Push(made, follower.resources, succeeded)
     except BaseException:
         follower.resources.close()
@@ -490,7 +491,8 @@ def offer_copies(
 
 def _succeeded(
     encoders: Encoders,
-    offer: Callable[[], object],
+    offer: Callable[[], Pending[None] | None],
+    offered: Callable[[Pending[None] | None], None],
     figures: PushFigures,
     version: int,
     routes: str,
@@ -499,7 +501,7 @@ def _succeeded(
     """After the push of one process: leave its copies to the store, and figures to the timeline."""
     for encoder in encoders.values():
         encoder.succeed()
-    offer()
+    offered(offer())
     figures.wanted(time.monotonic())
     server.record_push(figures.spans(version, routes))
     return figures.stages(routes)

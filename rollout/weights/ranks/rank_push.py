@@ -43,7 +43,7 @@ from rollout.weights.tensors.sources import Pairs
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_RECORD_S = 5.0
+_RECORD_S = _OFFER_S = 5.0
 
 
 class RankPush:
@@ -85,6 +85,7 @@ class RankPush:
         self._planning: Pending[PushPlan] | None = None
         self._pending: Pending[StepReport] | None = None
         self._verified: StepReport | None = None
+        self._has_finished = False
         self.ready = follower.ready(has_before_kv=before_kv is not None)
 
     def do(self, step: Step) -> Any:
@@ -123,18 +124,11 @@ class RankPush:
         self.close()
 
     def complete(self) -> None:
-        """After the push: leave this rank's copies to the store, and figures to the timeline."""
+        """After the push: leave its figures to the timeline."""
         self._follower.shares.succeed()
         if self._leader is None:
             return
-        version = self._leader.plan.terms.version
-        copies, encoders = self._leader.copies, self._follower.shares.encoders
-        figures = self._follower.figures
-        try:
-            if (offered := offer_copies(copies, encoders, version, self._server)) is not None:
-                offered.result()
-        except RolloutError as error:
-            logger.warning("store: weight version %d is not kept: %s", version, error)
+        version, figures = self._leader.plan.terms.version, self._follower.figures
         recorded = self._server.record_push(figures.spans(version, self._leader.routes_text))
         with suppress(Exception):  # the weights are pushed: it succeeds without its spans
             recorded.result(_RECORD_S)
@@ -198,13 +192,27 @@ class RankPush:
         if index is not None:
             raise RolloutError(f"the server ended the push before bucket {index}: {report}")
         figures.wanted(self._queue.over_s)
+        if self._has_finished or not self._led.plan.has_before_kv:
+            self._offer_copies()
         if self._verified is not None:
             report = self._verified.merged(report)
         return replace(report, push_stages=figures.stages(self._led.routes_text))
 
+    def _offer_copies(self) -> None:
+        """Leave the copies of all ranks to the store, before a rank hears of the end: it may close
+        its pusher then, and the store must hold its files before."""
+        version, encoders = self._led.plan.terms.version, self._follower.shares.encoders
+        try:
+            offered = offer_copies(self._led.copies, encoders, version, self._server)
+            if offered is not None:
+                offered.result(_OFFER_S)
+        except (RolloutError, TimeoutError) as error:
+            logger.warning("store: weight version %d is not kept: %s", version, error)
+
     def _finish(self) -> None:
         """Resume what waited until all ranks had freed memory."""
         assert self._pending is not None
+        self._has_finished = True
         if not self._led.plan.is_serving:
             self._verified = self._pending.result(0)
             self._pending = self._server.serve()

@@ -119,10 +119,11 @@ class TrainerRank:
             self._checked = manifest, contents
 
     def close(self) -> None:
-        """Free this rank's shared memory, and leave the broadcast group."""
+        """Free shared memory, but what the store reads, and leave the broadcast group."""
         for encoding in self.encodings.values():
             encoding.begin(None)
         self.idle_group.leave()
+        self.copies.close()
         self.pool.close()
 
 

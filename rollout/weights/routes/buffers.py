@@ -16,16 +16,19 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from engines.process.held_folder import Hold, make_held, remove_unheld
+from engines.process.held_folder import Hold, held, make_held, remove_unheld
+from engines.protocol.plain_text import describe
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.machine import room_on
 from rollout.core.os_errors import way_out
+from rollout.core.pending import Pending
 from rollout.rules.host_room import why_no_room
 from rollout.weights.format.bucket_layout import LayoutCache, lay_out
 
@@ -40,6 +43,8 @@ _PREFIX = "rollout-push"
 UNMAP_S = 3.0
 MORE_ROOM = "set weights.shared_memory_path elsewhere, or weights.transport to tensor"
 """What helps where a tmpfs folder has no room."""
+# For the store's answer to an offer, which it gives at once.
+_OFFER_S = 5.0
 # Memory that stays free for everything else on the host.
 SPARE_BYTES = 256 << 20
 
@@ -239,6 +244,25 @@ def remove_leftovers(root: Path) -> int:
     return sum(remove_unheld(folder) for folder in root.glob(f"{_PREFIX}-*"))
 
 
+def is_in_pool(path: Path) -> bool:
+    """Whether a bucket's folder is one of a pool, which goes with its trainer."""
+    return path.parent.name.startswith(f"{_PREFIX}-")
+
+
+def hold_pools(paths: Iterable[str]) -> list[Hold]:
+    """Hold the folders of pools, with all in them, that buckets with these paths are in.
+
+    What is in no pool needs no hold, and what is gone cannot be held.
+    """
+    pools: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if is_in_pool(path):
+            pools[path.parent] = None
+            # Joined buckets are links, also into pools of other processes.
+            pools |= {file.resolve().parents[1]: None for file in path.glob("*.safetensors")}
+    return [hold for hold in map(held, pools) if hold is not None]
+
+
 class PushBuffers:
     """Buffers taken from a pool, until all are released together."""
 
@@ -271,14 +295,31 @@ class PushBuffers:
 
 
 class StoreCopies:
-    """The buffers of pushes that have ended, as long as the store may read them."""
+    """The buffers of pushes that have ended, as long as the store may read them.
+
+    The store holds the pools of those that it was offered, so they outlive this process.
+    """
 
     def __init__(self) -> None:
         self._by_version: list[tuple[int, PushBuffers]] = []
+        self._answer: weakref.finalize[[Pending[None]], StoreCopies] | None = None
 
     def add(self, version: int, buffers: PushBuffers) -> None:
         """A push of this version has ended."""
         self._by_version.append((version, buffers))
+
+    def offered(self, answer: Pending[None] | None) -> None:
+        """The copies of the last push were offered; the store holds them when it has answered."""
+        if answer is not None:
+            if self._answer is not None:
+                self._answer.detach()
+            # Also at the end of the process, before the pool of these copies goes.
+            self._answer = weakref.finalize(self, _await_answer, answer)
+
+    def close(self) -> None:
+        """Wait until the store holds what it was offered."""
+        if self._answer is not None:
+            self._answer()
 
     def free(self, reads: int | None) -> None:
         """The next push begins.
@@ -290,3 +331,10 @@ class StoreCopies:
             if version != reads:
                 buffers.release()
         self._by_version = [entry for entry in self._by_version if entry[0] == reads]
+
+
+def _await_answer(answer: Pending[None]) -> None:
+    try:
+        answer.result(_OFFER_S)
+    except Exception as error:
+        logger.warning("store: the last version may not be kept: %s", describe(error))

@@ -16,7 +16,12 @@ from engines.tensors.payload.weight_payload import load_payload, tensors_in
 from engines.tensors.safetensors_header import read_header
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.pushed_files import FileBytes
+from rollout.weights.routes.buffers import is_in_pool
 from rollout.weights.store.node.writer import MemoryBytes, TensorContent
+
+
+class TrainerLeft(WeightsUnavailable):
+    """The trainer whose memory has the tensors has ended, and they with it."""
 
 
 def tensors_of(payload: bytes | Mapping[str, Any]) -> Iterator[tuple[str, TensorContent]]:
@@ -26,6 +31,7 @@ def tensors_of(payload: bytes | Mapping[str, Any]) -> Iterator[tuple[str, Tensor
     Raises:
         WeightsUnavailable: this kind of bucket has no copy of the tensors here, or it cannot be
             read any more.
+        TrainerLeft: it was removed at the end of its trainer.
     """
     if isinstance(payload, bytes):
         yield from _in_pickle(payload)
@@ -43,8 +49,18 @@ def tensors_of(payload: bytes | Mapping[str, Any]) -> Iterator[tuple[str, Tensor
 
 def _in_folder(folder: Path) -> Iterator[tuple[str, TensorContent]]:
     try:
-        for path in sorted(folder.glob("*.safetensors")):
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError("it has no safetensors files")
+        for path in files:
             yield from _in_file(path)
+    except FileNotFoundError as error:
+        if is_in_pool(folder):
+            raise TrainerLeft(
+                f"the trainer that pushed it has ended or closed its pusher, and {folder} went "
+                "with it"
+            ) from error
+        raise WeightsUnavailable(f"the pushed folder {folder} is gone: {error}") from error
     except (OSError, ValueError) as error:
         raise WeightsUnavailable(f"the pushed folder {folder} is gone: {error}") from error
 

@@ -1,8 +1,9 @@
 """The store of one server: writes pushes in the background, the latest first.
 
-Always true: a push never waits for the store; at most one push waits to be written, the latest;
-after ``max_failures`` failures in a row the store switches itself off and reports why; ``stop``
-frees all memory; no error of the store reaches the server.
+Always true: a push never waits for the store; at most one push waits to be written, the latest; the
+files of one that was taken stay until it is written, also when its trainer has ended; after
+``max_failures`` failures in a row the store switches itself off and reports why; ``stop`` frees all
+memory; no error of the store reaches the server.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from engines.process.held_folder import Hold
 from engines.protocol.plain_text import describe
 from rollout.config import WeightUpdate
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.fanout import wait_all
 from rollout.core.types import StoreStatus
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.routes.buffers import hold_pools
 from rollout.weights.store.agents import Agents, StoreTerms
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.delta_chain import DeltaChain
 from rollout.weights.store.layout.commit import Write
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node.writer import AGENT_ERRORS, TensorContent
-from rollout.weights.store.push_reader import tensors_of
+from rollout.weights.store.push_reader import TrainerLeft, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +75,32 @@ class _Outcomes:
         if self.num_failures >= self.max_failures:
             self.switch_off(f"switched off after {self.num_failures} failures; last: {reason}")
 
+    def trainer_left(self, push: WeightPush, error: TrainerLeft) -> None:
+        """Its last push could not be read in time: no failure of the store."""
+        stays = "no other is" if self.kept is None else f"version {self.kept.version} stays"
+        self.reason = f"weight version {push.version} is not kept, {stays}: {describe(error)}"
+        logger.warning("store: %s", self.reason)
+
     def switch_off(self, reason: str) -> None:
         self.is_off, self.reason = True, reason
         logger.error("store: %s", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A push with the folders that its files are in, which do not go with its trainer."""
+
+    push: WeightPush
+    holds: Sequence[Hold]
+
+    @classmethod
+    def of(cls, push: WeightPush) -> _Taken:
+        paths = [one["path"] for one in push.buckets if isinstance(one, Mapping) and "path" in one]
+        return cls(push, hold_pools(paths))
+
+    def release(self) -> None:
+        for hold in self.holds:
+            hold.release()
 
 
 class WeightStore:
@@ -92,7 +118,8 @@ class WeightStore:
         self._config = terms.config
         self._agents = agents
         self._coordinator: Coordinator | None = None
-        self._next: WeightPush | None = None
+        self._next: _Taken | None = None
+        self._dropped: list[_Taken] = []
         self._chain = DeltaChain()
         self._reads: int | None = None
         self._wake = asyncio.Event()
@@ -123,6 +150,8 @@ class WeightStore:
         for task in tasks:
             task.cancel()
         await wait_all(tasks)
+        self._drop()
+        await self._release_dropped()
         if self._coordinator is None:
             return
         try:
@@ -142,19 +171,31 @@ class WeightStore:
         is_whole = push.contents_under(self._update) is WeightUpdate.FULL and not push.routes
         if self._outcomes.is_off or not self._tasks or not is_whole or not push.buckets:
             return
-        if self._next is not None:
+        if self._drop():
             self._outcomes.num_dropped += 1
-        self._next, self._chain = push, self._chain.then(push)
+        self._next, self._chain = _Taken.of(push), self._chain.then(push)
         self._idle.clear()
         self._wake.set()
 
     def make_way(self) -> int | None:
         """A later push begins: drop the one that waits.  Returns the version that is read now."""
-        if self._next is not None:
-            self._next = None
+        if self._drop():
             self._outcomes.num_dropped += 1
             self._wake.set()
         return self._reads
+
+    def _drop(self) -> bool:
+        """Do not write the push that waits; whether there was one."""
+        if self._next is None:
+            return False
+        self._dropped.append(self._next)
+        self._next = None
+        return True
+
+    async def _release_dropped(self) -> None:
+        """Leave their files to their trainers, or remove them: which may take long."""
+        while self._dropped:
+            await asyncio.to_thread(self._dropped.pop().release)
 
     async def is_idle(self) -> None:
         """Returns when no push is being written or waits."""
@@ -164,9 +205,11 @@ class WeightStore:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            push, self._next = self._next, None
-            if push is not None:
-                await self._write(push)
+            taken, self._next = self._next, None
+            if taken is not None:
+                self._dropped.append(taken)
+                await self._write(taken.push)
+            await self._release_dropped()
             if self._next is None:
                 self._idle.set()
 
@@ -177,6 +220,10 @@ class WeightStore:
         try:
             async with limit:
                 record = await self._in_thread(push)
+        except TrainerLeft as error:
+            self._outcomes.trainer_left(push, error)
+            self._chain = DeltaChain()
+            return
         except Exception as error:  # it must not reach the server
             why = (
                 f"it took longer than {_WRITE_TIMEOUT_S:g} s"
@@ -186,7 +233,7 @@ class WeightStore:
             self._outcomes.failed(f"weight version {push.version} is not kept: {why}")
             self._chain = DeltaChain()
             if self._outcomes.is_off:
-                self._next = None
+                self._drop()
             return
         finally:
             self._reads = None
@@ -261,7 +308,13 @@ class _AwaitedBuckets:
             return bucket
         self._awaited = asyncio.run_coroutine_threadsafe(_await(bucket), self._loop)
         self._check()
-        return self._awaited.result()
+        try:
+            return self._awaited.result()
+        except Exception as error:
+            # Of Ray, which need not be installed: the object went with the process that made it.
+            if type(error).__name__ == "OwnerDiedError":
+                raise TrainerLeft("the trainer that pushed it has ended") from error
+            raise
 
     def _check(self) -> None:
         if self._is_over:

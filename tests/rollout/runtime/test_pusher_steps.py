@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,14 @@ import pytest
 
 from engines.fake import FakeEngine, FakeLauncher
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ConfigError, RankFailure, RolloutError
 from rollout.core.types import StepReport
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import LocalCaller, launch_local
 from rollout.weights.push.weight_push import WITHOUT_KV
 from rollout.weights.routes import buffers as shm_buffers
+from rollout.weights.store import store as store_of_server
 from tests.support.processes import wait_until
 from tests.support.served_fakes import config
 from tests.support.thread_ranks import Messages
@@ -129,6 +132,64 @@ def test_the_store_keeps_what_one_process_streams_or_copies(
                 return found is not None and found.version == version
 
             assert wait_until(is_kept, 20), policy.status().result(30).store
+
+
+@pytest.mark.parametrize("how", ["handle", "pusher", "two ranks"])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"transport": "shared_memory", "stream": True},
+        {"transport": "tensor", "stream": True},
+        {"transport": "shared_memory"},
+    ],
+    ids=str,
+)
+def test_the_store_keeps_the_last_push_of_a_trainer_that_closes_at_once(
+    tmp_path: Path, weights: dict[str, Any], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads nothing before all ranks have closed; and is offered it late."""
+    may_read, has_closed = threading.Event(), threading.Event()
+    read, offer = store_of_server.tensors_of, RolloutServer.offer_to_store
+
+    def held(payload: Any) -> Any:
+        assert may_read.wait(60)
+        return read(payload)
+
+    async def late(server: RolloutServer, push: Any) -> None:
+        # A rank that does not wait for the offer closes meanwhile; the others do afterwards.
+        await asyncio.to_thread(has_closed.wait, 0.5)
+        await offer(server, push)
+
+    monkeypatch.setattr(store_of_server, "tensors_of", held)
+    monkeypatch.setattr(RolloutServer, "offer_to_store", late)
+    store = {"path": str(tmp_path), "spare_bytes": 0}
+    with (
+        launched(tmp_path, **weights, store=store) as (deployment, _),
+        ThreadPoolExecutor() as pool,
+    ):
+        policy, made, messages = deployment["policy"], tensors(), Messages()
+
+        def trained(rank: int) -> None:
+            if how == "handle":
+                policy.push(made).result(30)
+                policy.close()
+                return
+            link = RankLink(rank, 2, messages) if how == "two ranks" else RankLink()
+            with Pusher(policy._pushes.server, link, timeout_s=60) as pusher:
+                pusher.push(made)
+            has_closed.set()
+
+        try:
+            list(pool.map(trained, range(2 if how == "two ranks" else 1)))
+        finally:
+            may_read.set()
+
+        def is_kept() -> bool:
+            found = policy.status().result(30).store
+            return found is not None and found.version == 1
+
+        assert wait_until(is_kept, 20), policy.status().result(30).store
+        assert wait_until(lambda: not list(tmp_path.glob("rollout-push-*")), 20)
 
 
 def test_the_turn_comes_after_the_weights_and_before_the_kv_cache(tmp_path: Path) -> None:
