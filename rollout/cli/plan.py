@@ -203,6 +203,8 @@ def _group(
             server.weights.not_pushed,
         )
         weights_from, has_backup = policy.weights_from, policy.weights_cpu_backup
+        if server.weights.store is not None and policy.tags and not has_backup:
+            weights_from += ", or the store"
     except ConfigError:
         weights_from, has_backup = "REFUSED", False
     engine = of_group.engine

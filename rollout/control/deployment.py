@@ -110,18 +110,22 @@ class Deployment:
         self, last: Sequence[Command], pushes: Mapping[str, WeightPush]
     ) -> dict[str, StepReport]:
         unpushed = {name: one for name, one in self._servers.items() if name not in pushes}
-        await barrier({name: server.check_hold_weights() for name, server in unpushed.items()})
+        await barrier({name: server.check_can_restore() for name, server in unpushed.items()})
         await barrier({name: self._servers[name].make_idle() for name in pushes})
         reports = await self._advance(Command.ONLOAD_WEIGHTS)
         updated = await barrier(
-            {name: self._servers[name].update_weights(push) for name, push in pushes.items()}
+            {
+                name: server.update_weights(pushes[name])
+                if name in pushes
+                else server.advance(Command.UPDATE_WEIGHTS)
+                for name, server in self._servers.items()
+            }
         )
         ended = await self._advance(*last)
-        for name, report in reports.items():
-            if name in updated:
-                report = report.merged(updated[name])
-            reports[name] = report.merged(ended[name])
-        return reports
+        return {
+            name: report.merged(updated[name]).merged(ended[name])
+            for name, report in reports.items()
+        }
 
     async def status(self) -> dict[str, ServerStatus]:
         """Status of every server."""

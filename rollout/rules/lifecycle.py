@@ -44,7 +44,8 @@ class Command(StrEnum):
         RELEASE_MEMORY_OCCUPATION: give the memory back, and measure that it came free.
         ONLOAD_WEIGHTS: take the memory of the weights back; its contents are not trusted yet.
         SNAPSHOT: let every engine keep a copy of its weights, to compare with after a push.
-        UPDATE_WEIGHTS: give every engine the new weights.
+        UPDATE_WEIGHTS: give every engine the new weights; without a push, those that are published,
+            from a weight source, where a release has discarded them.
         VERIFY: check that every engine holds the published weight version.
         ONLOAD_KV: take the memory of KV caches and CUDA graphs back.
         CONTINUE_GENERATION: generate again; the gate is still shut.
@@ -123,8 +124,8 @@ TABLE: tuple[Transition, ...] = (
 MAKE_IDLE = (Command.PAUSE_GENERATION, Command.FLUSH_CACHE)
 OFFLOAD = (*MAKE_IDLE, Command.RELEASE_MEMORY_OCCUPATION)
 SERVE_UPDATED = (Command.VERIFY, Command.ONLOAD_KV, Command.CONTINUE_GENERATION)
-SERVE = (Command.ONLOAD_WEIGHTS, *SERVE_UPDATED)
-PUSH = (*MAKE_IDLE, Command.ONLOAD_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
+SERVE = (Command.ONLOAD_WEIGHTS, Command.UPDATE_WEIGHTS, *SERVE_UPDATED)
+PUSH = (*MAKE_IDLE, *SERVE)
 TAKE_MEMORY = (Command.ONLOAD_WEIGHTS, Command.ONLOAD_KV)
 MOVE_MEMORY = (Command.RELEASE_MEMORY_OCCUPATION, *TAKE_MEMORY)
 STAGE = "stage_adapter"
@@ -182,17 +183,24 @@ def is_repeat(phase: Phase, command: Command) -> bool:
 def groups_that_need(
     command: Command, phases: Mapping[str, Phase], traits: Mapping[str, GroupTraits]
 ) -> list[str]:
-    """The groups of a server that still need ``command`` in a transition."""
+    """The groups of a server that still need ``command`` in a transition.
+
+    A push goes to all groups; ``update_weights`` is needed where nothing else brings weights.
+    """
     return [name for name in phases if _needs(command, phases[name], traits[name])]
 
 
 # In these phases a group needs no verification: it was only paused, or is verified.
 _VERIFIED = (Phase.SERVING, Phase.PAUSED, Phase.FLUSHED, Phase.VERIFIED, Phase.KV_ONLOADED)
+# In these, a group has no weights, unless they survive a release.
+_RELEASED = (Phase.OFFLOADED, Phase.WEIGHTS_ONLOADED)
 # In these, requests may be in flight, so no memory may be released.
 _NOT_IDLE = (Phase.STARTING, Phase.SERVING, Phase.PAUSED)
 
 
 def _needs(command: Command, phase: Phase, traits: GroupTraits) -> bool:
+    if command is Command.UPDATE_WEIGHTS:
+        return phase in _RELEASED and not traits.weights_survive
     if command is Command.VERIFY:
         return phase not in _VERIFIED
     if command is Command.CONTINUE_GENERATION:
@@ -257,22 +265,29 @@ def check_started(phases: Mapping[str, Phase]) -> None:
             raise LifecycleError(f"group {name} is still {phase}", phase=phase)
 
 
-def check_hold_weights(phases: Mapping[str, Phase], traits: Mapping[str, GroupTraits]) -> None:
-    """Check that every group holds weights that it can serve without a push.
+def check_restorable(
+    phases: Mapping[str, Phase], traits: Mapping[str, GroupTraits], why_not: Mapping[str, str]
+) -> None:
+    """Check that what a release has discarded can be had without a push.
+
+    Args:
+        why_not: by group that has no weights, why no source can give it the published ones; empty
+            if one can.
 
     Raises:
-        LifecycleError: a release discarded those of a group.
+        LifecycleError: that of a group cannot.
     """
-    for name, phase in phases.items():
-        is_empty = phase in (Phase.OFFLOADED, Phase.WEIGHTS_ONLOADED)
-        if is_empty and not traits[name].weights_survive:
+    for name, why in why_not.items():
+        if why:
             raise LifecycleError(
-                f"cannot serve while {phase}: the release discarded the weights of group {name}, "
-                "so push them: with window.push(weights) in an offload window, else with "
-                "push(weights)",
+                f"cannot serve while {phases[name]}: the release discarded the weights of group "
+                f"{name}, and {why}; so push them: with window.push(weights) in an offload window, "
+                "else with push(weights). To serve them again without a push, launch with "
+                "engine.weights_cpu_backup: true, or with weights.store: true, which keeps what "
+                "was pushed",
                 command="serve",
-                phase=phase,
-                legal=legal_commands(phase, traits[name]),
+                phase=phases[name],
+                legal=legal_commands(phases[name], traits[name]),
             )
 
 
@@ -326,7 +341,8 @@ def next_phase(phase: Phase, command: Command, traits: GroupTraits) -> Phase:
     legal = legal_commands(phase, traits)
     is_unpushed = phase is Phase.WEIGHTS_ONLOADED and command is Command.VERIFY
     why = (
-        ": the release discarded the weights, so they must be pushed first, with push(weights)"
+        ": the release discarded the weights, so push them first, with push(weights), or call "
+        "serve(), which gets them from the weight store"
         if is_unpushed
         else ""
     )

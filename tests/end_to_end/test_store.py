@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from rollout import RolloutConfig, launch
+from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineStatus, StoreStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.weights.store.agents import LocalAgents
@@ -118,6 +119,30 @@ def test_the_only_engine_is_killed_and_answers_as_before_without_a_push(
     assert wait_until(lambda: is_back(policy, before), 60)
     record_property("figures", f"serves again after {time.monotonic() - killed:.2f} s")
     assert greedy(policy) == pushed
+
+
+def test_what_was_pushed_serves_again_after_an_offload_without_the_trainer(
+    model_path: Path, weights: dict[str, Any], tmp_path: Path
+) -> None:
+    with launched(model_path, tmp_path) as deployment:
+        policy = deployment["policy"]
+        at_start = greedy(policy)
+        policy.offload().result(60)
+        with pytest.raises(LifecycleError, match=r"keeps nothing, .* engine\.weights_cpu_backup"):
+            policy.serve().result(60)
+        assert policy.status().result(30).phase == "offloaded"
+        policy.push(weights, version=4).result(60)
+        pushed = greedy(policy)
+        assert pushed != at_start
+        for _ in range(2):  # at once: the store may still write it
+            policy.offload().result(60)
+            report = policy.serve().result(60)
+            assert (report.weight_version, policy.weight_version) == (4, 4)
+            assert the_engine(policy).is_verified
+            assert greedy(policy) == pushed
+        with policy.offloaded():
+            pass  # a window without a push
+        assert greedy(policy) == pushed
 
 
 def test_what_is_not_pushed_survives_an_offload_and_a_kill_without_the_trainer(

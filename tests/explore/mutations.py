@@ -21,6 +21,7 @@ from rollout.control.engine.state import EngineState
 from rollout.control.group import engine_boots, engine_recovery, push_path_check, server_group
 from rollout.control.group.command_runner import CommandRunner
 from rollout.control.group.engine_boots import EngineBoots
+from rollout.control.group.engine_recovery import EngineRecovery
 from rollout.control.group.engine_set import EngineSet
 from rollout.control.group.scaling import EngineScaling
 from rollout.control.group.server_group import ServerGroup
@@ -83,6 +84,7 @@ class Mutation:
     reports_released: bool = False
     expect_version: int = 0
     groups: dict[str, dict[str, Any]] | None = None
+    has_source: bool = False
 
     def explore(self, patch: pytest.MonkeyPatch) -> Explorer:
         """Seed it and look for it."""
@@ -95,6 +97,7 @@ class Mutation:
             reports_released=self.reports_released,
             expect_version=self.expect_version,
             has_journal="has_processes" in (self.settings or {}),
+            has_source=self.has_source,
         )
         state = State(after(start, *self.begin) if self.begin else start)
         self.seed(patch)
@@ -445,6 +448,14 @@ def _reuse_after_half_a_push(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine_recovery, "spoils_weights", lambda command: False)
 
 
+def _restore_nothing(patch: pytest.MonkeyPatch) -> None:
+    async def restore(self: EngineRecovery, member: EngineState, version: int) -> None:
+        member.weight_version = version
+        member.mark_verified(None)
+
+    patch.setattr(EngineRecovery, "restore", restore)
+
+
 def _record_commands_afterwards(patch: pytest.MonkeyPatch) -> None:
     async def write(self: PhaseRunner, *, durable: bool = True) -> None:
         if not self.doing:
@@ -481,6 +492,16 @@ MUTATIONS = (
         "I",
         ("update", "recover", "serve"),
         **_lost("shared"),
+    ),
+    Mutation(
+        "believe that the weights have come back by themselves",
+        _restore_nothing,
+        "I2: .* has lost its weights",
+        ("serve",),
+        ("update", "offload"),
+        deviations=0,
+        has_source=True,
+        groups={"shared": {}},
     ),
     Mutation(
         "record a command after it has ended",

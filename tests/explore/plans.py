@@ -113,6 +113,7 @@ def _command(
     reports_released: bool = False,
     protocol: str = "sglang",
     expect_version: int = 0,
+    has_source: bool = False,
     **settings: Any,
 ) -> Callable[[Explorer], None]:
     def search(explorer: Explorer) -> None:
@@ -125,6 +126,7 @@ def _command(
             reports_released=reports_released,
             protocol=protocol,
             expect_version=expect_version,
+            has_source=has_source,
         )
         state = State(after(start, *begin) if begin else start)
         chosen = Settings(commands, **({"injections": _OTHERS} | settings))
@@ -260,6 +262,66 @@ DEFAULT: tuple[Plan, ...] = (
         "cycle, frozen",
         "everything, any 1, of a model that is never updated",
         _command("offload", "serve", update="frozen", injections=("cancel", "stop", *_DEATHS)),
+    ),
+    Plan(
+        "cycle, restored",
+        "everything, any 1, where a source gives back what was pushed",
+        _command(
+            "offload",
+            "serve",
+            begin=("update",),
+            has_source=True,
+            injections=("cancel", "stop", "request", "update", *_DEATHS),
+        ),
+    ),
+    Plan(
+        "serve, restored",
+        "four outcomes of every call, cancel, stop: any 2, where a source gives back what was "
+        "pushed",
+        _command(
+            "serve",
+            begin=("update", "offload"),
+            deviations=2,
+            has_source=True,
+            groups={"shared": {"num_engines": 2}},
+            injections=("cancel", "stop"),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "cycle, restored, recovering",
+        "four outcomes of every call, a start that fails, cancel, a death of one or of all: any 1, "
+        "where a source gives back what was pushed, also to engines that come back",
+        _command(
+            "offload",
+            "recover",
+            "serve",
+            "recover",
+            begin=("update",),
+            recover=True,
+            has_source=True,
+            groups={"shared": {"num_engines": 2}},
+            launch_outcomes=2,
+            injections=("cancel", "stop", "kill shared-0", "kill all"),
+            **_FEW,
+        ),
+    ),
+    Plan(
+        "a group is lost while it is restored",
+        "the loss of a group at any time of the command that gives back what was pushed: any 1",
+        _command(
+            "serve",
+            "recover",
+            "again",
+            "recover",
+            begin=("update", "offload"),
+            recover=True,
+            has_source=True,
+            groups={"shared": {"num_engines": 2}},
+            injections=("crash shared",),
+            outcomes=ORDER_ONLY,
+            has_processes=True,
+        ),
     ),
     Plan(
         "continue, lost weights",

@@ -35,7 +35,15 @@ from rollout.rules.routing import Backend
 from rollout.weights.format.manifest import Manifest
 from tests.explore.explorer import ExploredLoop, Violation, following, run
 from tests.explore.settings import BUDGET_S, LOCK_S, Settings
-from tests.explore.steered import Delayed, Launcher, Parts, Record, SteeredRouter, Successors
+from tests.explore.steered import (
+    Delayed,
+    KeptPushes,
+    Launcher,
+    Parts,
+    Record,
+    SteeredRouter,
+    Successors,
+)
 from tests.explore.world import World
 
 # One group that shares its GPUs with the trainer, one that keeps its own.
@@ -134,6 +142,7 @@ def serving(
     protocol: str = "sglang",
     expect_version: int = 0,
     has_journal: bool = False,
+    has_source: bool = False,
 ) -> bytes:
     """A server that has just started, with the gate open unless it expects a version.
 
@@ -143,12 +152,13 @@ def serving(
         reports_released: engines report what they hold, so that a lost release can be checked.
         protocol: of the engines, ``sglang`` or ``vllm``.
         has_journal: another server can take the place of a lost one.
+        has_source: engines can get what was pushed without another push.
     """
     launcher = Launcher(reports_released, protocol)
     parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
     if has_journal:
         parts.records["policy"] = Record("policy")
-    _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover)
+    _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover, has_source)
     if frozen is not None:
         _add_server(parts, "reference", frozen, lifecycle or {}, "frozen", recover)
     parts.deployment = Deployment(parts.servers, lock_timeout_s=LOCK_S)
@@ -167,6 +177,7 @@ def _add_server(
     lifecycle: Mapping[str, Any],
     update: str,
     recover: bool,
+    has_source: bool = False,
 ) -> None:
     config = ServerConfig.model_validate(
         {
@@ -189,6 +200,7 @@ def _add_server(
                 update=config.weights.update,
                 lifecycle=config.lifecycle,
                 health=config.health,
+                sources=(KeptPushes(),) if has_source else (),
             ),
             [EngineSlot(f"{name}-{index}", name, index) for index in range(group.num_engines)],
             parts.launcher,

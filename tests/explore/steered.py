@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from engines.fake import FakeEngine, faults
+from engines.fake import FakeEngine, FakeTensor, faults
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.engine.request import FakeRequest
 from engines.fake.launcher import FakeRunningEngine
@@ -26,9 +26,10 @@ from rollout.control.server.group_registry import lost_groups
 from rollout.control.server.journal import JournalRecord
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import ActorLost, PhaseTimeout, RolloutError
-from rollout.core.types import GroupStatus
+from rollout.core.types import EngineSlot, GroupStatus
 from rollout.router.gate.gate import Gate, GateState
 from rollout.rules.routing import Backend
+from rollout.weights.store.weight_source import Restored
 from tests.explore.explorer import PROCESS, ExploredProcess
 from tests.support.vllm_stub.stub import StubVllm
 from tests.support.vllm_stub.wire import connect_to_stub
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tests.explore.world import World
 
 _OURS = (logprob_check.RID_PREFIX, sentinel.RID_PREFIX)
+_KEPT = "kept as "
 # Seconds of each token.
 _REQUEST_S = 10.0
 
@@ -49,13 +51,21 @@ CONTROL = frozenset(
         "begin_weight_update",
         "update_weights_from_tensor",
         "end_weight_update",
+        "update_weights_from_disk",
         "weight_version",
         "weights_checker",
         "continue_generation",
         "canary",
     }
 )
-UPDATES = frozenset({"begin_weight_update", "update_weights_from_tensor", "end_weight_update"})
+UPDATES = frozenset(
+    {
+        "begin_weight_update",
+        "update_weights_from_tensor",
+        "end_weight_update",
+        "update_weights_from_disk",
+    }
+)
 _SETTLED = frozenset({"release_memory_occupation", "resume_memory_occupation"})
 
 
@@ -102,6 +112,17 @@ class SteeredEngine(FakeEngine):
         self.struck_in = self.struck_in or operation
         if self.world is not None:
             self.world.struck.setdefault(self.engine_id, operation)
+
+    async def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, weight_version: str | None = None
+    ) -> None:
+        await super().update_weights_from_disk(
+            model_path, flush_cache=flush_cache, weight_version=weight_version
+        )
+        if model_path.startswith(_KEPT):
+            tensor = DEFAULT_TENSORS[-1]
+            kept = FakeTensor(tensor.shape, int(model_path.removeprefix(_KEPT)))
+            self.weights.write([(tensor.name, kept)])
 
     async def _arrive(self, operation: str, arguments: Any) -> faults.Fault | None:
         if operation == "server_info":
@@ -168,6 +189,17 @@ class SteeredEngine(FakeEngine):
             await super()._strike(operation, fault)
         finally:
             del world.hanging[self.engine_id]
+
+
+class KeptPushes:
+    """A source that has every version that was pushed; loading it takes its course as any call."""
+
+    async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored:
+        await engine.update_weights_from_disk(f"{_KEPT}{version}", weight_version=str(version))
+        return Restored()
+
+    async def why_lacks(self, version: int) -> str:
+        return ""
 
 
 class SteeredVllm(SteeredEngine, StubVllm):

@@ -20,6 +20,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engines.launch import RunningEngine
 from engines.protocol import MemoryTag, WeightsReport
@@ -40,7 +41,9 @@ from rollout.core.errors import (
     LifecycleError,
     RolloutError,
     WeightMismatch,
+    WeightsUnavailable,
 )
+from rollout.core.fanout import EngineReply
 from rollout.core.types import EngineSlot, EngineStatus, GroupStatus
 from rollout.rules.fingerprint_check import ALL_TENSORS
 from rollout.rules.health import why_other_process
@@ -112,9 +115,38 @@ class EngineRecovery:
         member = self._engines[engine_id]
         if member.fence_reason or not member.is_stale:
             return not member.fence_reason
+        return await self._readmit(member, version, self._reference_for(version, member))
+
+    async def why_cannot_restore(self, version: int) -> str:
+        """See ``ServerGroup.why_cannot_restore``."""
+        if version == self._logprob_check.refused_version:
+            return f"engines that were given weight version {version} failed their verification"
+        reasons = [await source.why_lacks(version) for source in self._sources]
+        if "" in reasons:
+            return ""
+        return "; ".join(reasons) or f"nothing keeps weight version {version}"
+
+    async def restore(self, member: EngineState, version: int) -> None:
+        """Give an engine the published weights in place of those that a release has discarded.
+
+        They are verified as those of a restarted engine.
+
+        Raises:
+            WeightsUnavailable: no source has them.
+            WeightMismatch: it does not hold the weights that it reports.
+        """
+        reference = self._reference_for(version, member)
+        if reference is None and not member.is_stale and not member.changed:
+            reference = member.record  # it has served them before
+        member.is_verified = False
+        if not await self._readmit(member, version, reference):
+            raise WeightsUnavailable(f"no source has given it weight version {version}")
+
+    async def _readmit(
+        self, member: EngineState, version: int, reference: WeightsReport | None
+    ) -> bool:
         is_refused = version == self._logprob_check.refused_version
         sources = () if is_refused else self._sources
-        reference = self._reference_for(version, member)
         if self._is_attached and not (reference or self._knows_answers(member, version)):
             member.weight_version = None  # its number says nothing of the weights of others
         try:
@@ -167,6 +199,22 @@ class EngineRecovery:
             and member.record is not None
         )
         return next(references, None)
+
+
+def check_any_restored(answers: Mapping[str, EngineReply[Any]], group: str) -> None:
+    """Check that some engine got its weights, or has failed: otherwise a push can still lead on.
+
+    Raises:
+        WeightsUnavailable: no source had them for any.
+    """
+    failures = [answer.failure for answer in answers.values()]
+    if answers and all(
+        failure is not None and isinstance(failure.__cause__, WeightsUnavailable)
+        for failure in failures
+    ):
+        raise WeightsUnavailable(
+            f"group {group}: no engine got its weights back: {failures[0]}; push them"
+        )
 
 
 @dataclass(frozen=True, slots=True)

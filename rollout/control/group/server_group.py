@@ -40,6 +40,7 @@ from rollout.control.group.engine_recovery import (
     EngineRecovery,
     LostState,
     adopt_running_engines,
+    check_any_restored,
 )
 from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.probe import GroupProbe, probe_all
@@ -232,7 +233,8 @@ class ServerGroup:
 
         Args:
             order: number of the command; one older than the last is refused.
-            push: the new weights, for ``update_weights``.
+            push: the new weights, for ``update_weights``; without it, engines get those of
+                ``version`` from a weight source.
             version: the weight version the engines must hold, for ``verify`` and ``snapshot``.
             budget_s: the rest of the phase of the server, in which all engines must have replied;
                 None for as long as the settings say, without a server.
@@ -242,6 +244,7 @@ class ServerGroup:
                 refuses a snapshot.
             PhaseFailed: too few engines remain, or one failed and ``on_failure`` is ``raise``; or
                 the command before it still runs, and no engine was called.
+            WeightsUnavailable: no engine got its weights, and none failed.
         """
         if budget_s is None:
             budget_s = lifecycle.budget_s(command, self._settings.lifecycle)
@@ -254,8 +257,7 @@ class ServerGroup:
                     _RESUMED_BY.get(command, ()), self._engines.unfenced()
                 )
                 target = self._commands.target(command, why_not)
-                if command is Command.UPDATE_WEIGHTS:
-                    assert push is not None, "update_weights needs a push"
+                if command is Command.UPDATE_WEIGHTS and push is not None:
                     answers = await self._update_weights(push, ends_s)
                     work = self._commands.conclude(command, target, answers, started)
                 else:
@@ -298,6 +300,7 @@ class ServerGroup:
             Command.RELEASE_MEMORY_OCCUPATION: self._memory.release,
             Command.ONLOAD_WEIGHTS: self._memory.onload_weights,
             Command.SNAPSHOT: take_snapshot,
+            Command.UPDATE_WEIGHTS: partial(self._restore, version=version),
             Command.VERIFY: partial(collect_fingerprints, version=version),
             Command.ONLOAD_KV: self._memory.onload_kv,
             Command.CONTINUE_GENERATION: partial(self._continue, with_check=with_check),
@@ -313,6 +316,8 @@ class ServerGroup:
         if len(self._engines):  # it was not stopped meanwhile
             if command is Command.SNAPSHOT:
                 check_snapshots(answers, self.name)
+            elif command is Command.UPDATE_WEIGHTS:
+                check_any_restored(answers, self.name)
             elif command is Command.VERIFY:
                 answers = verify_group(answers, self._engines, self._logprob_check)
             elif command is Command.CONTINUE_GENERATION:
@@ -339,6 +344,10 @@ class ServerGroup:
         if push.checks_path:  # not cancellable: after half of it the weights are random
             return await run_to_completion(self._path_check.run(push, ends_s))
         return await self._weight_updater.push(push, left_until(ends_s))
+
+    async def _restore(self, member: EngineState, version: int | None) -> None:
+        assert version is not None, "update_weights needs a push or a version"
+        await self._recovery.restore(member, version)
 
     async def _continue(self, member: EngineState, *, with_check: bool) -> Verification | None:
         await member.engine.continue_generation()
@@ -522,6 +531,10 @@ class ServerGroup:
                 await self._engines.join(member, catch_up, "admit")
             self.timeline.event("restarted", engine_id=engine_id)
             return True
+
+    async def why_cannot_restore(self, version: int) -> str:
+        """Why no weight source could give its engines ``version``; empty if one could."""
+        return await self._recovery.why_cannot_restore(version)
 
     async def readmit(self, engine_id: str, version: int) -> bool:
         """Let a stale engine serve if it holds ``version`` or a source can restore it.

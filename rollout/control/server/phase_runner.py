@@ -149,7 +149,8 @@ class PhaseRunner:
         """Run the commands in order, each on the groups that still need it.
 
         Args:
-            push: the new weights, if ``update_weights`` is among the commands.
+            push: the new weights, for ``update_weights``; without it, groups whose weights a
+                release discarded get the published ones from a weight source.
         """
         await self._refresh_phases()
         lifecycle.check_started(self._registry.phases)
@@ -169,10 +170,26 @@ class PhaseRunner:
                 report = report.merged(await self.run(command, names))
         return report
 
-    async def check_hold_weights(self) -> None:
-        """Refuse to serve without a push where a release discarded the weights."""
+    async def check_can_restore(self) -> None:
+        """Refuse to serve without a push where a release discarded the weights, and no source has
+        them.
+
+        A write of the store that is under way is awaited, as long as a push may take.
+        """
         await self._refresh_phases()
-        lifecycle.check_hold_weights(self._registry.phases, self._registry.traits)
+        registry, version = self._registry, self.base_version
+        names = registry.that_need(Command.UPDATE_WEIGHTS)
+        note = ""
+        if names and self._store is not None:
+            note = await self._store.why_not_kept(version, self._budgets.update_timeout_s)
+        why_not = await barrier(
+            {name: registry.groups[name].why_cannot_restore(version) for name in names},
+            operation="serve",
+            budget_s=self._budgets.command_timeout_s + self._margin_s,
+        )
+        if note:
+            why_not = {name: why and f"{why} ({note})" for name, why in why_not.items()}
+        lifecycle.check_restorable(registry.phases, registry.traits, why_not)
 
     async def _restart_if_short(self) -> None:
         """Restart dead engines where too few are left to go on.
@@ -255,7 +272,7 @@ class PhaseRunner:
             push: the new weights, for ``update_weights``.
         """
         names = list(names)
-        await self._prepare(command, names)
+        await self._prepare(command, names, is_restore=push is None)
         self._order += 1
         for name in names:
             before = self.unfinished.get(name)
@@ -338,7 +355,7 @@ class PhaseRunner:
         if why := await self._gate.why_none_serves(self.base_version):
             raise PhaseFailed(f"cannot continue: {why}", phase=Command.CONTINUE_GENERATION.value)
 
-    async def _prepare(self, command: Command, names: Sequence[str]) -> None:
+    async def _prepare(self, command: Command, names: Sequence[str], *, is_restore: bool) -> None:
         """Do what must precede the command on the groups."""
         if command is Command.PAUSE_GENERATION:
             await self._gate.shut(
@@ -351,7 +368,9 @@ class PhaseRunner:
         elif command is Command.RELEASE_MEMORY_OCCUPATION:
             # An engine that has booted releases with the others; one that still boots is ended.
             await self._recovery.actions.admit(names)
-        elif command is Command.ONLOAD_WEIGHTS:
+        elif command is Command.ONLOAD_WEIGHTS or (
+            command is Command.UPDATE_WEIGHTS and is_restore
+        ):
             # While offloaded no engine could restart: the trainer used the memory.
             await self._recovery.restart_if_short(names)
 

@@ -356,7 +356,7 @@ class RolloutServer:
 
     async def _serve_adapter(self, push: WeightPush, until: Command) -> StepReport:
         runner = self._phase_runner
-        await runner.check_hold_weights()
+        await runner.check_can_restore()
         runner.next_adapter = push
         try:
             return await runner.advance(*up_to(until, SERVE))
@@ -365,26 +365,27 @@ class RolloutServer:
             raise
 
     async def serve(self, until: Command = Command.CONTINUE_GENERATION) -> StepReport:
-        """Serve the weights that the engines hold, in whatever phase the groups are.
+        """Serve the published weights, in whatever phase the groups are.
 
-        They were pushed before, or have survived the release (a frozen model).  A repeated call,
-        also after a failure, continues from the phase of each group.
+        The engines hold them, or a weight source gives them back where a release discarded them.
+        A repeated call, also after a failure, continues from the phase of each group.
 
         Args:
             until: see ``push``.
         """
         async with self._lock.held("serve"):
-            await self._phase_runner.check_hold_weights()
+            await self._phase_runner.check_can_restore()
             return await self._phase_runner.advance(*up_to(until, SERVE))
 
-    async def check_hold_weights(self) -> None:
+    async def check_can_restore(self) -> None:
         """Check that the engines could serve without a push.
 
         Raises:
-            LifecycleError: a release discarded the weights; nothing was changed.
+            LifecycleError: a release discarded the weights, and no source has them; nothing was
+                changed.
         """
         async with self._lock.held("serve"):
-            await self._phase_runner.check_hold_weights()
+            await self._phase_runner.check_can_restore()
 
     async def check_push_path(self, push: WeightPush) -> StepReport:
         """Check that a push gives the engines the weights that they loaded from the checkpoint.

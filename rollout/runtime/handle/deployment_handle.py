@@ -154,14 +154,16 @@ class DeploymentHandle(RunHandle):
         return self._serve(pushes, before_kv)
 
     def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[dict[str, StepReport]]:
-        """Serve the weights that the engines of all servers hold, as one transaction.
+        """Serve the published weights of all servers again, as one transaction; see
+        ``ServerHandle.serve``.
 
         Args:
             before_kv: see ``push``.
 
         Raises:
             ConfigError: ``before_kv`` is no plain function.
-            LifecycleError: from ``result()`` or ``await``: weights were discarded.
+            LifecycleError: from ``result()`` or ``await``: weights were discarded, and nothing
+                keeps them.
         """
         check_before_kv(before_kv)
         return self._serve({}, before_kv)

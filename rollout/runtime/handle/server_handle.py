@@ -151,16 +151,17 @@ class ServerHandle:
         )
 
     def serve(self, *, before_kv: BeforeKv | None = None) -> Pending[StepReport]:
-        """Serve the weights that the engines hold, in whatever phase they are.
+        """Serve the published weights again, in whatever phase the engines are.
 
-        They were pushed before, or have survived the release (``weights_cpu_backup``).
+        The engines hold them, they have survived the release (``engine.weights_cpu_backup``), or
+        ``weights.store`` or ``health.weights_path`` gives them back.
 
         Args:
             before_kv: see ``push``.
 
         Raises:
-            LifecycleError: from ``result()`` or ``await``: the release discarded the weights, so
-                ``push`` must push them.
+            LifecycleError: from ``result()`` or ``await``: the release discarded the weights and
+                nothing keeps them, so ``push`` must push them.
         """
         check_before_kv(before_kv)
 
@@ -172,8 +173,11 @@ class ServerHandle:
     def offload(self) -> Pending[StepReport]:
         """Free the engines' memory for the trainer, in whatever phase they are.
 
-        Engines that serve are paused and flushed first.  The report comes after the memory is
-        free; its ``freed_bytes`` is what was measured, in bytes.  If it fails, call it again.
+        With ``weights.update: full`` the weights are discarded, unless
+        ``engine.weights_cpu_backup`` keeps them; without ``weights.store``, only a push serves
+        again then.  Engines that serve are paused and flushed first.  The report comes after the
+        memory is free; its ``freed_bytes`` is what was measured, in bytes.  If it fails, call it
+        again.
 
         Raises:
             PhaseFailed: from ``result()`` or ``await``: memory of an engine is not free, or too

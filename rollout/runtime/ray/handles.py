@@ -29,7 +29,7 @@ _SERVER_LOST = "it cannot go on; stop this deployment, launch it again"
 # among them: what its sender streams comes once.
 _REPEATED = (
     *("status", "observe", "config", "expected_manifest", "fingerprint_methods", "log_tail"),
-    *("offload", "serve", "check_hold_weights", "advance", "make_idle", "run"),
+    *("offload", "serve", "check_can_restore", "advance", "make_idle", "run"),
 )
 
 

@@ -52,12 +52,10 @@ class StoreSource:
         engine_id = slot.engine_id
         # Each rank reads the same path, on its own node.
         nodes = list(dict.fromkeys(share.node_id for share in slot.shares))
-        if self._num_failures >= self._terms.config.max_failures:
+        if self._is_off:
             return None
         try:
-            if self._coordinator is None:
-                self._coordinator = await asyncio.to_thread(self._terms.coordinator, self._agents)
-            coordinator = self._coordinator
+            coordinator = await self._connected()
             try:
                 record = await asyncio.to_thread(coordinator.record_of, version)
             except WeightsUnavailable as error:  # another version is not a failure
@@ -80,6 +78,25 @@ class StoreSource:
         logger.info("store: engine %s has weight version %d: %s", engine_id, version, origin)
         tensors = (tensor for unit in record.units for tensor in unit.tensors)
         return Restored(Manifest({tensor.name: tensor for tensor in tensors}, record.fingerprints))
+
+    async def why_lacks(self, version: int) -> str:
+        if self._is_off:
+            return f"the store has failed {self._num_failures} times in a row"
+        try:
+            coordinator = await self._connected()
+            await asyncio.to_thread(coordinator.record_of, version)
+        except AGENT_ERRORS as error:
+            return describe(error)
+        return ""
+
+    @property
+    def _is_off(self) -> bool:
+        return self._num_failures >= self._terms.config.max_failures
+
+    async def _connected(self) -> Coordinator:
+        if self._coordinator is None:
+            self._coordinator = await asyncio.to_thread(self._terms.coordinator, self._agents)
+        return self._coordinator
 
     async def _load(
         self,
@@ -119,7 +136,7 @@ class StoreSource:
     def _has_failed(self, reason: str) -> None:
         self._num_failures += 1
         logger.warning("store: not restored: %s", reason)
-        if self._num_failures >= self._terms.config.max_failures:
+        if self._is_off:
             logger.error(
                 "store: no engine is restored from it any more, after %d failures in a row",
                 self._num_failures,

@@ -197,6 +197,23 @@ class WeightStore:
         while self._dropped:
             await asyncio.to_thread(self._dropped.pop().release)
 
+    async def why_not_kept(self, version: int, timeout_s: float) -> str:
+        """Why the last write has failed, or is late; empty if it has kept this version, or if it
+        is not known.
+
+        Args:
+            timeout_s: how long a write of this version, which waits or has begun, is awaited.
+        """
+        waiting = None if self._next is None else self._next.push.version
+        if version in (self._reads, waiting):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.is_idle()
+            except TimeoutError:
+                return f"the store still writes it after {timeout_s:g} s"
+        done = self._outcomes
+        return "" if done.kept is not None and done.kept.version == version else done.reason
+
     async def is_idle(self) -> None:
         """Returns when no push is being written or waits."""
         await self._idle.wait()

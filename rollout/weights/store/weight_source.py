@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engines.protocol import Engine
-from rollout.core.errors import WeightsUnavailable
+from rollout.core.errors import WeightMismatch
 from rollout.core.types import EngineSlot
 from rollout.weights.format.checkpoint_files import why_not_whole
 from rollout.weights.format.manifest import Manifest
@@ -40,8 +40,12 @@ class WeightSource(Protocol):
         """Load weights into ``engine``; None if this source does not have that version.
 
         Raises:
-            WeightsUnavailable: the engine may hold a part of them.
+            WeightMismatch: the engine may hold a part of them.
         """
+        ...
+
+    async def why_lacks(self, version: int) -> str:
+        """Why this source does not have that version; empty if it has it."""
         ...
 
 
@@ -59,10 +63,9 @@ class DiskSource:
     _refused: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
-        folder = Path(self.path.replace("{version}", str(version)))
-        is_other = self.only is not None and self.only != version
-        if is_other or not (folder / "config.json").is_file():
+        if self._why_absent(version):
             return None
+        folder = self._folder(version)
         before = _inode(folder)
         if why_not := await asyncio.to_thread(why_not_whole, folder):
             if why_not not in self._refused:  # it is looked at again and again
@@ -71,10 +74,23 @@ class DiskSource:
             return None
         await engine.update_weights_from_disk(str(folder), weight_version=str(version))
         if _inode(folder) != before:
-            raise WeightsUnavailable(
+            raise WeightMismatch(
                 f"{folder} was replaced while the engine loaded it, so it may have tensors of both"
             )
         return Restored()
+
+    async def why_lacks(self, version: int) -> str:
+        absent = self._why_absent(version)
+        return absent or await asyncio.to_thread(why_not_whole, self._folder(version))
+
+    def _why_absent(self, version: int) -> str:
+        folder = self._folder(version)
+        if self.only is not None and self.only != version:
+            return f"{folder} has weight version {self.only} only"
+        return "" if (folder / "config.json").is_file() else f"{folder} is no checkpoint"
+
+    def _folder(self, version: int) -> Path:
+        return Path(self.path.replace("{version}", str(version)))
 
 
 def _inode(folder: Path) -> int | None:

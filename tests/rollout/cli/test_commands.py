@@ -329,6 +329,29 @@ def test_an_option_that_the_server_does_not_have_is_a_note_of_plan_and_validate(
     )
 
 
+@pytest.mark.parametrize(
+    ("backup", "store", "weights_from"),
+    [
+        (None, False, "the push (all tensors)"),
+        (None, True, "the push (all tensors), or the store"),
+        (True, True, "CPU backup, then the push"),
+    ],
+)
+def test_a_plan_shows_before_a_release_what_brings_the_weights_back(
+    tmp_path: Path, backup: bool | None, store: bool, weights_from: str
+) -> None:
+    values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
+    values["servers"]["policy"] |= {
+        "model_path": str(write_checkpoint(tmp_path / "model")),
+        "groups": {"main": {"engine": {"weights_cpu_backup": backup}}},
+        "weights": {"store": store or None},
+    }
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    (group,) = json_of("plan", str(file))["groups"]
+    assert group["weights_from"] == weights_from
+
+
 def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path: Path) -> None:
     values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
     model = tmp_path / "model"

@@ -112,12 +112,19 @@ def test_nothing_serves_after_an_unbacked_release_without_an_update() -> None:
 
 
 def phases_after(
-    commands: Sequence[Command], phases: Mapping[str, Phase], traits: Mapping[str, GroupTraits]
+    commands: Sequence[Command],
+    phases: Mapping[str, Phase],
+    traits: Mapping[str, GroupTraits],
+    *,
+    is_push: bool = False,
 ) -> dict[str, Phase]:
-    """The phases of the groups of a server after each command on those that need it."""
+    """The phases of the groups of a server after each command on those that need it, and after
+    the update of a push on all."""
     after = dict(phases)
     for command in commands:
-        for name in lifecycle.groups_that_need(command, after, traits):
+        is_for_all = is_push and command is Command.UPDATE_WEIGHTS
+        needing = lifecycle.groups_that_need(command, after, traits)
+        for name in after if is_for_all else needing:
             if not lifecycle.is_repeat(after[name], command):
                 after[name] = lifecycle.next_phase(after[name], command, traits[name])
     return after
@@ -139,10 +146,10 @@ PHASES_OF_PAIRS = [
 def test_new_weights_serve_after_push_wherever_two_groups_are() -> None:
     for traits, phases in PHASES_OF_PAIRS:
         if not any(one.is_frozen for one in traits.values()):
-            after = phases_after(lifecycle.PUSH, phases, traits)
+            after = phases_after(lifecycle.PUSH, phases, traits, is_push=True)
             assert set(after.values()) == {Phase.SERVING}, phases
             updated = lifecycle.up_to(Command.UPDATE_WEIGHTS, lifecycle.PUSH)
-            between = phases_after(updated, phases, traits)
+            between = phases_after(updated, phases, traits, is_push=True)
             assert set(between.values()) == {Phase.WEIGHTS_UPDATED}, phases
 
 
@@ -155,11 +162,35 @@ def test_memory_is_released_after_offload_wherever_two_groups_are() -> None:
         assert phases_after(lifecycle.OFFLOAD, after, traits) == after
 
 
-def test_weights_that_survived_serve_after_serve_wherever_two_groups_are() -> None:
+def test_weights_serve_after_serve_wherever_two_groups_are() -> None:
     for traits, phases in PHASES_OF_PAIRS:
-        if all(one.weights_survive for one in traits.values()):
-            after = phases_after(lifecycle.SERVE, phases, traits)
-            assert set(after.values()) == {Phase.SERVING}, phases
+        after = phases_after(lifecycle.SERVE, phases, traits)
+        assert set(after.values()) == {Phase.SERVING}, phases
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("phase", Phase)
+def test_only_what_a_release_has_discarded_needs_other_weights(phase: Phase, kind: str) -> None:
+    needing = lifecycle.groups_that_need(
+        Command.UPDATE_WEIGHTS, {"main": phase}, {"main": KINDS[kind]}
+    )
+    is_empty = phase in (Phase.OFFLOADED, Phase.WEIGHTS_ONLOADED)
+    assert needing == (["main"] if is_empty and kind == "offloads" else [])
+
+
+def test_what_no_source_has_is_refused_with_the_settings_that_would_keep_it() -> None:
+    phases = {"main": Phase.OFFLOADED, "other": Phase.WEIGHTS_ONLOADED}
+    traits = dict.fromkeys(phases, OFFLOADS)
+    lifecycle.check_restorable(phases, traits, {"main": "", "other": ""})
+    with pytest.raises(LifecycleError) as caught:
+        lifecycle.check_restorable(phases, traits, {"main": "", "other": "the store keeps nothing"})
+    assert str(caught.value) == (
+        "cannot serve while weights_onloaded: the release discarded the weights of group other, "
+        "and the store keeps nothing; so push them: with window.push(weights) in an offload "
+        "window, else with push(weights). To serve them again without a push, launch with "
+        "engine.weights_cpu_backup: true, or with weights.store: true, which keeps what was pushed"
+    )
+    assert caught.value.legal == (Command.UPDATE_WEIGHTS, Command.RELEASE_MEMORY_OCCUPATION)
 
 
 def test_no_call_runs_before_every_group_has_started() -> None:

@@ -587,7 +587,9 @@ async def test_weight_versions_must_grow(tmp_path: Path) -> None:
 async def test_full_weights_do_not_serve_again_without_a_push(tmp_path: Path) -> None:
     bench = await started_server(tmp_path)
     await bench.server.offload()
-    with pytest.raises(LifecycleError, match=r"of group shared, so push them: with window.push"):
+    with pytest.raises(
+        LifecycleError, match=r"group shared, and nothing keeps weight version 0; so"
+    ):
         await bench.server.serve()
     assert (await phases(bench))["shared"] == "offloaded"
     assert engines_that_got(bench, "resume_memory_occupation") == set()

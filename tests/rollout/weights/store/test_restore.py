@@ -16,6 +16,7 @@ from rollout.weights.store.agents import StoreTerms
 from rollout.weights.store.layout.placement import node_bytes
 from rollout.weights.store.node import assembly
 from rollout.weights.store.restore import StoreSource
+from rollout.weights.store.weight_source import DiskSource
 from tests.support.store_worlds import World, contents, flip, moe_manifest, read_folder, slot_of
 
 
@@ -86,6 +87,36 @@ def test_an_engine_is_given_the_version_that_counts_and_no_other(world: World) -
     assert not restore(source_of(world), engine, 0)
     assert len(engine.loaded) == 1
     world.close()
+
+
+def test_it_is_known_before_a_load_whether_the_store_has_a_version(world: World) -> None:
+    source = source_of(world, max_failures=1)
+    assert asyncio.run(source.why_lacks(1)) == ""
+    for version in (0, 2):
+        why = asyncio.run(source.why_lacks(version))
+        assert why == f"the store keeps weight version 1 (write 1), not weight version {version}"
+    for node in world.nodes.values():
+        node.kill()
+    assert "keeps nothing, not weight version 1" in asyncio.run(source.why_lacks(1))
+    for node in world.nodes.values():
+        node.start()
+    assert not restore(source, LoadingEngine(world, refuses=1), 1)
+    assert asyncio.run(source.why_lacks(1)) == "the store has failed 1 times in a row"
+    world.close()
+
+
+@pytest.mark.parametrize("only", [None, 1])
+def test_it_is_known_before_a_load_whether_a_checkpoint_is_there(
+    tmp_path: Path, only: int | None
+) -> None:
+    source = DiskSource(str(tmp_path / "{version}"), only)
+    (tmp_path / "1").mkdir()
+    assert asyncio.run(source.why_lacks(1)) == f"{tmp_path}/1 is no checkpoint"
+    (tmp_path / "1" / "config.json").touch()
+    assert asyncio.run(source.why_lacks(1)) == ""
+    why = asyncio.run(source.why_lacks(2))
+    found = "is no checkpoint" if only is None else "has weight version 1 only"
+    assert why == f"{tmp_path}/2 {found}"
 
 
 def test_what_was_assembled_is_given_back_also_when_the_engine_refuses(world: World) -> None:

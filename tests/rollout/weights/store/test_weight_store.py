@@ -210,3 +210,27 @@ async def test_a_push_whose_buckets_are_gone_is_no_failure(tmp_path: Path) -> No
         await store.is_idle()
         status = await store.status()
         assert (status.version, status.reason) == (None, "")
+
+
+async def test_a_write_is_awaited_by_who_needs_its_version(shared_memory: Path) -> None:
+    async with kept_in(shared_memory) as store:
+        gate = Gated(bucket(1))
+        store.offer(push(1, gate))
+        await gate.asked.wait()
+        assert await store.why_not_kept(7, 60.0) == ""  # it is not written: no wait
+        assert await store.why_not_kept(1, 0.01) == "the store still writes it after 0.01 s"
+        store.offer(push(2))
+        waiting = asyncio.create_task(store.why_not_kept(2, 60.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        gate.opened.set()
+        assert await waiting == ""
+        assert (await store.status()).version == 2
+
+
+async def test_who_needs_a_version_hears_why_it_was_not_written(shared_memory: Path) -> None:
+    async with kept_in(shared_memory) as store:
+        store.offer(push(1, {"names": ["a"]}))
+        why = await store.why_not_kept(1, 60.0)
+        assert "weight version 1 is not kept" in why
+        assert "has no tensors in it" in why
