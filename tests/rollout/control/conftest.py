@@ -11,6 +11,7 @@ OVER_BOTH = frozenset(
         "test_drain",
         "test_memory",
         "test_monitor",
+        "test_restored_weights",
         "test_server",
         "test_server_group",
         "test_weight_update",

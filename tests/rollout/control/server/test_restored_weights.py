@@ -183,7 +183,7 @@ async def test_if_every_engine_fails_to_load_the_gate_closes(
     async with offloaded_at_1(tmp_path, monkeypatch, Kept(1)) as bench:
         for engine in bench.engines:
             engine.fail_next("update_weights_from_disk", EngineRejected("no room", status=500))
-        with pytest.raises(PhaseFailed, match=r"main-0: update_weights failed .* no room"):
+        with pytest.raises(PhaseFailed, match=r"main-0: update_weights failed after"):
             await bench.server.serve()
         assert bench.router.gate == "closed"
         assert "serving" not in bench.router.states.values()
