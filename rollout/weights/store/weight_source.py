@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engines.protocol import Engine
-from rollout.core.errors import WeightMismatch
+from rollout.core.errors import RolloutError
 from rollout.core.types import EngineSlot
 from rollout.weights.format.checkpoint_files import why_not_whole
 from rollout.weights.format.manifest import Manifest
@@ -40,7 +40,7 @@ class WeightSource(Protocol):
         """Load weights into ``engine``; None if this source does not have that version.
 
         Raises:
-            WeightMismatch: the engine may hold a part of them.
+            RolloutError: the engine may hold a part of them.
         """
         ...
 
@@ -74,7 +74,7 @@ class DiskSource:
             return None
         await engine.update_weights_from_disk(str(folder), weight_version=str(version))
         if _inode(folder) != before:
-            raise WeightMismatch(
+            raise RolloutError(
                 f"{folder} was replaced while the engine loaded it, so it may have tensors of both"
             )
         return Restored()

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from engines.fake import FakeEngine
-from rollout.core.errors import WeightMismatch
+from rollout.core.errors import RolloutError
 from rollout.core.types import EngineSlot
 from rollout.weights.routes.disk import CheckpointBuilder, Workplace
 from rollout.weights.store.weight_source import DiskSource, Restored
@@ -234,5 +234,5 @@ def test_one_that_is_replaced_while_an_engine_loads_it_is_no_version(folder: Pat
         async def update_weights_from_disk(self, model_path: str, **more: Any) -> None:
             write(folder, 2.0)
 
-    with pytest.raises(WeightMismatch, match="step-7 was replaced while the engine loaded it"):
+    with pytest.raises(RolloutError, match="step-7 was replaced while the engine loaded it"):
         restored(folder, Slow("main-0"))
