@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,14 +31,16 @@ DEFAULT_TENSORS = (
 def write_checkpoint(folder: Path | str, tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> Path:
     """Write what a server reads of a model before it starts engines; returns ``folder``.
 
-    The safetensors file has the names, types and shapes of ``tensors`` and no data, so a push is
-    checked against it as against a real one.
+    The safetensors file has the names, types and shapes of ``tensors``, and holes in place of their
+    data, so a push is checked against it as against a real one.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "fake"}')
-    header, _ = make_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
-    (folder / "model.safetensors").write_bytes(header)
+    header, places = make_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    file = folder / "model.safetensors"
+    file.write_bytes(header)
+    os.truncate(file, max((end for _, end in places.values()), default=len(header)))
     return folder
 
 

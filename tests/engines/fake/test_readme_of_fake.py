@@ -12,6 +12,7 @@ import pytest
 
 from engines.fake.engine.faults import parse_fault
 from engines.process.tcp_ports import reserve_port
+from rollout.control.engine.claim import remove_ended
 from rollout.core.errors import PhaseFailed
 from rollout.rules.lifecycle import OFFLOAD, SERVE_UPDATED, Command
 from tests.support.builders import push, started_server
@@ -87,3 +88,4 @@ def test_a_fault_is_set_on_a_running_deployment_as_shown(
             client.post(words[-1], content=content, headers={name: value}).raise_for_status()
             flush = words[-1].replace("/fake/fault", "/flush_cache")
             assert client.post(flush).status_code == 502
+    remove_ended()  # it was killed; as the next run that attaches an engine
