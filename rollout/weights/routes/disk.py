@@ -85,7 +85,7 @@ class Workplace:
             for left in self.parent.glob(f"{_PREFIX}*"):
                 remove_unheld(left, _put_back)
             # Engines read in it, maybe as other users.
-            self._hold = make_held(self.parent / f"{_PREFIX}{secrets.token_hex(4)}", 0o777)
+            self._hold = make_held(self.parent / f"{_PREFIX}{secrets.token_hex(4)}", 0o755)
         return self._hold.folder
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Layouts, types and name maps of a trainer over each route: every kind of engine computes what
-transformers computes of the trainer's own tensors."""
+"""Every kind of engine computes what transformers computes of the trainer's own tensors: of each
+layout, type and name map, over each route, and after an offload without another push."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def deployment(
 ) -> Iterator[DeploymentHandle]:
     groups = {"main": one_engine(kind)}
     logs = tmp_path_factory.mktemp("logs")
-    config = real_config(models[0], logs, groups, weights={"casts": "any"})
+    weights = {"casts": "any", "store": {"spare_bytes": 0}}
+    config = real_config(models[0], logs, groups, weights=weights)
     with launch_local(config) as deployment:
         yield deployment
 
@@ -176,3 +177,19 @@ def test_an_engine_computes_what_transformers_does(
     reply = policy.generate(PROMPT, GREEDY).result(60)
     assert {span.version for span in reply.weight_versions} == {str(version)}
     assert gap(wanted, model_path, reply) < NATS
+
+
+def test_what_was_pushed_serves_again_after_an_offload(
+    deployment: DeploymentHandle, models: list[Path]
+) -> None:
+    policy = deployment["policy"]
+    version = policy.status().result(30).weight_version + 1
+    model_path = models[version % len(models)]
+    tensors = load_file(model_path / "model.safetensors")
+    policy.push(tensors, version).result(300)
+    for _ in range(2):  # at once: the store may still write it
+        policy.offload().result(120)
+        assert policy.serve().result(120).weight_version == version
+        reply = policy.generate(PROMPT, GREEDY).result(60)
+        assert {span.version for span in reply.weight_versions} == {str(version)}
+        assert gap(tensors, model_path, reply) < NATS
