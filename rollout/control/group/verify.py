@@ -6,6 +6,7 @@ decides what is compared.  If that is inconclusive, the engine needs the log-pro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollout.control.engine.logprob_check import LogprobCheck
@@ -80,6 +81,8 @@ def verify_group(
                 if name in passed
                 else engines[name].why_no_fingerprints
             )
+            if reason and report is not None:  # there is nothing to compare all of them with
+                answers[name] = replace(answers[name], value=Verification("version", report))
             reason = reason or engines[name].why_adapters_unknown
             if engines[name].expected:
                 reason = reason or "the trainer gave expected log-probs"

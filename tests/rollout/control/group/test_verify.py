@@ -156,6 +156,19 @@ def test_over_http_a_refusal_leads_to_the_log_prob_check(tmp_path: Path) -> None
         assert states == {"serving"}
 
 
+@pytest.mark.parametrize("num", [1, 2])
+async def test_fingerprints_that_nothing_was_compared_with_verify_nothing(num: int) -> None:
+    group, _ = await started(num, FakeLauncher())
+    await offload(group)
+    await group.run(Command.ONLOAD_WEIGHTS)
+    await group.run(Command.UPDATE_WEIGHTS, push=push(1))
+    report = await group.run(Command.VERIFY, version=1)
+    assert {one.verified_by for one in report.engines} == {"version" if num == 1 else "fingerprint"}
+    await group.run(Command.ONLOAD_KV)
+    report = await group.run(Command.CONTINUE_GENERATION)
+    assert {one.verified_by for one in report.engines} == {"canary" if num == 1 else ""}
+
+
 # -- pipeline stages ------------------------------------------------------------------------------
 
 
