@@ -74,6 +74,7 @@ class VerbWalk:
     Attributes:
         log: what was done, and how it ended.
         contents: of each version, those that may have been pushed last.
+        served: the versions at which the gate was open.
         killed: engines that were killed since recovery last had time.
     """
 
@@ -81,6 +82,7 @@ class VerbWalk:
     random: Random
     log: list[str] = field(default_factory=list)
     contents: dict[int, set[int]] = field(default_factory=lambda: {0: {0}})
+    served: set[int] = field(default_factory=set)
     killed: set[str] = field(default_factory=set)
     _last: tuple[str, int, int, str] | None = None
 
@@ -146,7 +148,9 @@ class VerbWalk:
             is_sent = not isinstance(error, WeightMismatch)
         self.log.append(f"{what}: {how}")
         if "not newer" in how and version and version == before.weight_version:
-            assert _holders(before), f"version {version} is refused, and no engine holds it"
+            assert version in self.served, f"version {version} is refused, and has not served"
+        elif is_push and how == "done" and version in self.served:
+            assert contents in self.contents[version], f"version {version} has other contents now"
         elif how == "done" and verb in OPENING and (is_push or not self._is_unnoticed(before)):
             after = await self.rig.status()
             assert after.gate != "open" or _holders(after), f"{verb}: done, and no engine serves"
@@ -167,6 +171,7 @@ class VerbWalk:
         if status.gate != "open":
             return
         version = status.weight_version
+        self.served.add(version)
         for contents in sorted(self.contents[version]):
             if all((await self.rig.held(contents)).values()):
                 return

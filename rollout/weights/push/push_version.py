@@ -40,16 +40,18 @@ class LastPush:
     def then(
         self, version: int, manifest: Manifest, contents: WeightUpdate, adapter: str
     ) -> LastPush:
-        """After a push of these contents.  Only a push of all base weights ends adapters.
+        """After a push of these contents.  Only a push of all base weights ends adapters; one of the
+        same contents again does not take back that their version has served.
 
         Args:
             adapter: name of the adapter that is pushed; empty for none.
         """
+        has_served = self.has_served and version == self.version
         if contents is WeightUpdate.LORA:
             adapters = {**self.adapters, adapter: version}
-            return LastPush(version, manifest, False, adapters, self.base_version)
+            return LastPush(version, manifest, has_served, adapters, self.base_version)
         kept = {} if contents is WeightUpdate.FULL else self.adapters
-        return LastPush(version, manifest, False, kept, version)
+        return LastPush(version, manifest, has_served, kept, version)
 
 
 def checked_version(version: Any) -> int:

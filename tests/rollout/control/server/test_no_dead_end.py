@@ -227,6 +227,19 @@ async def test_a_version_that_served_takes_no_other_contents(tmp_path: Path) -> 
 
 
 @virtual_time
+async def test_the_same_push_again_takes_no_other_contents_before_it_serves(tmp_path: Path) -> None:
+    async with recovering(tmp_path) as bench:
+        await bench.server.push(with_fingerprints(1))
+        await bench.server.offload()
+        await bench.server.run(Command.ONLOAD_WEIGHTS)
+        await bench.server.update_weights(with_fingerprints(1))
+        with pytest.raises(WeightMismatch, match="has served with other contents"):
+            await bench.server.push(with_fingerprints(1, value=7))
+        await bench.server.push(with_fingerprints(1))
+        await serves(bench, 1)
+
+
+@virtual_time
 async def test_the_same_contents_may_be_pushed_twice(tmp_path: Path) -> None:
     async with recovering(tmp_path) as bench:
         await bench.server.push(with_fingerprints(1))
