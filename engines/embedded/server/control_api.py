@@ -134,12 +134,12 @@ async def update_weights_from_tensor(engine: EmbeddedEngine, request: Request) -
 async def update_weights_from_disk(engine: EmbeddedEngine, request: Request) -> Response:
     raw = await read_json(request)
     path = _need(raw, "model_path", str)
-    await engine.update(
-        lambda: update_from_disk(engine.weights, path, engine.mapped),
-        "update_weights_from_disk",
-        **_how(raw),
-    )
-    engine.model_path = path
+
+    def load() -> None:
+        update_from_disk(engine.weights, path, engine.mapped)
+        engine.model_path = path  # with the weights, also if the caller has left meanwhile
+
+    await engine.update(load, "update_weights_from_disk", **_how(raw))
     return _ok("Succeeded to update model weights.", num_paused_requests=0)
 
 
