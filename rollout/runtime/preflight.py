@@ -203,13 +203,17 @@ def _wrong_group(path: str, server: ServerConfig, group: GroupConfig) -> Iterato
         check_spec(planned_spec(server, group))
     except (ValueError, EngineError) as error:
         yield Mistake(f"{path}.engine", engine.kind.value, f"{path}.engine: {error}")
-    checkpoint = read_checkpoint_config(server.model_path)
+    checkpoint, weights = read_checkpoint_config(server.model_path), server.weights
+    has_stages = engine.of_kind.num_stages(engine.options) > 1
     for setting, why in of_checkpoint(
         engine,
-        server.weights.update,
+        weights.update,
         is_quantised=bool(quantisation_of(checkpoint)),
         head_size=head_size_of(checkpoint),
-        tied=tied_head(server.model_path, server.weights.update, server.weights.not_pushed),
+        # It reads the header of each file of the checkpoint.
+        tied=tied_head(server.model_path, weights.update, weights.not_pushed)
+        if has_stages
+        else None,
     ):
         yield _wrong(f"{path}.{setting}", _value_at(group, setting), why)
 

@@ -23,7 +23,8 @@ FP8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"
 """The scales of a quantised ``x.weight`` are ``x.weight_scale_inv``."""
 _MOST_NAMES = 3
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""How the names of the two tensors end that a model may tie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,9 @@ def check_push(
 
 def _hint_for(unknown: TensorSpec, expected: Manifest) -> str:
     """What a tensor that the model does not have was meant to be; empty if that is unknown."""
-    if unknown.name.endswith(_HEAD):
+    if unknown.name.endswith(HEAD):
         for name, known in expected.tensors.items():
-            if name.endswith(_EMBEDDING) and known.shape == unknown.shape:
+            if name.endswith(EMBEDDING) and known.shape == unknown.shape:
                 return (
                     f": its checkpoint ties the head to {name!r}, which the push of that sets too; "
                     f"leave {unknown.name!r} out, or give the same tensor under both names (for a "

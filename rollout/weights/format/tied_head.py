@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from rollout.config import WeightUpdate
 from rollout.config.compatibility import TiedHead
 from rollout.weights.format.checkpoint_config import is_tied, read_checkpoint_config
-from rollout.weights.format.manifest import first_match, read_checkpoint_manifest
-
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+from rollout.weights.format.manifest import (
+    EMBEDDING,
+    HEAD,
+    first_match,
+    read_checkpoint_manifest,
+)
 
 
 def tied_head(model_path: str, update: WeightUpdate, not_pushed: Sequence[str]) -> TiedHead | None:
@@ -17,8 +20,8 @@ def tied_head(model_path: str, update: WeightUpdate, not_pushed: Sequence[str]) 
     config = read_checkpoint_config(model_path)
     manifest = read_checkpoint_manifest(model_path)
     names = tuple(manifest.tensors) if manifest else ()
-    heads = [name for name in names if name.endswith(_HEAD)]
-    is_headless = not heads and any(name.endswith(_EMBEDDING) for name in names)
+    heads = [name for name in names if name.endswith(HEAD)]
+    is_headless = not heads and any(name.endswith(EMBEDDING) for name in names)
     if not (is_headless if (known := is_tied(config)) is None else known):
         return None
     is_optional = update is WeightUpdate.PARTIAL or any(

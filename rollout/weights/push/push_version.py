@@ -40,8 +40,8 @@ class LastPush:
     def then(
         self, version: int, manifest: Manifest, contents: WeightUpdate, adapter: str
     ) -> LastPush:
-        """After a push of these contents.  Only a push of all base weights ends adapters; one of the
-        same contents again does not take back that their version has served.
+        """After a push of these contents.  Only a push of all base weights ends adapters; the same
+        contents pushed again do not take back that their version has served.
 
         Args:
             adapter: name of the adapter that is pushed; empty for none.
