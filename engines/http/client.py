@@ -26,11 +26,14 @@ from engines.protocol import (
     TensorInfo,
     WeightsReport,
 )
+from engines.protocol.errors import EngineError, EngineHung
 from engines.protocol.types import GenerateArguments, UpdateGroup
 
 
 class EngineClient(BaseClient):
     """``protocol.Engine`` over HTTP."""
+
+    _num_answers_late: int | None = None
 
     # Requests in flight
 
@@ -55,7 +58,8 @@ class EngineClient(BaseClient):
 
     async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
         body = {"tags": list(tags)}
-        await self._order("release_memory_occupation", body, self.deadlines.memory_s)
+        call = await self._order("release_memory_occupation", body, self.deadlines.memory_s)
+        await self._wait_for_ranks(call)
 
     async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
         body = {"tags": list(tags)}
@@ -122,7 +126,8 @@ class EngineClient(BaseClient):
             "flush_cache": flush_cache,
             **_given(weight_version=weight_version),
         }
-        await self._change("update_weights_from_disk", body, self.deadlines.update_s)
+        call, _ = await self._change("update_weights_from_disk", body, self.deadlines.update_s)
+        await self._wait_for_ranks(call)
 
     async def update_weight_version(
         self, version: str, *, abort_all_requests: bool = False
@@ -173,7 +178,13 @@ class EngineClient(BaseClient):
         return await self._ask("model_info", "/model_info", sglang_json.read_model_info)
 
     async def server_info(self) -> ServerInfo:
-        return await self._ask("server_info", "/server_info", sglang_json.read_server_info)
+        return await self._server_info(self._call("server_info", self.deadlines.control_s))
+
+    async def _server_info(self, call: EngineCall) -> ServerInfo:
+        answer = await call.send(self._control.get("/server_info"))
+        info = call.read(answer, sglang_json.read_server_info)
+        self._num_answers_late = info.num_answers_late
+        return info
 
     async def process_start(self) -> str:
         return (await self.server_info()).start
@@ -238,15 +249,35 @@ class EngineClient(BaseClient):
 
     # How a call is made
 
+    async def _wait_for_ranks(self, call: EngineCall) -> None:
+        """Wait, within the deadline of a call, until all ranks have done it.
+
+        SGLang's first answers for all; the others may still read the files, or hold the memory.
+
+        Raises:
+            EngineUnreachable: whether they have is unknown.
+        """
+        num_asked = 0
+        try:
+            while self._num_answers_late is None or num_asked < self._num_answers_late:
+                left_s = call.budget_s - call.elapsed_s
+                await self._server_info(self._call("wait_for_ranks", left_s))
+                num_asked += 1
+        except EngineHung:
+            raise
+        except EngineError as error:
+            raise call.unreachable(f"was done by the first rank; of the others: {error}") from error
+
     async def _order(
         self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
-    ) -> None:
+    ) -> EngineCall:
         """POSTs where any 2xx means done: the replies are empty, text, or unused JSON."""
         call, answer = await self._post(operation, f"/{operation}{query}", body, budget_s)
         with suppress(ValueError):
             reply = answer.json()
             if isinstance(reply, dict) and reply.get("success") is False:
                 raise call.rejected("failed", status=answer.status, body=answer.text)
+        return call
 
     async def _change(
         self, operation: str, body: Mapping[str, Any], budget_s: float

@@ -155,8 +155,22 @@ def read_server_info(answer: Any) -> ServerInfo:
         update_groups=_tags(answer, "weights_update_groups"),
         fingerprints=str(answer.get("fingerprints") or ""),
         start=_start(answer),
+        num_answers_late=_num_answers_late(answer),
         raw=answer,
     )
+
+
+def _num_answers_late(answer: Any) -> int:
+    """How far SGLang's last rank may be behind its first, in requests.
+
+    A rank takes a request only after it has done the one before, and gloo sends it only then.  A
+    broadcast to tensor-parallel ranks ends when the next ones in its tree (binomial) have taken it.
+    A stage does a request before it waits for its send of the one before (``event_loop_pp``).
+    """
+    if "engine" in answer:
+        return 0
+    tensor, stages = int(answer.get("tp_size") or 1), int(answer.get("pp_size") or 1)
+    return (tensor - 1).bit_length() + (2 * stages - 1 if stages > 1 else 0)
 
 
 def _start(answer: Any) -> str:

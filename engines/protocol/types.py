@@ -308,6 +308,8 @@ class ServerInfo:
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         start: what is of its process alone, so that another one in its place is seen; empty where
             it reports nothing of that kind.
+        num_answers_late: its first rank answers for all; so many answers later, the others have
+            done the same.  0 where it answers when all have.
     """
 
     version: str
@@ -322,6 +324,7 @@ class ServerInfo:
     why_no_groups: str = ""
     why_no_handles: str = ""
     start: str = ""
+    num_answers_late: int = 0
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -59,6 +59,8 @@ _MEANING = {
     "continue_generation": "the engine accepts requests again",
     "begin_weight_update": "the engine prepares for new weights",
     "end_weight_update": "the engine ends the update of its weights",
+    "wait_for_ranks": "the engine's first rank has answered, and the others still do what it did; "
+    "one that hangs, or has died, never ends",
     "kill": "a killed process that does not exit is stuck in the kernel, usually in a GPU driver",
 }
 _FENCED = "it gets no commands and no requests, and its process was killed"

@@ -23,16 +23,22 @@ class Request:
 
 @asynccontextmanager
 async def asking(
-    answer: Any = "", *, status: int = 200, **options: Any
+    answer: Any = "", *, status: int = 200, info: Any = None, **options: Any
 ) -> AsyncIterator[tuple[EngineClient, list[Request]]]:
-    """A client of an engine with one reply for everything, and the requests it got."""
+    """A client of an engine with one reply for everything, and the requests it got.
+
+    Args:
+        info: its reply to ``/server_info``, if that is another one.
+    """
     requests: list[Request] = []
-    text = answer if isinstance(answer, str) else json.dumps(answer)
 
     async def handle(request: web.BaseRequest) -> web.Response:
         content = await request.content.read()
         requests.append(Request(request.method, request.path_qs, request.headers, content))
-        return web.Response(status=status, text=text)
+        is_info = info is not None and request.path == "/server_info"
+        reply = info if is_info else answer
+        text = reply if isinstance(reply, str) else json.dumps(reply)
+        return web.Response(status=200 if is_info else status, text=text)
 
     async with RawTestServer(handle, host="127.0.0.1") as server:
         assert server.port is not None

@@ -1,4 +1,7 @@
-"""Two gloo ranks push to real SGLang of two ranks, which is killed in a push and comes back."""
+"""Two gloo ranks push to real SGLang of two ranks, which is killed in a push and comes back.
+
+Its second rank is late with each bucket, whose file is used again after the next one.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support.contract import PROMPT
+from tests.support.late_ranks import late_ranks
 from tests.support.processes import wait_until
 from tests.support.rank_processes import Ranks, errors
 from tests.support.real_policy import one_engine, real_config
@@ -58,10 +62,11 @@ def test_an_engine_takes_the_pushes_of_two_ranks_also_after_it_was_killed_in_a_b
     models: list[Path], tmp_path: Path, is_killed: bool
 ) -> None:
     """With the kill: ``make test-chaos PYTEST_ARGS=tests/end_to_end/sglang/test_rank_push.py``."""
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **late_ranks(tmp_path / "late", 0.3)}
     config = real_config(
         models[0],
         tmp_path,
-        {"main": one_engine(options={"tp": 2}, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})},
+        {"main": one_engine(options={"tp": 2}, env=env)},
         health={"probe_interval_s": 0.5, "backoff_s": 0.1},
         weights={"bucket_bytes": 20_000},
     )

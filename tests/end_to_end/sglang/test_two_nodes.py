@@ -1,7 +1,7 @@
 """One real SGLang engine over two nodes of a simulated Ray cluster, placed by our placement.
 
 A rank on each node, one engine to everybody else: offloaded, given new weights, asked, and gone as
-a whole when one of its nodes is lost.
+a whole when one of its nodes is lost.  The second rank is late, and the first answers for both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engines.process.process_identity import is_running
 from engines.protocol import MemoryTag
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
+from tests.support.late_ranks import late_ranks
 from tests.support.load import PROMPTS
 from tests.support.processes import shared_memory_of, wait_until
 from tests.support.ray_worlds import NUM_CPUS, RayWorld
@@ -31,15 +32,17 @@ CPUS = NUM_CPUS // 2 + 1
 # One is all there is, so three times as many probes may fail before it is called dead.
 HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "probes_to_dead": 3}
 SLACK_S = 30.0
+# As much time as a folder has to disappear before the other rank has opened its files.
+LATE_S = 3.0
 SEEN_WITHIN_S = (
     3 * HEALTH["probes_to_dead"] * (HEALTH["probe_interval_s"] + HEALTH["probe_timeout_s"])
     + SLACK_S
 )
 
 
-def wide_engine() -> dict[str, Any]:
+def wide_engine(folder: Path) -> dict[str, Any]:
     # Cores by rank on a node: each rank is the first on its own, so both take core 0.
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **late_ranks(folder / "late", LATE_S)}
     return one_engine(nodes=2, cpus=CPUS, options={"tp": 2}, env=env)
 
 
@@ -76,7 +79,7 @@ def test_an_engine_over_two_nodes_goes_through_a_step_and_ends_with_one_of_them(
 ) -> None:
     from safetensors.torch import load_file
 
-    config = real_config(models[0], tmp_path, {"main": wide_engine()}, health=HEALTH)
+    config = real_config(models[0], tmp_path, {"main": wide_engine(tmp_path)}, health=HEALTH)
     referee = Referee(lambda version: models[version])
     with ray_cluster.more_nodes(1, CPU=CPUS) as (other,):
         handle = ray_cluster.load("launch").launch_ray(config)
@@ -117,7 +120,7 @@ def test_killed_on_one_node_it_comes_back_from_the_store_with_what_was_pushed_la
     from safetensors.torch import load_file
 
     weights = {"store": {"spare_bytes": 0, "replicas": 1, "unit_bytes": 50_000}}
-    groups = {"main": wide_engine()}
+    groups = {"main": wide_engine(tmp_path)}
     config = real_config(models[0], tmp_path, groups, health=HEALTH, weights=weights)
     referee = Referee(lambda version: models[version])
     with ray_cluster.more_nodes(1, CPU=CPUS):

@@ -18,10 +18,11 @@ from engines.protocol import (
     TensorInfo,
     VersionSpan,
 )
-from engines.protocol.errors import EngineRejected
+from engines.protocol.errors import EngineRejected, EngineUnreachable
 from tests.support.asking import asking
 
 DONE = {"success": True, "message": ""}
+ONE_RANK = {"version": "0.5.23", "tp_size": 1, "pp_size": 1}
 COMPLETION = {
     "text": " four",
     "output_ids": [3116],
@@ -260,12 +261,45 @@ def named(cases: list[Case]) -> pytest.MarkDecorator:
 
 @named(ORDERS + CHANGES + GENERATIONS)
 async def test_what_changes_something_is_posted_with_a_json_body(case: Case):
-    async with asking(case.answer) as (client, requests):
+    async with asking(case.answer, info=ONE_RANK) as (client, requests):
         await case.call(client)
-    (request,) = requests
+    request, *more = requests
+    assert {one.path for one in more} <= {"/server_info"}
     assert (request.method, request.path) == ("POST", case.path)
     assert json.loads(request.content) == case.body
     assert request.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("name", ["disk", "release"])
+@pytest.mark.parametrize(
+    ("sizes", "num_asked"),
+    [
+        ({"tp_size": 1, "pp_size": 1}, 0),
+        ({"tp_size": 2, "pp_size": 1}, 1),
+        ({"tp_size": 8, "pp_size": 1}, 3),
+        ({"tp_size": 5, "pp_size": 1}, 3),
+        ({"tp_size": 1, "pp_size": 3}, 5),
+        ({"tp_size": 8, "pp_size": 2}, 6),
+        ({"tp_size": 8, "pp_size": 2, "engine": "embedded"}, 0),
+    ],
+)
+async def test_what_the_first_rank_answers_for_all_ends_when_all_have_done_it(
+    name: str, sizes: dict[str, Any], num_asked: int
+):
+    (case,) = [one for one in ORDERS + CHANGES if one.name == name]
+    async with asking(case.answer, info={"version": "0.5.23", **sizes}) as (client, requests):
+        await client.server_info()
+        requests.clear()
+        await case.call(client)
+    assert [one.path for one in requests] == [case.path] + ["/server_info"] * num_asked
+
+
+async def test_if_the_other_ranks_cannot_be_waited_for_it_may_have_been_done():
+    async with asking(DONE, info="<html>") as (client, _):
+        with pytest.raises(EngineUnreachable, match="done by the first rank; of the others") as at:
+            await client.update_weights_from_disk("model")
+    assert at.value.maybe_executed
+    assert at.value.operation == "update_weights_from_disk"
 
 
 @named(QUESTIONS)
