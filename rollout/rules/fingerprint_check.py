@@ -5,10 +5,14 @@ compared with the engine's last verified fingerprints; only this detects weights
 after a release.  Changed tensors are compared with the other engines of the group, which received
 the same push.  Where the engines differ and there is no majority, none of them passes.
 What has no comparable fingerprint needs the log-prob check.
+
+An engine with several ranks passes only if all of them have taken a push: SGLang answers for its
+first, and another one that cannot read a file keeps what it had, and writes that to its log.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +28,10 @@ ALL_TENSORS = frozenset({"*"})
 """The value of ``changed`` after a full push."""
 # In the names of SGLang and of checkpoints; shared experts have another one, and never move.
 _EXPERTS = ".experts."
+# Each tensor-parallel rank has all of these; those of queries and keys may be divided.
+_OF_ALL_RANKS = re.compile(r"(?<![qk]_)(layer)?norm\.weight$")
+# So many tensors of dense layers change on each rank or on none; a few may be trained alone.
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ def find_mismatches(engines: Mapping[str, EngineFingerprints]) -> dict[str, str]
             wrong[engine_id] = f"tensor {tensor!r} is not what it was before, and was not pushed"
         elif tensor := _not_as_pushed(engine):
             wrong[engine_id] = f"tensor {tensor!r} is not what the trainer sent"
+        elif why := _rank_without_push(engine):
+            wrong[engine_id] = why
     passed = {
         engine_id: engine.report for engine_id, engine in engines.items() if engine_id not in wrong
     }
@@ -199,6 +209,29 @@ def _changed_without_push(engine: EngineFingerprints) -> str:
         for name in sorted(before.keys() - engine.changed):
             if now.get(name) != before[name]:
                 return name
+    return ""
+
+
+def _rank_without_push(engine: EngineFingerprints) -> str:
+    """Why one rank has not taken what the others have; empty if all may have taken it."""
+    if engine.record is None or not engine.changed:
+        return ""
+    ranks = list(zip(engine.record.tensors, engine.report.tensors, strict=False))
+    changed = [
+        {name for name in before.keys() & now if before[name] != now[name]} for before, now in ranks
+    ]
+    most = {name for name in max(changed, key=len, default=set()) if _EXPERTS not in name}
+    for rank, (before, _) in enumerate(ranks):
+        elsewhere = most.intersection(before)
+        if not changed[rank] and len(elsewhere) > _FEW:
+            what = f"{len(elsewhere)} of its tensors have changed on another rank"
+            return f"rank {rank} has not taken the push: {what}, and none on it"
+    first: dict[str, tuple[str, str]] = {}
+    for rank, (before, now) in enumerate(ranks):
+        for name in sorted(filter(_OF_ALL_RANKS.search, before.keys() & now)):
+            had, has = first.setdefault(name, (before[name], now[name]))
+            if had == before[name] and has != now[name]:
+                return f"tensor {name!r} of rank {rank} is not that of the ranks before it"
     return ""
 
 

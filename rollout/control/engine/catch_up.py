@@ -155,7 +155,7 @@ def _why_inconclusive(
     # Without another engine to compare with, the pushed fingerprints are the reference.
     fingerprints = EngineFingerprints(
         report,
-        None,
+        member.record,
         ALL_TENSORS,
         member.comparable_fingerprints(),
         member.moves_experts,

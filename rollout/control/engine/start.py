@@ -245,9 +245,11 @@ class Starter:
         )
         is_retracting = settings.lifecycle.drain is Drain.RETRACT
         has_weights = not is_asleep and MemoryTag.WEIGHTS not in (info.released or ())
-        if has_weights and (self._weights_cpu_backup or is_retracting):
-            # Some weights must survive a release: the current ones are the reference.  A drain by
-            # retracting must know before the first pause whether the checker refuses.
+        has_ranks = features.num_payloads > 1
+        if has_weights and (self._weights_cpu_backup or is_retracting or has_ranks):
+            # Some weights must survive a release, or must change on all ranks with the first push:
+            # the current ones are the reference.  A drain by retracting must know before the first
+            # pause whether the checker refuses.
             member.record = await member.fingerprints()
         # It has no adapter yet.
         if self._weights_cpu_backup and self._logprob_check.is_only_check_for(member):

@@ -243,3 +243,81 @@ def test_experts_that_were_left_out_are_inconclusive_with_or_without_a_push(chan
     report = without_experts(placed("1"))
     engine = EngineFingerprints(report, report, changed, moves_experts=True)
     assert "enable-eplb" in why_inconclusive(engine, 3)
+
+
+LAYERS = 3
+NORMS = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(LAYERS)]
+HEAD_NORMS = [f"model.layers.{layer}.self_attn.q_norm.weight" for layer in range(LAYERS)]
+EXPERTS = [f"model.layers.{layer}.mlp.experts.w13_weight" for layer in range(3 * LAYERS)]
+MATRICES = [
+    f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in ("qkv", "o", "up")
+]
+
+
+def ranks(*versions: int, num: int | None = None, names: list[str] | None = None) -> WeightsReport:
+    """Each rank has a part of each matrix, and all of each norm, at its version.
+
+    Args:
+        num: so many matrices are of that version, and the others of version 0.
+        names: instead of all.
+    """
+    tensors = []
+    for rank, version in enumerate(versions):
+        held = {}
+        for index, name in enumerate(names if names is not None else MATRICES):
+            is_new = num is None or index < num
+            held[name] = f"{name} of {rank} at {version if is_new else 0}"
+        if names is None:
+            new = version if num is None else 0
+            held |= {name: f"{name} at {new}" for name in NORMS + HEAD_NORMS}
+        tensors.append(held)
+    return WeightsReport(None, tuple(tensors))
+
+
+@pytest.mark.parametrize("changed", [ALL_TENSORS, frozenset(MATRICES + NORMS + HEAD_NORMS)])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_has_not_taken_a_push_is_found_without_another_engine(
+    late: int, changed: frozenset[str]
+) -> None:
+    versions = [1, 1]
+    versions[late] = 0
+    for num in (None, len(MATRICES)):  # the norms may be frozen
+        now = ranks(*versions, num=num)
+        wrong = find_mismatches({"e-0": EngineFingerprints(now, ranks(0, 0), changed)})
+        assert f"rank {late} has not taken the push" in wrong["e-0"]
+
+
+def test_a_rank_whose_weights_were_lost_and_that_has_not_taken_a_push_is_found() -> None:
+    lost = ranks(1, 1).tensors[0], dict.fromkeys(ranks(1).tensors[0], "garbage")
+    engine = EngineFingerprints(WeightsReport(None, lost), ranks(0, 0), ALL_TENSORS)
+    assert find_mismatches({"e-0": engine}) == {
+        "e-0": f"tensor {NORMS[0]!r} of rank 1 is not that of the ranks before it"
+    }
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        pytest.param(ranks(1, 1), id="all"),
+        pytest.param(ranks(0, 0), id="nothing"),
+        pytest.param(ranks(1, 0, num=8), id="few"),
+        pytest.param(ranks(1, 0, names=EXPERTS), id="experts of one rank"),
+    ],
+)
+def test_a_push_of_which_a_rank_has_no_part_is_none_that_it_has_not_taken(
+    now: WeightsReport,
+) -> None:
+    before = ranks(0, 0, names=EXPERTS) if EXPERTS[0] in now.tensors[0] else ranks(0, 0)
+    assert find_mismatches({"e-0": EngineFingerprints(now, before, ALL_TENSORS)}) == {}
+
+
+def test_the_stages_of_a_model_have_other_tensors() -> None:
+    before = WeightsReport(None, ({"a.norm.weight": "0"}, {"b.norm.weight": "0"}))
+    now = WeightsReport(None, ({"a.norm.weight": "1"}, {"b.norm.weight": "0"}))
+    assert find_mismatches({"e-0": EngineFingerprints(now, before, ALL_TENSORS)}) == {}
+
+
+def test_a_part_of_a_norm_that_was_equal_on_all_ranks_may_change_on_one() -> None:
+    before, now = ranks(0, 0), ranks(1, 1)
+    now.tensors[1][HEAD_NORMS[0]] = "another part"
+    assert find_mismatches({"e-0": EngineFingerprints(now, before, ALL_TENSORS)}) == {}
