@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tools.cpu_engines import install
 
+# clock: how late a rank is.
 _PLUGIN = """
 import time
 
