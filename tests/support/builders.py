@@ -1,6 +1,7 @@
 """Groups, servers and pushes over fake engines, ready to be driven."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from engines import fake
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
-from engines.fake.engine.fake_weights import DEFAULT_TENSORS
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS, SAVED
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, Transport, WeightUpdate
 from rollout.control.group.server_group import GroupSettings, ServerGroup
@@ -138,6 +139,13 @@ def push(
         for part in range(num_buckets)
     ]
     return WeightPush(version, manifest(tensors), buckets)
+
+
+def save(engine: FakeEngine, folder: Path) -> None:
+    """Make a folder from which fakes load what this one has, as from a trainer's checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / SAVED).write_text(json.dumps(engine.weights.digests))
 
 
 def write_checkpoint(folder: Path, tensors: Sequence[TensorInfo] = DEFAULT_TENSORS) -> str:

@@ -95,7 +95,7 @@ class FakeEngineState(CallHandler):
         self.in_flight: dict[str, FakeRequest] = {}
         self.released: set[MemoryTag] = set()
         self.is_cache_stale = False
-        self.weights = FakeWeights(tensors)
+        self.weights = FakeWeights(tensors, model_path)
         self.adapters: dict[str, str] = {}
         self.computes_nan = False
         self.random_seed = secrets.randbits(30)

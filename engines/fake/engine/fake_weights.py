@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,10 @@ def write_checkpoint(folder: Path | str, tensors: Sequence[TensorInfo] = DEFAULT
     file.write_bytes(header)
     os.truncate(file, max((end for _, end in places.values()), default=len(header)))
     return folder
+
+
+SAVED = "fake-weights.json"
+"""In a folder that fakes load: digests by tensor name, as JSON."""
 
 
 class FatalCall(Exception):
@@ -104,15 +109,19 @@ def _tensor_of(
 class FakeWeights:
     """What the engine holds; first the contents of its checkpoint.
 
+    Args:
+        model_path: of that checkpoint.
+
     Attributes:
         digests: tensor name -> digest of its contents.
         lost: names whose contents are garbage.
     """
 
-    def __init__(self, tensors: Sequence[TensorInfo]) -> None:
+    def __init__(self, tensors: Sequence[TensorInfo], model_path: str = "") -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self.lost: set[str] = set()
         self.num_losses = 0
+        self._model_path = model_path
         self.load_checkpoint("checkpoint")
 
     def load_checkpoint(self, path: str) -> None:
@@ -120,17 +129,23 @@ class FakeWeights:
         self.lost.clear()
 
     def load_path(self, path: str) -> None:
-        """What ``update_weights_from_disk`` does: the tensors in the files there, or, where there
-        are none, a checkpoint that differs from others by its path.
+        """What ``update_weights_from_disk`` does: the tensors in the files there, or what was saved
+        there, or, where there is neither, a checkpoint that differs from others by its path.
 
         Raises:
             FatalCall: a tensor has another shape than the model's.
         """
         files = sorted(Path(path).glob("*.safetensors"))
-        if not files:
+        if path == self._model_path:
+            self.load_checkpoint("checkpoint")
+        elif (saved := Path(path) / SAVED).exists():
+            self.digests = json.loads(saved.read_text())
+            self.lost.clear()
+        elif not files:
             self.load_checkpoint(path)
-        for file in files:
-            self.write(tensors_in_file(file))
+        else:
+            for file in files:
+                self.write(tensors_in_file(file))
 
     def lose(self) -> None:
         """Contents after an unbacked resume: different each time, and different on each engine."""

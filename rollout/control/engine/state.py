@@ -229,6 +229,11 @@ class EngineState:
         self.record = report
         self.changed = frozenset()
 
+    @property
+    def own_canary(self) -> dict[str, CanaryLogprobs]:
+        """Its log-probs without an adapter."""
+        return {adapter: found for adapter, found in self.canary.items() if not adapter}
+
     def know_from(self, old: EngineState | None) -> None:
         """Forget what it reported of itself: its weights are compared with those that the engine
         before it on its slot had at the same version.
@@ -239,7 +244,7 @@ class EngineState:
         self.record, self.canary = None, {}
         is_known = old is not None and old.is_verified and not old.changed
         if old is not None and is_known and old.weight_version == self.weight_version:
-            self.record, self.canary = old.record, dict(old.canary)
+            self.record, self.canary = old.record, old.own_canary
             self.pushed, self.pushed_dtypes = dict(old.pushed), dict(old.pushed_dtypes)
             self.expected = dict(old.expected)
 

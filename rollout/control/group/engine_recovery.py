@@ -166,6 +166,12 @@ class EngineRecovery:
     def _verified_at(self, version: int) -> list[EngineState]:
         return [one for one in self._engines.unfenced() if one.is_verified_at(version)]
 
+    def _ended_at(self, version: int) -> list[EngineState]:
+        """Engines that have ended, and that had ``version``, verified, when they did."""
+        fenced = [one for one in self._engines.members() if one.fence_reason]
+        known = [*fenced, self._engines.replaced] if self._engines.replaced else fenced
+        return [one for one in known if one.is_verified_at(version) and not one.changed]
+
     async def _why_wrong(self, member: EngineState, version: int, why_inconclusive: str) -> str:
         """Why a restarted engine does not answer as ``version`` does.
 
@@ -176,7 +182,11 @@ class EngineRecovery:
             Empty if it does.  Also empty if that cannot be checked now: then the engine is checked
             with the others when they continue.
         """
-        if why_inconclusive:
+        peers = self._verified_at(version)
+        if not peers:
+            before = (one.own_canary for one in self._ended_at(version) if one.own_canary)
+            member.canary = member.canary or next(before, {})
+        if why_inconclusive or (member.canary and not peers):
             self._logprob_check.require(member, why_inconclusive)
         if self._commands.phase is not Phase.SERVING:
             return ""
@@ -186,13 +196,14 @@ class EngineRecovery:
             return str(error)
         if not member.needs_logprob_check:
             return ""
-        return await self._logprob_check.why_mismatch(member, self._verified_at(version))
+        return await self._logprob_check.why_mismatch(member, peers)
 
     def _reference_for(self, version: int, stale: EngineState) -> WeightsReport | None:
-        """Fingerprints of an engine verified at ``version``; may be ``stale`` itself."""
+        """Fingerprints of an engine verified at ``version``: of ``stale`` itself, or of one that
+        has ended, too."""
         references = (
             member.record
-            for member in (*self._engines.unfenced(), stale)
+            for member in (*self._engines.unfenced(), stale, *self._ended_at(version))
             if member.weight_version == version
             and (member.is_verified or member is stale)
             and not member.changed

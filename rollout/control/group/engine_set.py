@@ -38,6 +38,7 @@ class EngineSet:
     Attributes:
         slots: all of them, also those that are vacant.
         vacant: those whose engines were removed, by engine id.
+        replaced: the last engine with verified weights in whose place another one came.
         kill_timeout_s: deadline for one engine to end and its memory to be free.
     """
 
@@ -50,6 +51,7 @@ class EngineSet:
         self._starter = starter
         self._members: dict[str, EngineState] = {}
         self.vacant: dict[str, EngineSlot] = {}
+        self.replaced: EngineState | None = None
         self._launching: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
@@ -133,6 +135,7 @@ class EngineSet:
         except BaseException:
             await discard(member)
             raise
+        self._note_replaced(self._members.get(member.engine_id))
         self._members[member.engine_id] = member
         self.vacant.pop(member.engine_id, None)
         self._in_order()
@@ -141,7 +144,12 @@ class EngineSet:
         """Remove a drained engine whose memory is free; its slot is vacant then."""
         member = self._members.pop(engine_id)
         self.vacant[engine_id] = member.slot
+        self._note_replaced(member)
         return member
+
+    def _note_replaced(self, old: EngineState | None) -> None:
+        if old is not None and old.weight_version is not None:
+            self.replaced = old if old.is_verified_at(old.weight_version) else self.replaced
 
     def _in_order(self) -> None:
         slots = (slot.engine_id for slot in self.slots)
@@ -183,7 +191,7 @@ class EngineSet:
             task.cancel()
         await wait_all(launching)
         members = [*self._members.values()]
-        self._members, self.vacant = {}, {}
+        self._members, self.vacant, self.replaced = {}, {}, None
 
         async def end(member: EngineState) -> None:
             try:

@@ -1,6 +1,8 @@
 """What recovery does to the engines of one group, over fake engines."""
 
 import asyncio
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from rollout.rules.health import ProbeResult
 from rollout.rules.lifecycle import Command, Phase
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.store.weight_source import Restored
-from tests.support.builders import make_group, push, restart
+from tests.support.builders import make_group, push, restart, save
 from tests.support.virtual_time import pass_time, virtual_time
 
 ALL = tuple(MemoryTag)
@@ -257,3 +259,54 @@ async def test_an_engine_beside_one_that_is_verified_gets_the_version_again(
         with pytest.raises(WeightMismatch, match="differs from that of an engine verified"):
             await group.readmit("main-0", 1)
         assert source.num_restored == num
+
+
+@dataclass
+class SavedSource:
+    """Gives each engine what is saved, without fingerprints of it."""
+
+    path: str
+
+    async def restore(self, engine: Any, version: int, slot: EngineSlot) -> Restored:
+        await engine.update_weights_from_disk(self.path, weight_version=str(version))
+        return Restored()
+
+
+@virtual_time
+@pytest.mark.parametrize("num_ended", [1, 2])
+async def test_what_the_engine_that_ended_had_is_what_the_next_one_must_have(
+    monkeypatch: pytest.MonkeyPatch, num_ended: int
+) -> None:
+    """Also after a second restart, whose engine was never verified."""
+    source = SavedSource("/wrong")
+    monkeypatch.setattr(GroupSettings, "all_sources", lambda self: (source,))
+    group, launcher = make_group(1, needs_offload=False)
+    await group.start()
+    await serve_version_1(group)
+    right = launcher["main-0"].weights.digests
+    for _ in range(num_ended):
+        await group.fence("main-0", "killed -9")
+        await restart(group, "main-0")
+    with pytest.raises(WeightMismatch, match="differs from that of an engine verified"):
+        await group.readmit("main-0", 1)
+    await group.fence("main-0", "it holds other weights")
+    await restart(group, "main-0")
+    assert not await group.readmit("main-0", 1)  # it waits for the next push
+    assert launcher["main-0"].weights.digests != right
+
+
+@virtual_time
+async def test_the_next_engine_with_what_the_one_that_ended_had_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SavedSource(str(tmp_path))
+    monkeypatch.setattr(GroupSettings, "all_sources", lambda self: (source,))
+    group, launcher = make_group(1, needs_offload=False)
+    await group.start()
+    await serve_version_1(group)
+    for _ in range(2):
+        save(launcher["main-0"], tmp_path)
+        await group.fence("main-0", "killed -9")
+        await restart(group, "main-0")
+        assert await group.readmit("main-0", 1)
+        assert (await group.status()).engines[0].state == "serving"

@@ -15,7 +15,7 @@ from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush
-from tests.support.builders import TENSOR_NAMES, ServerBench, make_server, manifest, push
+from tests.support.builders import TENSOR_NAMES, ServerBench, make_server, manifest, push, save
 from tests.support.virtual_time import pass_time, virtual_time
 
 HEALTH = {"probe_interval_s": 1.0, "probe_timeout_s": 0.5}
@@ -117,12 +117,10 @@ async def test_sync_weights_again_after_all_died_before_continue(tmp_path: Path)
 
 @virtual_time
 async def test_continue_restores_from_a_source_what_no_engine_holds(tmp_path: Path) -> None:
-    saved = tmp_path / "saved" / "1"
-    saved.mkdir(parents=True)
-    (saved / "config.json").write_text("{}")
     health = {"weights_path": str(tmp_path / "saved" / "{version}")}
     async with recovering(tmp_path, health=health) as bench:
         await onload_up_to_kv(bench, 1)
+        save(bench["main-0"], tmp_path / "saved" / "1")
         for engine in bench.engines:
             engine.die("killed -9")
         await pass_time(20)
