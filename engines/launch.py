@@ -221,7 +221,7 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
         ValueError: the URL is not that of an engine.
         Exception: of ``spec.claim``.
     """
-    detached = await asyncio.to_thread(spec.claim) if spec.claim is not None else None
+    detached = await claimed(spec.claim) if spec.claim is not None else None
     try:
         engine = await _attach(spec)
     except BaseException:
@@ -230,6 +230,21 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
         raise
     engine.detached = detached
     return engine
+
+
+async def claimed(claim: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Claim an engine in a thread; returns what ends the claim.  A cancelled call ends it."""
+    taking = asyncio.ensure_future(asyncio.to_thread(claim))
+    try:
+        return await asyncio.shield(taking)
+    except asyncio.CancelledError:
+        taking.add_done_callback(_end_claim)
+        raise
+
+
+def _end_claim(taking: asyncio.Future[Callable[[], None]]) -> None:
+    if not taking.cancelled() and taking.exception() is None:
+        taking.result()()
 
 
 async def _attach(spec: EngineSpec) -> AttachedEngine:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -385,3 +387,28 @@ async def test_a_launch_that_waits_for_a_paused_engine_says_so_at_once(
         await theirs.kill()
     assert caplog.text.count("theirs-0: waits up to 20 s for it: it answers 503") == 1
     assert f"if it is paused and its weights are whole, send POST {url}/continue" in caplog.text
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_claim_that_is_taken_while_its_launch_is_cancelled_is_ended(
+    is_refused: bool,
+) -> None:
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def claim() -> Callable[[], None]:
+        began.set()
+        assert may_end.wait(30)
+        if is_refused:
+            ended.set()
+            raise ValueError("in use")
+        return ended.set
+
+    spec = EngineSpec("theirs-0", "attached", "", "", url="http://127.0.0.1:1", claim=claim)
+    attaching = asyncio.create_task(attach(spec))
+    assert await asyncio.to_thread(began.wait, 30)
+    attaching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attaching
+    assert not ended.is_set()
+    may_end.set()
+    assert await asyncio.to_thread(ended.wait, 30)

@@ -5,7 +5,6 @@ Always true: an engine that is not admitted is ended.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from engines.http.call import Deadlines
 from engines.kinds import KINDS, kind_of
-from engines.launch import AttachedEngine, EngineLauncher, EngineSpec, RunningEngine
+from engines.launch import AttachedEngine, EngineLauncher, EngineSpec, RunningEngine, claimed
 from engines.protocol import Endpoint, Engine, MemoryTag, ServerInfo
 from engines.protocol.errors import EngineError
 from engines.protocol.features import Features, read_features
@@ -147,7 +146,7 @@ class Starter:
             ConfigError: it does not fit its group.
         """
         if isinstance(process, AttachedEngine) and process.detached is None:  # of a lost group
-            process.detached = await asyncio.to_thread(self._claim, slot)
+            process.detached = await claimed(partial(self._claim, slot))
         engine = self._connect(process.endpoint, slot.engine_id)
         try:
             return await self._admit(slot, process, engine, is_asleep)

@@ -111,12 +111,15 @@ class StoreSource:
         """Assemble and load; returns where the bytes came from, as text."""
         wanted = AssemblyRequest(self._model_path, is_verified=is_verified)
         made: FoldersOnNodes | None = None
+
+        def assemble() -> FoldersOnNodes:
+            nonlocal made  # a cancelled call returns nothing, and its folders must be released
+            made = coordinator.assemble_on_nodes(record, nodes, wanted)
+            return made
+
         try:
-            # Also when cancelled it runs to its end, so that the folders can be released.
             with engine_span(engine_id, "assemble", 0.0) as span:
-                made = await run_to_completion(
-                    asyncio.to_thread(coordinator.assemble_on_nodes, record, nodes, wanted)
-                )
+                made = await run_to_completion(asyncio.to_thread(assemble))
                 origin = _origin_text(made)
                 if span is not None:
                     span.said, span.num_bytes = origin, record.num_bytes

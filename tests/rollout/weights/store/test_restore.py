@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,35 @@ def test_it_is_known_before_a_load_whether_the_store_has_a_version(world: World)
         node.start()
     assert not restore(source, LoadingEngine(world, refuses=1), 1)
     assert asyncio.run(source.why_lacks(1)) == "the store has failed 1 times in a row"
+    world.close()
+
+
+def test_a_restore_that_is_cancelled_in_its_assembly_leaves_no_folder(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end = threading.Event(), threading.Event()
+    assemble = assembly.Assembler.assemble
+
+    def slowly(*args: Any) -> assembly.AssembledFolder:
+        began.set()
+        assert may_end.wait(30)
+        return assemble(*args)
+
+    monkeypatch.setattr(assembly.Assembler, "assemble", slowly)
+    engine = LoadingEngine(world)
+
+    async def cancel() -> None:
+        slot = EngineSlot("main-0", "main", 0, "node-0")
+        restoring = asyncio.create_task(source_of(world).restore(engine, 1, slot))  # type: ignore[arg-type]
+        assert await asyncio.to_thread(began.wait, 30)
+        restoring.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await restoring
+
+    asyncio.run(cancel())
+    assert not engine.loaded
+    assert not list(world.base.glob("run/*/assembled/*"))
     world.close()
 
 
