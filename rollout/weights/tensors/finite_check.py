@@ -8,6 +8,7 @@ value that may be too large are read again.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _LARGEST = {
 _TYPES = {largest: name for name, largest in _LARGEST.items()}
 
 
+@functools.cache
 def largest_of(*dtypes: str) -> float:
     """The largest value that survives casts to these types.
 
@@ -47,10 +49,14 @@ def largest_in(model: Mapping[str, TensorSpec], spec: TensorSpec) -> float:
 
 def are_checked_in_copies(pushed: Manifest, model: Mapping[str, TensorSpec]) -> bool:
     """Whether the compiled code, which copies tensors in host memory, can check all of them."""
-    return bulk_copy.is_compiled() and all(
-        bulk_copy.can_check(spec.dtype, largest_in(model, spec))
-        for spec in pushed.tensors.values()
-        if getattr(torch, spec.dtype).is_floating_point
+    if not bulk_copy.is_compiled():
+        return False
+    # There are few pairs of types and thousands of tensors.
+    types = {(spec.dtype, model.get(name, spec).dtype) for name, spec in pushed.tensors.items()}
+    return all(
+        bulk_copy.can_check(sent, largest_of(sent, held))
+        for sent, held in types
+        if getattr(torch, sent).is_floating_point
     )
 
 
