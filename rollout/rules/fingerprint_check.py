@@ -29,7 +29,7 @@ ALL_TENSORS = frozenset({"*"})
 # In the names of SGLang and of checkpoints; shared experts have another one, and never move.
 _EXPERTS = ".experts."
 # Each tensor-parallel rank has all of these; those of queries and keys may be divided.
-_OF_ALL_RANKS = re.compile(r"(?<![qk]_)(layer)?norm\.weight$")
+_OF_ALL_RANKS = re.compile(r"(?<![qk]_)(?<![qk]_layer)norm\.weight$")
 # So many tensors of dense layers change on each rank or on none; a few may be trained alone.
 _FEW = 8
 
