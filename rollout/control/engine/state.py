@@ -42,6 +42,7 @@ class EngineState:
         is_verified: its weights were verified after their last change.
         record: its fingerprints at its last verification; None if there were none.
         changed: names of the tensors that were pushed since the record.
+        snapshot: its fingerprints when it copied its weights, to check the push path.
         has_checker: it reports fingerprints of its weights, and the settings use them.
         compares_weights: it can compare its weights with a copy that it made of them.
         fingerprint_method: how it makes fingerprints; empty if a trainer cannot make the same ones.
@@ -99,6 +100,7 @@ class EngineState:
     reports_groups: bool = False
     record: WeightsReport | None = None
     changed: frozenset[str] = frozenset()
+    snapshot: WeightsReport | None = None
     tensors: tuple[TensorInfo, ...] = ()
     pushed: dict[str, str] = field(default_factory=dict)
     pushed_dtypes: dict[str, str] = field(default_factory=dict)

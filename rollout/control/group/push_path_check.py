@@ -24,6 +24,7 @@ from rollout.control.group.engine_set import EngineSet, as_failure
 from rollout.control.group.weight_update import WeightUpdater
 from rollout.core.errors import LifecycleError
 from rollout.core.fanout import EngineReply, fan_out
+from rollout.rules.fingerprint_check import first_difference
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.weight_push import WeightPush
 
@@ -32,7 +33,7 @@ Replies = dict[str, EngineReply[None]]
 
 async def take_snapshot(member: EngineState) -> None:
     """Let an engine copy its weights, after it has shown that it can compare them."""
-    await member.engine.weights_checker("checksum")
+    member.snapshot = await member.engine.weights_checker("checksum")
     await member.engine.weights_checker("snapshot")
 
 
@@ -125,5 +126,10 @@ async def _reset(member: EngineState, push: WeightPush) -> None:
 
 async def _compare(member: EngineState, push: WeightPush) -> None:
     await member.engine.weights_checker("compare")
+    # SGLang answers "compare" for its first rank alone, and "checksum" for all.
+    before, member.snapshot = member.snapshot, None
+    now = await member.engine.weights_checker("checksum")
+    if before is not None and (name := first_difference(before, now)):
+        raise LifecycleError(f"tensor {name!r} is not what it was before the push")
     await member.engine.update_weight_version(str(push.version))
     member.weight_version = push.version

@@ -68,7 +68,8 @@ async def test_a_right_path_is_proved_and_serves_under_the_new_version(tmp_path:
     bench = await started_server(tmp_path, TWO)
     report = await bench.server.check_push_path(same())
     for engine in bench.engines:
-        assert checks(engine) == ["checksum", "snapshot", "reset_tensors", "compare", "checksum"]
+        asked = ["checksum", "snapshot", "reset_tensors", "compare", "checksum", "checksum"]
+        assert checks(engine) == asked
         assert not engine.weights_are_garbage
         assert await engine.weight_version() == "1"
     assert (bench.router.gate, bench.server.weight_version) == ("open", 1)
@@ -88,6 +89,20 @@ async def test_weights_that_differ_never_serve_and_are_named(tmp_path: Path) -> 
     assert all(engine.is_dead for engine in bench.engines)
     assert bench.router.gate == "closed"
     assert bench.server.weight_version == 0
+    await bench.server.stop()
+
+
+async def test_a_rank_whose_comparison_is_not_answered_never_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's first rank answers a comparison for all."""
+    monkeypatch.setattr(FakeEngine, "_compare", lambda self: None)
+    bench = await started_server(tmp_path, TWO)
+    message = f"tensor '{TENSOR_NAMES[2]}' is not what it was before the push"
+    with pytest.raises(PhaseFailed, match=message):
+        await bench.server.check_push_path(SWAPPED)
+    assert states(bench) == {"fenced"}
+    assert bench.router.gate == "closed"
     await bench.server.stop()
 
 
