@@ -103,6 +103,10 @@ def make_app(receiver: Receiver) -> FastAPI:
     async def model_info() -> dict[str, str]:
         return {"model_path": "", "weight_version": receiver.version}
 
+    @app.get("/server_info")
+    async def server_info() -> dict[str, str]:
+        return {"version": "", "engine": "receiver"}
+
     @app.post("/peer_delta")
     async def peer_delta(request: Request) -> None:
         await asyncio.to_thread(receiver.peer_delta, await request.body())
