@@ -76,6 +76,12 @@ class EngineCall:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
+    def then(self, operation: str) -> EngineCall:
+        """What follows the call, with the same clock and deadline."""
+        following = EngineCall(self.engine, operation, self.budget_s)
+        following._started = self._started
+        return following
+
     def encoded(self, body: Mapping[str, Any]) -> bytes:
         """The body as JSON.
 

@@ -260,8 +260,7 @@ class EngineClient(BaseClient):
         num_asked = 0
         try:
             while self._num_answers_late is None or num_asked < self._num_answers_late:
-                left_s = call.budget_s - call.elapsed_s
-                await self._server_info(self._call("wait_for_ranks", left_s))
+                await self._server_info(call.then("wait_for_ranks"))
                 num_asked += 1
         except EngineHung:
             raise
