@@ -260,7 +260,8 @@ class Starter:
 
         Here it serves: SGLang ends if it has to check its weights after a release.
         """
-        member.record = await member.fingerprints()
+        if member.record is None:
+            member.record = await member.fingerprints()
         if self._logprob_check.is_only_check_for(member):
             record_logprobs(member, await self._logprob_check.query(member))
 

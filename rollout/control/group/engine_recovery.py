@@ -168,9 +168,10 @@ class EngineRecovery:
 
     def _ended_at(self, version: int) -> list[EngineState]:
         """Engines that have ended, and that had ``version``, verified, when they did."""
-        fenced = [one for one in self._engines.members() if one.fence_reason]
-        known = [*fenced, self._engines.replaced] if self._engines.replaced else fenced
-        return [one for one in known if one.is_verified_at(version) and not one.changed]
+        ended = [member for member in self._engines.members() if member.fence_reason]
+        if self._engines.replaced is not None:
+            ended.append(self._engines.replaced)
+        return [old for old in ended if old.is_verified_at(version) and not old.changed]
 
     async def _why_wrong(self, member: EngineState, version: int, why_inconclusive: str) -> str:
         """Why a restarted engine does not answer as ``version`` does.
@@ -184,7 +185,7 @@ class EngineRecovery:
         """
         peers = self._verified_at(version)
         if not peers:
-            before = (one.own_canary for one in self._ended_at(version) if one.own_canary)
+            before = (old.own_canary for old in self._ended_at(version) if old.own_canary)
             member.canary = member.canary or next(before, {})
         if why_inconclusive or (member.canary and not peers):
             self._logprob_check.require(member, why_inconclusive)

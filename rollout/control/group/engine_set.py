@@ -148,8 +148,9 @@ class EngineSet:
         return member
 
     def _note_replaced(self, old: EngineState | None) -> None:
-        if old is not None and old.weight_version is not None:
-            self.replaced = old if old.is_verified_at(old.weight_version) else self.replaced
+        version = None if old is None else old.weight_version
+        if old is not None and version is not None and old.is_verified_at(version):
+            self.replaced = old
 
     def _in_order(self) -> None:
         slots = (slot.engine_id for slot in self.slots)

@@ -126,7 +126,7 @@ async def _reset(member: EngineState, push: WeightPush) -> None:
 
 async def _compare(member: EngineState, push: WeightPush) -> None:
     await member.engine.weights_checker("compare")
-    # SGLang answers "compare" for its first rank alone, and "checksum" for all.
+    # SGLang answers "compare" for its first rank alone, and "checksum" for all of a stage.
     before, member.snapshot = member.snapshot, None
     now = await member.engine.weights_checker("checksum")
     if before is not None and (name := first_difference(before, now)):
