@@ -326,7 +326,6 @@ class LocalLauncher:
         gpus = await asyncio.to_thread(gpu_memory, spec.gpu_ids) if spec.gpu_ids else None
         used_before = None if gpus is None else sum(gpu.used_bytes for gpu in gpus)
         log_path = Path(spec.log_path)
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             reservation = held.enter_context(reserve_port(spec.host))
             if spec.node_rank == 0 and spec.dist_init_addr in self._reserved:

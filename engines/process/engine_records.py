@@ -1,35 +1,38 @@
 """Records of the engines that run here, by which a launch clears the leftovers of a crash.
 
-What always holds: a guard writes the record of its engine into shared memory when it starts it, and
-removes the record when nothing of the engine is left.  So a record whose owner is gone is that of
-a crash, or of an engine that ends at this moment.  Only records of this user are believed.
+Always true: a guard makes a folder for its engine in shared memory, keeps it locked with a record
+in it, and removes it when nothing of the engine is left.  So a record whose folder is not locked is
+that of a killed guard.  Only folders of this user are believed, and an engine whose guard lives, in
+whatever container, is left alone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
+import logging
 import os
-import socket
-import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from engines.process.guard import (
-    RECORD_PREFIX,
-    mapped_files,
+    FOLDER_PREFIX,
+    RECORD,
+    folder_path,
     place,
-    record_path,
-    remove_file,
-    remove_folder,
+    remove_files,
 )
-from engines.process.process_identity import boot_id, end, is_running
+from engines.process.own_files import OwnFolder
+from engines.process.process_identity import end, identity_at
 from engines.protocol import ProcessIdentity
+
+logger = logging.getLogger(__name__)
 
 # As for an engine on GPUs: a record does not say what it runs on.
 _END_TIMEOUT_S = 150.0
-_WRITTEN_S = 60.0
+# Names of some hundred files.
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +40,19 @@ class EngineRecord:
     """One record.
 
     Attributes:
+        identity: of the engine's process; None in another container, where it cannot be seen.
         files: patterns of the files to remove when the engine has ended.
+        since_s: when the engine began, in seconds since 1970.
     """
 
     name: str
-    identity: ProcessIdentity
-    is_owned: bool
+    identity: ProcessIdentity | None
     files: tuple[str, ...]
+    since_s: float
 
 
 def clear_crashed() -> list[str]:
-    """Ends the engines whose owner is gone, and removes their shared memory.
+    """Ends the engines whose guard was killed, and removes their shared memory.
 
     Returns:
         Their names.
@@ -56,17 +61,19 @@ def clear_crashed() -> list[str]:
         EngineHung: a process survives SIGKILL; what it holds is not free.
     """
     cleared = []
-    for path in glob.glob(f"{RECORD_PREFIX}*.json"):
-        token = path.removeprefix(RECORD_PREFIX).removesuffix(".json")
-        record = _read(token)
-        if record is None or record.is_owned:
+    for path in glob.glob(f"{FOLDER_PREFIX}*"):
+        folder = _unlocked(path)
+        if folder is None:
             continue
-        end_and_clear(record.identity, _END_TIMEOUT_S)
-        cleared.append(record.name or f"process {record.identity.pid}")
-    for path in glob.glob(f"{RECORD_PREFIX}*.part"):  # a guard was killed while it wrote
-        with suppress(OSError):
-            if time.time() - os.stat(path).st_mtime > _WRITTEN_S:
-                remove_file(path)
+        token = path.removeprefix(FOLDER_PREFIX)
+        record = _read(folder, token)
+        try:
+            if record is not None and record.identity is not None:
+                end(record.identity, _END_TIMEOUT_S)
+            if _clear(folder, record):
+                cleared.append(token if record is None else record.name or f"engine {token}")
+        finally:
+            folder.close()
     return cleared
 
 
@@ -77,37 +84,56 @@ def end_and_clear(identity: ProcessIdentity, timeout_s: float) -> int:
     return num_killed
 
 
-def clear_files(token: str) -> None:
+def clear_files(token: str) -> bool:
     """Removes what an engine of which no process is left has in shared memory; then its record.
 
-    A file that a living process holds is not removed: a pid in its name may be in use again.
+    Returns:
+        Whether its folder is gone; else its guard lives, or somebody clears it just now, or another
+        process has a file of it, which stays.
     """
-    record = _read(token)
-    if record is None:
-        return
-    names = {name for pattern in record.files for name in glob.glob(pattern)}
-    if names:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        names.difference_update(*(mapped_files(pid) for pid in pids))
-    for name in names:
-        remove_file(name)
-    remove_folder(token)
-    remove_file(record_path(token))
+    folder = _unlocked(folder_path(token))
+    if folder is None:
+        return not os.path.lexists(folder_path(token))
+    try:
+        return _clear(folder, _read(folder, token))
+    finally:
+        folder.close()
 
 
-def _read(token: str) -> EngineRecord | None:
-    """The record of the engine with this token; None if there is none of this user and machine."""
-    path = Path(record_path(token))
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        # Anyone may write into that folder, and a record says what to kill.
-        if path.lstat().st_uid != os.getuid() or path.is_symlink():
-            return None
-        values = json.loads(path.read_text())
-        if values["place"] != place():
-            return None
-        pid, started = values["engine"]
-        owner, owner_started = values["owner"]
-        identity = ProcessIdentity(pid, started, socket.gethostname(), boot_id(), token)
-        is_owned = is_running(replace(identity, pid=owner, started=owner_started))
-        return EngineRecord(values["name"], identity, is_owned, tuple(values["files"]))
+def _unlocked(path: str) -> OwnFolder | None:
+    """The folder of an engine whose guard has ended, locked; None for any other."""
+    try:
+        folder = OwnFolder.open(path)
+    except OSError:
+        return None
+    try:
+        folder.lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        folder.close()
+        return None
+    return folder
+
+
+def _clear(folder: OwnFolder, record: EngineRecord | None) -> bool:
+    """Whether nothing is left.  In another container what is held may be of the engine: it stays,
+    with the record, until it is let go."""
+    left = [] if record is None else remove_files(list(record.files), record.since_s)
+    if left and record is not None and record.identity is None:
+        return False
+    try:
+        folder.remove()
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", folder.path, error)
+        return False
+    return True
+
+
+def _read(folder: OwnFolder, token: str) -> EngineRecord | None:
+    """What the guard has written; None if it was killed before."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        values = json.loads(folder.read(RECORD, _MOST_BYTES))
+        pid, started = map(int, values["engine"])
+        identity = identity_at(pid, started, token) if values["place"] == place() else None
+        files = tuple(map(str, values["files"]))
+        return EngineRecord(str(values["name"]), identity, files, float(values["since_s"]))
     return None

@@ -15,8 +15,9 @@ children first.  If the guard itself is killed, the kernel kills the engine's ma
 (``PR_SET_PDEATHSIG``, set between fork and exec: the engine need not know); what else the engine
 started is then found by the owner, see ``GuardedProcess.sweep``.
 
-While the engine runs, shared memory holds a record of it.  After guard and owner were both killed,
-the next launch clears the rest by that record, see ``engine_records.py``.
+While the engine runs, shared memory has a folder of it, with a record; the guard has it locked.
+After guard and owner were both killed, the next launch clears the rest by that record, see
+``engine_records.py``.
 
 In:  one line of JSON (``command``, ``env``, ``cwd``, ``cleanup``, ``folder_variable``, ``name``),
      then single bytes: ``n`` ready, so note the processes and shared memory, ``t`` SIGTERM to the
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -37,6 +39,12 @@ import sys
 import time
 
 TYPE_CHECKING = False  # typing would be the largest import
+if TYPE_CHECKING or __package__:
+    from engines.process.own_files import SHARED_MEMORY, OwnFolder, remove_unused_file
+else:  # a script, which finds what is beside it and nothing else of ours
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    from own_files import SHARED_MEMORY, OwnFolder, remove_unused_file
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -49,12 +57,14 @@ LEFTOVER_GRACE_S = 0.5
 """What an engine that exited by itself left running gets this long to notice."""
 
 TOKEN_VARIABLE = "ENGINE_GUARD_TOKEN"
-RECORD_PREFIX = "/dev/shm/rollout-engine-"
+FOLDER_PREFIX = f"{SHARED_MEMORY}/rollout-engine-"
+RECORD = "record.json"
 START_NOTES_S = 1.0
 """Until the first ``n`` the record is renewed this often, for an engine that starts makes files.  A
 file that is younger when guard and owner are killed stays."""
 
-_SHARED_MEMORY = "/dev/shm/"
+# What clocks of the kernel and of ``time`` may differ by.
+_CLOCK_S = 1.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -67,12 +77,10 @@ class Guard:
         self.report_fd = report_fd
         self.owner_fd = _open_pidfd(owner_pid)
         self.wakeup_fd = -1
-        self.record = record_path(os.environ[TOKEN_VARIABLE])
-        self.record_fd = -1
-        self.folder_fd = -1
+        self.folder: OwnFolder | None = None
+        self.began_s = time.time() - _CLOCK_S
         self.engine_pid = 0
         self.exit_status: int | None = None
-        self.owner_pid = owner_pid
         self.name = ""
         self.is_ready = False
         self.cleanup: list[str] = []
@@ -117,6 +125,8 @@ class Guard:
         guard_pid = os.getpid()
         self.engine_pid = os.fork()
         if self.engine_pid == 0:
+            if self.folder is not None:  # also of a child that becomes no program
+                self.folder.close()
             _become(command, env, cwd, guard_pid, execute)
         os.close(write_fd)
         os.read(read_fd, 1)
@@ -127,16 +137,15 @@ class Guard:
     def make_folder(self) -> str:
         """A folder of this engine alone, removed with it; empty if there can be none.
 
-        It stays open, so that one sees whose it is.
+        It is locked until this process ends.
         """
-        folder = folder_path(os.environ[TOKEN_VARIABLE])
+        path = folder_path(os.environ[TOKEN_VARIABLE])
         try:
-            os.mkdir(folder, 0o700)
-            self.folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            self.folder = OwnFolder.make(path, fcntl.LOCK_EX)
         except OSError as error:  # the engine runs without; its files stay where they usually are
-            print(f"guard: cannot make {folder}: {error}", file=sys.stderr)
+            print(f"guard: cannot make {path}: {error}", file=sys.stderr)
             return ""
-        return folder
+        return path
 
     def watch(self, commands: bytes) -> None:
         """Carries out the owner's commands; returns when the engine exited or has to go now."""
@@ -198,10 +207,12 @@ class Guard:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
         self.seen_pids |= killed
-        self.remove_files()
-        if self.folder_fd >= 0:
-            remove_folder(os.environ[TOKEN_VARIABLE])
-        remove_file(self.record)
+        remove_files(self.leftovers(), self.began_s)
+        if self.folder is not None:
+            try:
+                self.folder.remove()
+            except OSError as error:
+                print(f"guard: cannot remove {self.folder.path}: {error}", file=sys.stderr)
         self.report(f"gone {len(killed)}")
 
     def note(self, files_of: Callable[[int], list[str]]) -> None:
@@ -223,7 +234,7 @@ class Guard:
         import fnmatch
 
         patterns = [pattern for pattern in self.cleanup if "{pid}" not in pattern]
-        with os.scandir(_SHARED_MEMORY) as entries:
+        with os.scandir(SHARED_MEMORY) as entries:
             found = {
                 (entry.path, entry.inode())
                 for entry in entries
@@ -234,33 +245,27 @@ class Guard:
         return is_new
 
     def write_record(self) -> None:
-        """Replaces the record by one of what is known now.
-
-        It stays open, so that one sees whose it is.
-        """
+        """Replaces the record by one of what is known now, or keeps it if that cannot be."""
+        if self.folder is None:
+            return
         record = {
             "name": self.name,
             "engine": [self.engine_pid, started_at(self.engine_pid)],
-            "owner": [self.owner_pid, started_at(self.owner_pid)],
             "place": place(),
             "files": self.leftovers(),
+            "since_s": self.began_s,
         }
-        part = f"{self.record}.part"
         try:
-            if self.record_fd >= 0:
-                os.close(self.record_fd)
-            self.record_fd = -1
-            self.record_fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.write(self.record_fd, json.dumps(record).encode())
-            os.rename(part, self.record)
-        except OSError as error:  # the engine runs without; only a crash of both would miss it
-            print(f"guard: cannot write {self.record}: {error}", file=sys.stderr)
+            self.folder.replace(RECORD, json.dumps(record).encode())
+        except OSError as error:  # only a crash of both would miss it
+            print(f"guard: cannot write {RECORD} of {self.folder.path}: {error}", file=sys.stderr)
 
     def leftovers(self) -> list[str]:
         """Patterns of the files to remove: any with an ended ``{pid}``, other names if held open.
 
         A pattern without ``{pid}`` could name a living neighbour's file, so it only counts for
-        files that this engine was seen to hold.
+        files that this engine was seen to hold.  One with it could, too, in another container: see
+        ``remove_files``.
         """
         import fnmatch
         import glob
@@ -273,13 +278,6 @@ class Guard:
                 held = {name for name in self.seen_files if fnmatch.fnmatchcase(name, pattern)}
                 found |= {glob.escape(name) for name in held}
         return sorted(found)
-
-    def remove_files(self) -> None:
-        import glob
-
-        for pattern in self.leftovers():
-            for name in glob.glob(pattern):
-                remove_file(name)
 
     def report(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # the owner is gone
@@ -335,17 +333,12 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def record_path(token: str) -> str:
-    """The record of the engine with this token."""
-    return f"{RECORD_PREFIX}{token}.json"
-
-
 def folder_path(token: str) -> str:
     """The folder of the engine with this token.
 
     Of a fixed length, whatever the temporary folder: a socket's whole path has at most 107 bytes.
     """
-    return f"{RECORD_PREFIX}{token}"
+    return f"{FOLDER_PREFIX}{token}"
 
 
 def place() -> list[str]:
@@ -363,24 +356,16 @@ def started_at(pid: int) -> int:
         return 0
 
 
-def remove_file(name: str) -> None:
-    try:
-        os.unlink(name)
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            print(f"guard: cannot remove {name}: {error}", file=sys.stderr)
+def remove_files(patterns: list[str], since_s: float) -> list[str]:
+    """Removes what an engine left that began then; returns what stays, for somebody holds it.
 
+    Only files of this user that no process has open or mapped, and no older ones: the same pid is
+    another process in another container.
+    """
+    import glob
 
-def remove_folder(token: str) -> None:
-    """Removes the folder of the engine with this token, and all in it; it need not exist."""
-    import shutil
-
-    folder = folder_path(token)
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            print(f"guard: cannot remove {folder}: {error}", file=sys.stderr)
+    names = [name for pattern in patterns for name in glob.glob(pattern)]
+    return [name for name in names if not remove_unused_file(name, since_s)]
 
 
 def _open_files(pid: int) -> list[str]:
@@ -395,7 +380,7 @@ def _open_files(pid: int) -> list[str]:
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
         except OSError:
             continue
-        if target.startswith(_SHARED_MEMORY):
+        if target.startswith(f"{SHARED_MEMORY}/"):
             found.append(target)
     return found
 
@@ -409,10 +394,12 @@ def mapped_files(pid: int) -> list[str]:
     inodes: set[int] = set()
     try:
         with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
-            inodes.update(int(line.split(None, 5)[4]) for line in file if _SHARED_MEMORY in line)
+            inodes.update(
+                int(line.split(None, 5)[4]) for line in file if f"{SHARED_MEMORY}/" in line
+            )
     except OSError:
         return []
-    with os.scandir(_SHARED_MEMORY) as entries:
+    with os.scandir(SHARED_MEMORY) as entries:
         mapped = [entry.path for entry in entries if entry.inode() in inodes]
     return mapped + _open_files(pid)
 
@@ -447,8 +434,9 @@ def main(arguments: list[str], execute: Execute = os.execvpe) -> None:
     try:
         if b"k" not in commands:  # else the owner gave up before there was anything to start
             env: dict[str, str] = order["env"]  # type: ignore[assignment]
+            folder = guard.make_folder()
             variable = str(order["folder_variable"])
-            if variable and variable not in env and (folder := guard.make_folder()):
+            if folder and variable and variable not in env:
                 env[variable] = folder
             guard.start(order["command"], env, order["cwd"], execute)  # type: ignore[arg-type]
             guard.watch(commands)

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Protocol
 
 from engines.process import engine_records
 from engines.process.guard import TOKEN_VARIABLE
+from engines.process.own_files import make_folders, open_or_new_file
 from engines.process.process_identity import find_processes, identify, kill_all
 from engines.protocol import ProcessIdentity
 
@@ -123,8 +124,8 @@ class GuardedProcess:
         self._reports = os.fdopen(report_read, "rb", buffering=0)
         os.set_blocking(report_read, False)
         try:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-            with log_path.open("ab") as log:
+            make_folders(str(log_path.parent))
+            with os.fdopen(open_or_new_file(str(log_path), os.O_APPEND), "ab") as log:
                 self.log_start = log.seek(0, os.SEEK_END)
                 pipes = command_read, report_write
                 guard = [sys.executable, "-I", "-S", str(_SCRIPT), *map(str, pipes)]
@@ -185,7 +186,7 @@ class GuardedProcess:
         self._known |= self.processes()
 
     def sweep(self) -> bool:
-        """After the guard was lost: kills the remaining processes; True while there are any.
+        """After the guard was lost: kills the remaining processes; True while anything is left.
 
         With the last of them the files go that the guard would have removed.
 
@@ -197,9 +198,8 @@ class GuardedProcess:
         living = find_processes(self._token, self._known).engine
         self._known |= living
         kill_all(living)
-        if not living:
-            engine_records.clear_files(self._token)
-        return bool(living)
+        # The kernel may free the lock of the guard's folder a moment after its pipes.
+        return bool(living) or not engine_records.clear_files(self._token)
 
     def _close(self) -> None:
         self._commands.close()

@@ -8,15 +8,16 @@ reported gone before every process of the engine has been looked for, wherever i
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.process.guard import TOKEN_VARIABLE
+from engines.process.guard import TOKEN_VARIABLE, place
 from engines.protocol import ProcessIdentity
 from engines.protocol.errors import EngineHung
 
@@ -36,17 +37,28 @@ def is_of_this_boot(identity: ProcessIdentity) -> bool:
     return identity.boot_id == boot_id()
 
 
+def is_visible(identity: ProcessIdentity) -> bool:
+    """Whether its pid means that process here: in this container, since the machine's start."""
+    return [identity.boot_id, identity.namespace] == place()
+
+
+def identity_at(pid: int, started: int, token: str = "") -> ProcessIdentity:
+    """The identity of a process of this container that started then, which may have ended."""
+    boot, namespace = place()
+    return ProcessIdentity(pid, started, socket.gethostname(), boot, token, namespace)
+
+
 def identify(pid: int, token: str = "") -> ProcessIdentity | None:
     """The identity of a process of this machine; None if it has ended."""
     seen = _look(pid)
     if seen is None:
         return None
-    return ProcessIdentity(pid, seen.started, socket.gethostname(), boot_id(), token)
+    return identity_at(pid, seen.started, token)
 
 
 def is_running(identity: ProcessIdentity) -> bool:
     """Whether that very process runs here."""
-    return is_of_this_boot(identity) and _runs(identity.pid, identity.started)
+    return is_visible(identity) and _runs(identity.pid, identity.started)
 
 
 def pids_of(identity: ProcessIdentity) -> list[int]:
@@ -117,7 +129,7 @@ class _Seen:
 
 
 def _find_engine(identity: ProcessIdentity) -> FoundProcesses:
-    if not is_of_this_boot(identity):
+    if not is_visible(identity):
         return FoundProcesses({}, {})
     return find_processes(identity.token, {identity.pid: identity.started})
 
@@ -157,19 +169,36 @@ def kill_all(processes: Mapping[int, int]) -> set[int]:
     return {pid for pid, started in processes.items() if _kill(pid, started)}
 
 
+def terminate(identity: ProcessIdentity, timeout_s: float) -> bool:
+    """SIGTERM to that very process, if it runs here; returns whether it has ended in this time."""
+    if not is_visible(identity):
+        return True
+    with _signalled(identity.pid, identity.started, signal.SIGTERM) as handle:
+        return handle is None or bool(select.select([handle], [], [], timeout_s)[0])
+
+
 def _kill(pid: int, started: int) -> bool:
+    with _signalled(pid, started, signal.SIGKILL) as handle:
+        return handle is not None
+
+
+@contextmanager
+def _signalled(pid: int, started: int, number: int) -> Iterator[int | None]:
+    """The kernel's handle for a process that a signal was sent to; None if it has ended."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
-        return False
+        yield None
+        return
     try:
         # Looked at again now that the handle holds: the pid cannot change its meaning any more.
-        if not _runs(pid, started):
-            return False
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return True
-    except ProcessLookupError:
-        return False
+        is_sent = _runs(pid, started)
+        if is_sent:
+            try:
+                signal.pidfd_send_signal(handle, number)
+            except ProcessLookupError:
+                is_sent = False
+        yield handle if is_sent else None
     finally:
         os.close(handle)
 

@@ -102,6 +102,7 @@ class ProcessIdentity:
         boot_id: of that machine's last start; pids are valid only within it.
         started: when it started, in the kernel's ticks since the boot.
         token: in the environment of everything that its engine started.
+        namespace: of pids, which are valid only within it: a container has its own.
     """
 
     pid: int
@@ -109,6 +110,7 @@ class ProcessIdentity:
     host: str
     boot_id: str
     token: str = ""
+    namespace: str = ""
 
 
 class Endpoint(NamedTuple):

@@ -91,8 +91,8 @@ def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any
             engine_id: engine["gpus"] for engine_id, engine in engines.items() if engine["num_gpus"]
         },
     }
-    if not now.get("is_answering") and server.pid is not None:
-        report["server_process"] = process_info.examine(server.pid)
+    if not now.get("is_answering") and server.process is not None:
+        report["server_process"] = process_info.examine(server.process.pid)
     return report
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import psutil
 import typer
 
+from engines.process.process_identity import terminate
+from engines.protocol import ProcessIdentity
 from rollout.cli.lib import find_run
 from rollout.cli.lib.output import AsJson, console, print_json
 from rollout.core.errors import RolloutError
@@ -32,28 +33,22 @@ def stop(
     names = ", ".join(f"server {server.name} ({server.where})" for server in found)
     if not yes and not as_json and not typer.confirm(f"Stop {names}?"):
         raise typer.Abort
-    pids = {server.pid for server in found if server.pid is not None}
+    processes = {server.process for server in found if server.process is not None}
     for server in found:
-        if server.pid is None:
+        if server.process is None:
             server.stop()
-    for pid in pids:
-        _terminate(pid)
+    for process in processes:
+        _terminate(process)
     if as_json:
         print_json({"stopped": [server.name for server in found]})
     else:
         console().print(f"stopped: {names}")
 
 
-def _terminate(pid: int) -> None:
+def _terminate(process: ProcessIdentity) -> None:
     """Send SIGTERM and wait until the process has ended; the guards end its engines."""
-    try:
-        process = psutil.Process(pid)
-        process.terminate()
-        process.wait(_TIMEOUT_S)
-    except psutil.NoSuchProcess:
-        return
-    except psutil.TimeoutExpired:
+    if not terminate(process, _TIMEOUT_S):
         raise RolloutError(
-            f"process {pid} still runs {_TIMEOUT_S:g} s after SIGTERM; kill -9 {pid} ends it, and "
-            "the guards then end all its engines"
-        ) from None
+            f"process {process.pid} still runs {_TIMEOUT_S:g} s after SIGTERM; "
+            f"kill -9 {process.pid} ends it, and the guards then end all its engines"
+        )

@@ -10,8 +10,9 @@ import secrets
 import time
 from pathlib import Path
 
+from engines.process.locks import FileLock, owner_of
+from engines.process.own_files import make_folders
 from rollout.config.run_dir import LAUNCH_FILE, RunFolder
-from rollout.control.engine.file_lock import FileLock, owner_of
 from rollout.core.errors import ConfigError
 from rollout.core.os_errors import naming_setting
 
@@ -28,7 +29,7 @@ class RunLock:
     def __init__(self, run: RunFolder) -> None:
         path = run.path / LAUNCH_FILE
         with naming_setting("log_dir", run.path.parent):
-            run.path.mkdir(parents=True, exist_ok=True)
+            make_folders(str(run.path))
             self._file = FileLock(path)
         try:
             self._take(run, path)

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from engines.process.guard import TOKEN_VARIABLE, record_path
+from engines.process.guard import RECORD, TOKEN_VARIABLE, folder_path
 from rollout import RolloutConfig, launch
 from rollout.config.run_dir import JOURNAL_FILE, RunFolder
 from rollout.control.server.journal import read
@@ -238,7 +238,7 @@ def files_of(pid: int | None) -> list[Path]:
     token = psutil.Process(pid).environ()[TOKEN_VARIABLE]
     mapped = shared_memory_of(pid)
     of_the_trainer = {path for path in mapped if "rollout-push-" in str(path)}
-    return [Path(record_path(token)), *(mapped - of_the_trainer)]
+    return [Path(folder_path(token), RECORD), *(mapped - of_the_trainer)]
 
 
 @pytest.mark.parametrize("role", [GROUP, SERVER])

@@ -114,7 +114,7 @@ class Crash:
         files = []
         for pid in self.driver.descendants("engines.fake"):
             token = psutil.Process(pid).environ()[TOKEN_VARIABLE]
-            files += [f"rollout-engine-{token}.json", f"sglang_loads_rr-test-{pid}.shm"]
+            files += [f"rollout-engine-{token}/record.json", f"sglang_loads_rr-test-{pid}.shm"]
         return [Path("/dev/shm", name) for name in files]
 
     def own(self) -> Any:

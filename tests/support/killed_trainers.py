@@ -30,7 +30,8 @@ from tests.support.killed_push import Trainer
 from tests.support.thread_ranks import Messages
 
 MODULES = (
-    "engines.process.held_folder",
+    "engines.process.locks",
+    "engines.process.own_files",
     "rollout.weights.ranks.link",
     "rollout.weights.routes.buffers",
     "rollout.weights.routes.disk",

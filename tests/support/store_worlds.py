@@ -146,6 +146,7 @@ class Node:
         if self.agent is not None:
             self.files.is_dead = True
             self.agent._is_closed.set()
+            self.agent._hold.release()  # as the kernel does
             self.agent = None
 
     def unit_readers(self) -> dict[str, Any]:

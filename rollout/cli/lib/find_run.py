@@ -17,6 +17,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import typer
 
 from engines.process.process_identity import is_running
+from engines.protocol import ProcessIdentity
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError, RolloutError
@@ -45,12 +46,12 @@ class RunningServer(Protocol):
 
     Attributes:
         where: how it was found, for messages.
-        pid: the process that runs it; None if unknown.
+        process: what runs it; None if unknown.
     """
 
     name: str
     where: str
-    pid: int | None
+    process: ProcessIdentity | None
 
     def state(self) -> dict[str, Any]: ...
     def log_tail(self, engine_id: str) -> str: ...
@@ -64,7 +65,7 @@ class ServerViaPage:
     name: str
     where: str
     key: str = ""
-    pid: int | None = None
+    process: ProcessIdentity | None = None
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._request("GET", "/api/state?fresh=1")
@@ -128,11 +129,11 @@ def find(
         if journal.is_ended:
             continue
         if not is_running(journal.process):
-            gone.append(f"{file}: process {journal.process.pid} is gone, or on another machine")
+            gone.append(f"{file}: process {journal.process.pid} is gone, or elsewhere")
         elif not journal.page:
             gone.append(f"{file}: the server has not started yet")
         else:
-            found.append(ServerViaPage(journal.server, journal.page, key, journal.process.pid))
+            found.append(ServerViaPage(journal.server, journal.page, key, journal.process))
             runs.add(str(file.parent.parent))
     if not run and len(runs) > 1:
         raise ConfigError(f"several runs are active; name one: {', '.join(sorted(runs))}")

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from engines.process.locks import FileLock, owner_of, read_values
+from engines.process.own_files import SHARED_MEMORY
 from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
-from rollout.control.engine.file_lock import FileLock, owner_of, read_values
 from rollout.core.errors import ConfigError, WeightsUnavailable
 from rollout.weights.store.node.lease import locked, remove_if_empty
 from rollout.weights.store.node.private_folder import base_folder, make_private_folder
@@ -25,7 +26,7 @@ from rollout.weights.store.node.private_folder import base_folder, make_private_
 logger = logging.getLogger(__name__)
 
 # Not of any run: runs that attach to one engine may have different settings.
-BASE = base_folder("/dev/shm")
+BASE = base_folder(SHARED_MEMORY)
 _FOLDER = "attached"
 
 
@@ -59,7 +60,7 @@ class Claim:
         self, endpoint: Endpoint, engine_id: str, folder: str, setting: str, *, takeover: bool
     ) -> None:
         with locked(self._base):
-            make_private_folder(self._path.parent)
+            make_private_folder(self._path.parent).close()
             others = list(_held(self._path))
             if others and not takeover:
                 raise ConfigError(
@@ -79,7 +80,7 @@ class Claim:
         if (before := _HELD.get(self._path)) is not None:  # of this process: its group was lost
             self._file, before._file = before._file, None
         else:
-            lock = FileLock(self._path, 0o600)
+            lock = FileLock(self._path)
             try:
                 lock.take()
             except BlockingIOError:  # of a process of the same group, which is about to end

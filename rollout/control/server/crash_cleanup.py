@@ -17,6 +17,7 @@ from engines.process.engine_records import end_and_clear
 from engines.process.process_identity import (
     is_of_this_boot,
     is_running,
+    is_visible,
     pids_of,
     resident_bytes,
 )
@@ -36,7 +37,7 @@ class ProcessState(StrEnum):
     RUNS = "runs"
     ENDED = "ended"
     EARLIER_BOOT = "ended: the machine was restarted"
-    ELSEWHERE = "on another machine"
+    ELSEWHERE = "on another machine, or in another container"
     NOT_OURS = "not ours"
 
 
@@ -78,6 +79,8 @@ def process_state(identity: ProcessIdentity) -> ProcessState:
         return ProcessState.ELSEWHERE
     if not is_of_this_boot(identity):
         return ProcessState.EARLIER_BOOT
+    if not is_visible(identity):
+        return ProcessState.ELSEWHERE
     return ProcessState.RUNS if is_running(identity) or pids_of(identity) else ProcessState.ENDED
 
 
@@ -117,7 +120,8 @@ def check_driver_gone(found: Sequence[FoundServer]) -> None:
     """Refuse to change a run whose driver may still run.
 
     Raises:
-        RolloutError: its driver runs, or was on another machine, where it cannot be checked.
+        RolloutError: its driver runs, or was on another machine or in another container, where it
+            cannot be checked.
     """
     for server in found:
         driver = server.record.driver
@@ -129,7 +133,7 @@ def check_driver_gone(found: Sequence[FoundServer]) -> None:
         if server.driver is ProcessState.ELSEWHERE:
             raise RolloutError(
                 f"run {server.record.run_id} was driven on {driver.host}, and this is "
-                f"{socket.gethostname()}; do this there"
+                f"{socket.gethostname()}, or another container on it; do this there"
             )
 
 

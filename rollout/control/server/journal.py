@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from engines.process.own_files import make_folders, new_file
 from engines.process.process_identity import identify
 from engines.protocol import Endpoint, ProcessIdentity
 from rollout.core.errors import RolloutError
@@ -29,7 +30,7 @@ from rollout.rules.lifecycle import Phase
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _READABLE = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
@@ -221,12 +222,11 @@ def _this_process() -> ProcessIdentity:
 
 def _replace(path: Path, content: bytes, durable: bool) -> None:
     """Replace the file atomically; if ``durable``, also across a power failure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(str(path.parent))
     # One name, so that the next launch replaces what a killed process had begun.
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with os.fdopen(new_file(str(part)), "wb") as file:
         file.write(content)
         if durable:
             file.flush()

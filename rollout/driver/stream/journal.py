@@ -9,7 +9,6 @@ is not on disk in time is reported once, and a new file is begun as soon as the 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import orjson
 
+from engines.process.locks import FileLock
+from engines.process.own_files import make_folders, new_file
 from rollout.core.errors import ConfigError
 from rollout.core.machine import sync_folder
 from rollout.core.pending import in_own_thread
@@ -35,7 +36,6 @@ _MAX_BYTES = 1 << 30
 _SUFFIX = ".jsonl"
 _NAME = "name"
 """The key in the first line of a file: of which data set it is."""
-_IN_USE: set[Path] = set()
 _AS_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 Line = Callable[[Changes, int], State | None]
@@ -60,12 +60,13 @@ class JournalFiles:
         self._file = -1
         self.num_bytes = 0
         try:
-            if self.folder in _IN_USE:  # a lock on a file is no lock within a process
-                raise BlockingIOError
-            folder.mkdir(parents=True, exist_ok=True)
-            # Not inherited by a fork, so the workers of a killed trainer do not keep it.
-            self._lock = (folder / "lock").open("w")
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            make_folders(str(self.folder))
+            self._lock = FileLock(self.folder / "lock")
+            try:
+                self._lock.take()
+            except OSError:
+                self._lock.release()
+                raise
         except OSError as error:
             is_locked = isinstance(error, BlockingIOError)
             raise ConfigError(
@@ -73,7 +74,6 @@ class JournalFiles:
                 setting="journal",
                 value=str(folder),
             ) from None
-        _IN_USE.add(self.folder)
 
     def numbers(self) -> list[int]:
         """The files that there are, the oldest first."""
@@ -122,7 +122,8 @@ class JournalFiles:
         numbers = self.numbers()
         path = self._path(numbers[-1] + 1 if numbers else 0)
         part = path.with_suffix(".part")
-        self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        part.unlink(missing_ok=True)  # of a trainer that was killed
+        self._file = new_file(str(part))
         self.num_bytes = 0
         try:
             self._append(line)
@@ -143,8 +144,7 @@ class JournalFiles:
 
     def close(self) -> None:
         self._close_file()
-        self._lock.close()
-        _IN_USE.discard(self.folder)
+        self._lock.release()
 
     def _close_file(self) -> None:
         if self._file >= 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from engines.http.uvicorn_server import HttpServer
+from engines.process.own_files import open_or_new_file
 from rollout.config import ServerConfig
 from rollout.config.run_dir import FIGURES_FILE, RunFolder
 from rollout.core.errors import RolloutError
@@ -174,7 +176,8 @@ class PageHost:
 
     def _write_figures(self, figures: Mapping[str, Any]) -> None:
         try:
-            with (self._folder / FIGURES_FILE).open("a") as lines:
+            path = str(self._folder / FIGURES_FILE)
+            with os.fdopen(open_or_new_file(path, os.O_APPEND), "a") as lines:
                 lines.write(json.dumps({**figures, "launch": self._launch}) + "\n")
         except OSError as error:
             logger.error("server %s: cannot write figures: %s", self._name, error)

@@ -6,12 +6,14 @@ Always true: only whole lines are written; a file and its predecessor together s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 import orjson
 
+from engines.process.own_files import make_folders, open_or_new_file
 from rollout.config.run_dir import SPANS_SUFFIX, RunFolder
 from rollout.core.errors import ConfigError
 from rollout.observability.timeline.recorder import Timeline
@@ -60,9 +62,9 @@ class SpanFile(SpanSink):
 
     def process(self, span: Span) -> None:
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab")
-            self._num_bytes = self._file.tell()
+            make_folders(str(self._path.parent))
+            self._file = os.fdopen(open_or_new_file(str(self._path), os.O_APPEND), "ab")
+            self._num_bytes = self._file.seek(0, os.SEEK_END)
         self._num_bytes += self._file.write(orjson.dumps(span.to_dict() | self._launch) + b"\n")
         if self._num_bytes >= self._max_bytes:
             self._close_file()

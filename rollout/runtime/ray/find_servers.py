@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from engines.protocol import ProcessIdentity
 from ray.util import list_named_actors
 
 from rollout.control.server.server import RolloutServer
@@ -28,7 +29,7 @@ class ServerViaActor:
     name: str
     where: str
     port: RemoteServer
-    pid: int | None = None
+    process: ProcessIdentity | None = None
     cache: StateCache = field(init=False)
 
     def __post_init__(self) -> None:

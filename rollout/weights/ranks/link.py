@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from engines.process.held_folder import make_held
+from engines.process.locks import make_held
 from rollout.core.errors import ConfigError, RankFailure
 from rollout.core.pending import in_own_thread
 from rollout.weights.ranks.messages import decode, encode

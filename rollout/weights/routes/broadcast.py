@@ -85,7 +85,10 @@ async def leave_group(engine: Engine, group_name: str) -> None:
 
 def process_text(processes: Iterable[ProcessIdentity]) -> str:
     """Identifies an engine's processes, over all machines and boots."""
-    return " ".join(f"{process.boot_id}/{process.pid}/{process.started}" for process in processes)
+    return " ".join(
+        f"{process.boot_id}/{process.namespace}/{process.pid}/{process.started}"
+        for process in processes
+    )
 
 
 def open_share(end: RankEnd, chosen: Chosen) -> ShareBuilder | None:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from engines.process.held_folder import Hold, held, make_held, remove_unheld
+from engines.process.locks import Hold, held, make_held, remove_unheld
+from engines.process.own_files import new_file
 from engines.protocol.plain_text import describe
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
@@ -83,8 +84,7 @@ class ShmBuffer:
 
     def _create(self) -> FileMapping:
         self.folder.mkdir(mode=0o700)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(self.folder / FILE_NAME, flags, 0o600)
+        descriptor = new_file(str(self.folder / FILE_NAME))
         try:
             take_space(descriptor, self.num_bytes)
             self._file = _identity(os.fstat(descriptor))

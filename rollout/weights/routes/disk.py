@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from engines.process.held_folder import Hold, make_held, remove_unheld
+from engines.process.locks import Hold, make_held, remove_unheld
 from rollout.config import ServerConfig, Transport
 from rollout.core.errors import ConfigError
 from rollout.core.machine import sync_folder

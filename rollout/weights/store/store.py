@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engines.process.held_folder import Hold
+from engines.process.locks import Hold
 from engines.protocol.plain_text import describe
 from rollout.config import WeightUpdate
 from rollout.core.errors import WeightsUnavailable

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from engines.process.engine_records import clear_crashed
-from engines.process.guard import RECORD_PREFIX, TOKEN_VARIABLE
+from engines.process.guard import RECORD, TOKEN_VARIABLE, folder_path
 from rollout.runtime.handle import ServerHandle
 from tests.support.contract import CPU_OPTIONS
 from tests.support.processes import Program, kill_listener, program, shared_memory_of, wait_until
@@ -57,7 +57,7 @@ def engines_of(driver: Program) -> list[psutil.Process]:
 
 
 def files_of(engine: psutil.Process) -> set[Path]:
-    record = Path(f"{RECORD_PREFIX}{engine.environ()[TOKEN_VARIABLE]}.json")
+    record = Path(folder_path(engine.environ()[TOKEN_VARIABLE]), RECORD)
     return {record, *shared_memory_of(engine.pid)}
 
 

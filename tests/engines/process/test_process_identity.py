@@ -1,6 +1,7 @@
 """Processes found again by what they are, and nothing else taken for them."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from engines.process.guarded_process import GuardedProcess
-from engines.process.process_identity import end, identify, is_running, pids_of, resident_bytes
+from engines.process.process_identity import (
+    end,
+    identify,
+    is_running,
+    pids_of,
+    resident_bytes,
+    terminate,
+)
 from engines.protocol import ProcessIdentity
 from tests.support.processes import program, wait_until
 
@@ -81,13 +89,29 @@ def test_a_pid_that_was_given_to_another_process_is_not_touched() -> None:
         assert other.poll() is None
 
 
-def test_nothing_of_another_boot_is_found() -> None:
+@pytest.mark.parametrize("other", [{"boot_id": "0c9d7f5e-0000"}, {"namespace": "pid:[1]"}], ids=str)
+def test_nothing_of_another_boot_or_container_is_found(other: dict[str, str]) -> None:
     mine = identify(os.getpid())
     assert mine is not None
     assert is_running(mine)
-    earlier = replace(mine, boot_id="0c9d7f5e-0000-0000-0000-000000000000")
-    assert not is_running(earlier)
-    assert end(earlier) == 0
+    elsewhere = replace(mine, **other)
+    assert not is_running(elsewhere)
+    assert pids_of(elsewhere) == []
+    assert end(elsewhere) == 0
+    assert terminate(elsewhere, 0.0)
+
+
+def test_sigterm_goes_to_that_very_process_which_is_awaited() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        mine = identify(other.pid)
+        assert mine is not None
+        assert terminate(replace(mine, started=mine.started - 1), 0.0)
+        assert other.poll() is None
+        os.kill(other.pid, signal.SIGSTOP)
+        assert not terminate(mine, 0.1)
+        os.kill(other.pid, signal.SIGCONT)
+        assert terminate(mine, 30)
+        assert other.wait(30) == -signal.SIGTERM
 
 
 def test_a_process_that_has_ended_has_no_identity() -> None:

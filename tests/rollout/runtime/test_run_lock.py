@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.process.locks import FileLock
 from rollout.config.run_dir import RunFolder
-from rollout.control.engine.file_lock import FileLock
 from rollout.core.errors import ConfigError
 from rollout.runtime.local import launch_local
 from rollout.runtime.run_lock import RunLock

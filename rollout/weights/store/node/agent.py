@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.process.locks import own_folder
 from engines.process.process_identity import boot_id
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.machine import room_on, since_boot_s
@@ -102,6 +103,7 @@ class StoreAgent:
         with lease.locked(base):
             for folder in (settings.folder.parent, settings.folder):
                 self._files.make_folder(folder)
+            self._hold = own_folder(settings.folder)
             self.renew()
             lease.sweep(base)
         self._slots = Slots(
@@ -133,10 +135,13 @@ class StoreAgent:
         base = Path(self.settings.base)
         with self._lock:
             self._assembler.close()
-            if not clear:
+            if clear:
+                self._slots.clear()
+            else:
                 self._slots.mapped_files.close()
-                return
-            self._slots.clear()
+            self._hold.release()
+        if not clear:
+            return
         with lease.locked(base):
             lease.remove_if_empty(self.settings.folder.parent)
             lease.remove_if_empty(base)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from engines.process.own_files import open_or_new_file
 from engines.tensors import bulk_copy
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
@@ -40,7 +41,7 @@ class Files:
 
     def make_folder(self, path: Path) -> None:
         """Make a folder in one that exists, or accept the one that only this user can enter."""
-        make_private_folder(path)
+        make_private_folder(path).close()
 
     def names(self, path: Path) -> list[str]:
         """Names in a folder; empty if it does not exist."""
@@ -55,7 +56,8 @@ class Files:
 
     def write(self, path: Path, data: Buffer) -> None:
         """Replace a small file; its bytes may stop anywhere."""
-        path.write_bytes(data)
+        with os.fdopen(open_or_new_file(str(path), os.O_TRUNC), "wb") as file:
+            file.write(data)
 
     def sync(self, path: Path) -> None:
         """Flush a file, or a folder's list of names, to the device."""
@@ -90,7 +92,7 @@ class Files:
         """
         if (self.size(path) or 0) > num_bytes:
             path.unlink()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_or_new_file(str(path))
         try:
             take_space(descriptor, num_bytes)
         except OSError:

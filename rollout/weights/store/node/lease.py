@@ -1,7 +1,8 @@
 """The lease of a run: how long its files stay without a renewal.
 
 Always true: files of a run whose lease expired, or of an earlier boot, are removed by its own agent
-or by the next agent that starts on the node.  A run that renews its lease keeps its files.
+or, when that has ended, by the next agent that starts on the node.  A run that renews its lease
+keeps its files.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+from engines.process.locks import remove_unheld
 from engines.process.process_identity import boot_id
 from rollout.core.machine import since_boot_s
 from rollout.weights.store.node.files import Files, remove_links
@@ -61,7 +63,7 @@ def locked(base: Path) -> Iterator[None]:
 
     Raises:
         WeightsUnavailable: ``base`` is not a folder that only this user can enter.
-        OSError: there can be no lock in it.
+        OSError: there can be no lock on it.
     """
     descriptor = _take(base)
     try:
@@ -71,37 +73,33 @@ def locked(base: Path) -> Iterator[None]:
 
 
 def _take(base: Path) -> int:
-    path = base / _LOCK
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
+        folder = make_private_folder(base)
         try:
-            make_private_folder(base)
-            descriptor = os.open(path, flags, 0o600)
+            descriptor = os.open(_LOCK, flags, 0o600, dir_fd=folder.descriptor)
         except FileNotFoundError:  # another process has just removed the folder
-            if not base.parent.is_dir():
-                raise
             continue
+        finally:
+            folder.close()
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(base / _LOCK)):
                 return descriptor
-        except FileNotFoundError:
-            pass
         os.close(descriptor)  # the file was removed: other processes lock another one
 
 
 def sweep(base: Path, *, boot: Callable[[], str] = boot_id) -> list[str]:
     """Remove runs below ``base`` whose lease expired; returns their names. Needs the lock.
 
-    What is a link, or belongs to another user, is left alone.
+    What is a link, or belongs to another user, or is held by an agent, is left alone.
     """
     gone = []
     for run in own_folders(base):
         for folder in own_folders(run):
             lease = read_lease(folder)
-            if lease is None or not lease.holds(boot(), since_boot_s()):
-                remove_links(run, folder)
-                shutil.rmtree(folder, ignore_errors=True)
+            is_held = lease is not None and lease.holds(boot(), since_boot_s())
+            if not is_held and _remove(run, folder):
                 gone.append(f"{run.name}/{folder.name}")
         remove_if_empty(run)
     if gone:
@@ -109,11 +107,13 @@ def sweep(base: Path, *, boot: Callable[[], str] = boot_id) -> list[str]:
     return gone
 
 
+def _remove(run: Path, folder: Path) -> bool:
+    return remove_unheld(folder, partial(remove_links, run), is_known=True)
+
+
 def remove_if_empty(folder: Path) -> None:
     """Remove a folder that is empty but for the lock file."""
-    try:
+    with suppress(OSError):  # it is in use
         if os.listdir(folder) == [_LOCK]:
             (folder / _LOCK).unlink(missing_ok=True)
         folder.rmdir()
-    except OSError:
-        pass  # it is in use

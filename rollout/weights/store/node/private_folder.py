@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
+from engines.process.own_files import NotOurs, OwnFolder
 from rollout.core.errors import WeightsUnavailable
 
-_MODE = 0o700
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def base_folder(path: str) -> Path:
@@ -20,18 +22,23 @@ def base_folder(path: str) -> Path:
     return Path(path) / f"rollout-store-{os.getuid()}"
 
 
-def make_private_folder(path: Path) -> None:
-    """Make a folder, or accept the one that is there.
+def make_private_folder(path: Path) -> OwnFolder:
+    """Make a folder, or accept the one that is there; returns it open.
 
     Raises:
         WeightsUnavailable: what is there may be another user's; it is not touched.
         OSError: it cannot be made.
     """
-    try:
-        path.mkdir(mode=_MODE)
-    except FileExistsError:
-        if why_not := why_not_private(path):
-            raise WeightsUnavailable(why_not) from None
+    while True:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        try:
+            return OwnFolder.open(str(path), _OTHERS)
+        except NotOurs as error:
+            raise WeightsUnavailable(_refusal(error)) from None
+        except FileNotFoundError:  # another process has just removed it
+            if not path.parent.is_dir():
+                raise
 
 
 def why_not_private(path: Path) -> str:
@@ -40,16 +47,17 @@ def why_not_private(path: Path) -> str:
     Raises:
         FileNotFoundError: nothing is there.
     """
-    found, own = path.lstat(), os.getuid()
-    mode = stat.S_IMODE(found.st_mode)
-    is_folder = stat.S_ISDIR(found.st_mode)
-    if is_folder and found.st_uid == own and mode & 0o777 == _MODE:
-        return ""
-    what = "a folder" if is_folder else "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
+    try:
+        OwnFolder.open(str(path), _OTHERS).close()
+    except NotOurs as error:
+        return _refusal(error)
+    return ""
+
+
+def _refusal(error: NotOurs) -> str:
     return (
-        f"{path} is {what}, of uid {found.st_uid} with mode {mode:04o}, and not a folder of uid "
-        f"{own} with mode {_MODE:04o}, so another user may have put it there: remove it, or set "
-        "weights.store.path to a folder that only this user can write"
+        f"{error.strerror}: remove it, or set weights.store.path to a folder that only this user "
+        "can write"
     )
 
 

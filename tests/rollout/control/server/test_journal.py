@@ -37,6 +37,7 @@ assert HERE is not None
 GONE = replace(HERE, started=HERE.started - 1)
 EARLIER = replace(HERE, boot_id="00000000-0000-0000-0000-000000000000")
 ELSEWHERE = replace(HERE, host="another-machine")
+IN_ANOTHER_CONTAINER = replace(HERE, namespace="pid:[1]")
 ENTRY = EngineEntry("main-0", "main", "http://127.0.0.1:9", "local", 3)
 RECORD = JournalRecord(
     "run",
@@ -152,7 +153,7 @@ def test_a_kill_at_any_line_of_a_write_leaves_the_old_record_or_the_new_one(
     assert os.listdir(tmp_path) == ["journal.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "engines": 3}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 2, "engines": 3}'])
 def test_what_is_no_journal_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "journal.json").write_text(text)
     with pytest.raises(RolloutError, match=r"journal .*journal\.json cannot be read"):
@@ -161,7 +162,7 @@ def test_what_is_no_journal_is_named(tmp_path: Path, text: str) -> None:
 
 def test_another_format_is_not_guessed_at(tmp_path: Path) -> None:
     (tmp_path / "journal.json").write_text(json.dumps({"format": 7}))
-    with pytest.raises(RolloutError, match="has format 7, not 1"):
+    with pytest.raises(RolloutError, match="has format 7, not 2"):
         read(tmp_path / "journal.json")
 
 
@@ -171,6 +172,7 @@ def test_another_format_is_not_guessed_at(tmp_path: Path) -> None:
         (HERE, ProcessState.RUNS),
         (GONE, ProcessState.ENDED),
         (EARLIER, ProcessState.EARLIER_BOOT),
+        (IN_ANOTHER_CONTAINER, ProcessState.ELSEWHERE),
         (ELSEWHERE, ProcessState.ELSEWHERE),
     ],
 )

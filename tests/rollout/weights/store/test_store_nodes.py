@@ -315,7 +315,7 @@ def test_what_is_no_folder_is_an_error(kind: str, shared_memory: Path) -> None:
         base.touch()
     else:
         base.symlink_to(shared_memory / "nowhere")
-    what = {"file": "no folder", "dangling link": "a link"}[kind]
+    what = {"file": "a file", "dangling link": "a link"}[kind]
     with pytest.raises(WeightsUnavailable, match=f"base is {what}"), lease.locked(base):
         pass
     base.unlink()

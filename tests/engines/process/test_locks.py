@@ -7,16 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
-from engines.process import held_folder
-from engines.process.held_folder import held, make_held, remove_unheld
+from engines.process import locks
+from engines.process.locks import held, make_held, remove_unheld
+from engines.process.own_files import OwnFolder
 from tests.support.line_kills import killed_at_each_line
 
 MAKE = (
     "import os, sys, time; from pathlib import Path\n"
-    "from engines.process.held_folder import held, make_held, remove_unheld\n"
+    "from engines.process.locks import held, make_held, remove_unheld\n"
 )
 
 
@@ -181,8 +183,14 @@ def test_what_was_to_be_rescued_stays_with_all_if_it_cannot_be(folder: Path) -> 
     assert remove_unheld(folder)
 
 
-@pytest.mark.parametrize("name", ["make_held", "_remove", "_let_go", "_remove_entry"])
-def test_a_kill_at_any_line_leaves_nothing_that_is_not_removed(name: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [OwnFolder.make.__func__, OwnFolder.remove, locks._let_go],
+    ids=["make", "remove", "let go"],
+)
+def test_a_kill_at_any_line_leaves_nothing_that_is_not_removed(
+    function: FunctionType, folder: Path
+) -> None:
     def run() -> None:
         hold = make_held(folder)
         (folder / "inner").mkdir()
@@ -191,7 +199,7 @@ def test_a_kill_at_any_line_leaves_nothing_that_is_not_removed(name: str, folder
         hold.release()
 
     num_left = 0
-    for is_killed in killed_at_each_line(getattr(held_folder, name), run):
+    for is_killed in killed_at_each_line(function, run):
         num_left += folder.exists()
         assert is_killed or not folder.exists()
         assert remove_unheld(folder) == folder.exists() or not folder.exists()
