@@ -1,7 +1,6 @@
 """Processes found again by what they are, and nothing else taken for them."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,16 +101,23 @@ def test_nothing_of_another_boot_or_container_is_found(other: dict[str, str]) ->
 
 
 def test_sigterm_goes_to_that_very_process_which_is_awaited() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        mine = identify(other.pid)
+    late = (
+        "import signal; signal.signal(15, lambda *_: print('asked', flush=True));"
+        "print('up', flush=True); [signal.pause() for _ in range(9)]"
+    )
+    with program("-c", late) as other:
+        other.wait_for("up", 20)
+        mine = identify(other.process.pid)
         assert mine is not None
         assert terminate(replace(mine, started=mine.started - 1), 0.0)
-        assert other.poll() is None
-        os.kill(other.pid, signal.SIGSTOP)
-        assert not terminate(mine, 0.1)
-        os.kill(other.pid, signal.SIGCONT)
+        assert not terminate(mine, 0.01)
+        other.wait_for("asked", 20)
+    with program("-c", "import signal; print('up', flush=True); signal.pause()") as other:
+        other.wait_for("up", 20)
+        mine = identify(other.process.pid)
+        assert mine is not None
         assert terminate(mine, 30)
-        assert other.wait(30) == -signal.SIGTERM
+        assert not is_running(mine)
 
 
 def test_a_process_that_has_ended_has_no_identity() -> None:
