@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,14 +25,15 @@ from engines.process.cuda_runtime import LIBRARY_PATH
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
-from engines.process.tcp_ports import PortReservation, reserve_port
+from engines.process.tcp_ports import PortReservation, reserve_port, who_listens
 from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
-from engines.protocol.errors import EngineError, EngineNotReady
+from engines.protocol.errors import EngineError, EngineNotReady, PortTaken
 from engines.protocol.spec import EngineSpec, Invocation, normalized
 
 logger = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 0.5
+_MOST_PORTS = 3
 _AT_START = "default"
 _NOT_READY = (
     "it answers 503: starting, unhealthy or paused; if it is paused and its weights are whole, "
@@ -314,12 +316,27 @@ class LocalLauncher:
     async def launch(self, spec: EngineSpec) -> LocalEngine | AttachedEngine:
         """Start the engine and wait until it answers as ready.
 
+        Nothing is sent to another program that took the port before the engine could: the engine
+        is started again on another one.
+
         Raises:
             EngineNotReady: it died or was late; its log's tail is in the error.
+            PortTaken: other programs took its ports, or the one of an engine over several nodes.
             ValueError: an option that this library sets itself, or an unknown kind.
         """
         if spec.is_attached:
             return await attach(spec)
+        num_ports = 1 if spec.num_nodes > 1 else _MOST_PORTS  # the other nodes know its addresses
+        for _ in range(num_ports - 1):
+            try:
+                return await self._launch(spec)
+            except PortTaken as error:
+                if not error.port:
+                    raise
+                logger.warning("%s; it is started again on another port", error)
+        return await self._launch(spec)
+
+    async def _launch(self, spec: EngineSpec) -> LocalEngine:
         kind = kind_of(spec.kind)
         if cleared := await asyncio.to_thread(clear_crashed):
             logger.warning("removed the leftovers of a crashed run: %s", ", ".join(cleared))
@@ -346,16 +363,52 @@ class LocalLauncher:
         client = kind.client(endpoint, engine_id=spec.engine_id)
         # Only the first node takes requests; the others only report that they live.
         probe = client.is_ready if spec.node_rank == 0 else client.is_healthy
+        listens = partial(_listens, spec.engine_id, endpoint, process)
+
+        async def probe_own() -> bool:
+            """The engine's own answer: it alone listens there before the probe and after it."""
+            return await listens() and await probe() and await listens()
+
         try:
-            await process.wait_until_ready(probe, spec.start_timeout_s)
+            await process.wait_until_ready(probe_own, spec.start_timeout_s)
             if not kind.is_numbered_at_start:
                 await _number(client, spec)
-        except BaseException:
+        except BaseException as error:
             await process.kill()
+            if isinstance(error, EngineNotReady) and error.exit_status is not None:
+                _refuse_taken(spec.engine_id, endpoint, error)
             raise
         finally:
             await client.aclose()
         return LocalEngine(endpoint, process, spec, used_before)
+
+
+async def _listens(engine_id: str, endpoint: Endpoint, process: EngineProcess) -> bool:
+    """Whether the engine listens at its endpoint.
+
+    Raises:
+        PortTaken: another program does.
+    """
+    where = endpoint.host, endpoint.port
+    listening = await asyncio.to_thread(who_listens, *where, process.pids)
+    if listening.stranger:
+        raise PortTaken(
+            f"engine {engine_id}: {listening.stranger} has taken port {endpoint.port} on "
+            f"{endpoint.host} before the engine, and gets no request",
+            engine=engine_id,
+            port=endpoint.port,
+        )
+    return listening.is_ours
+
+
+def _refuse_taken(engine_id: str, endpoint: Endpoint, error: EngineNotReady) -> None:
+    """Raise PortTaken if an engine has ended and another program has its port."""
+    try:
+        reserve_port(endpoint.host, endpoint.port).release()
+    except PortTaken as taken:
+        raise PortTaken(
+            f"engine {engine_id}: {taken}; {error}", engine=engine_id, port=endpoint.port
+        ) from error
 
 
 def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str]) -> Invocation:

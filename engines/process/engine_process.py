@@ -18,7 +18,7 @@ from pathlib import Path
 from engines.process.guarded_process import KILL, TERMINATE, GuardedProcess
 from engines.process.process_identity import resident_bytes_of
 from engines.protocol import ProcessIdentity
-from engines.protocol.errors import EngineError, EngineHung, EngineNotReady
+from engines.protocol.errors import EngineError, EngineHung, EngineNotReady, PortTaken
 from engines.protocol.plain_text import shortened
 
 logger = logging.getLogger(__name__)
@@ -137,11 +137,12 @@ class EngineProcess:
     ) -> None:
         """Returns when ``probe`` returns True.
 
-        A probe that raises ``EngineError`` counts as False.  On failure the process keeps running,
-        so that the caller can inspect and then kill it.
+        A probe that raises an ``EngineError`` other than ``PortTaken`` counts as False.  On
+        failure the process keeps running, so that the caller can inspect and then kill it.
 
         Raises:
             EngineNotReady: it died first, or the deadline came first; with the end of its log.
+            PortTaken: of the probe; another program has its port.
         """
         started = time.monotonic()
         last_answer = "not ready"
@@ -151,6 +152,8 @@ class EngineProcess:
                     try:
                         if await probe():
                             break
+                    except PortTaken:
+                        raise
                     except EngineError as error:
                         last_answer = str(error)
                     await asyncio.sleep(interval_s)

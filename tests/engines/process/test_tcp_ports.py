@@ -1,10 +1,28 @@
+import os
 import pickle
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from engines.process.tcp_ports import HIGH, LOW, reserve_port
+from engines.process import tcp_ports
+from engines.process.tcp_ports import HIGH, LOW, Listening, reserve_port, who_listens
 from engines.protocol.errors import PortTaken
+
+LOOPBACK = "127.0.0.1"
+PROGRAM = """
+import socket, sys
+listener = socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
+if "shared" in sys.argv:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+listener.bind((sys.argv[1], int(sys.argv[2])))
+listener.listen()
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 def free_port() -> int:
@@ -87,3 +105,107 @@ def test_ipv6_addresses_are_reserved_too():
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     reservation.release()
+
+
+@contextmanager
+def listening(host: str, port: int, *more: str, by: tuple[str, ...] = ()) -> Iterator[int]:
+    """The process id of another program that listens there."""
+    command = [*by, sys.executable, "-c", PROGRAM, host, str(port), *more]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        if not program.stdout.readline():
+            pytest.skip(f"cannot listen on {host} here")
+        yield program.pid
+        program.stdin.close()
+
+
+def test_a_port_on_which_no_program_listens_is_neither_ours_nor_a_strangers():
+    with reserve_port() as bound:
+        assert who_listens(LOOPBACK, bound.port, lambda: {os.getpid()}) == Listening()
+
+
+def test_a_listener_is_ours_by_its_process_and_else_a_stranger_with_id_and_name():
+    port = free_port()
+    with listening(LOOPBACK, port) as pid:
+        assert who_listens(LOOPBACK, port, lambda: {pid}) == Listening(is_ours=True)
+        found = who_listens(LOOPBACK, port, lambda: {os.getpid()})
+    assert not found.is_ours
+    assert found.stranger.startswith(f"process {pid} (python")
+
+
+@pytest.mark.parametrize(("host", "counts"), [("0.0.0.0", 1), ("::", 1), ("127.0.0.2", 0)])
+def test_what_listens_at_all_addresses_counts_and_at_another_address_does_not(host, counts):
+    port = free_port()
+    with listening(host, port) as pid:
+        stranger = who_listens(LOOPBACK, port, set).stranger
+    assert stranger.startswith(f"process {pid} " if counts else "")
+    assert bool(stranger) == bool(counts)
+
+
+def test_a_port_that_a_stranger_shares_with_us_is_a_strangers():
+    port = free_port()
+    with (
+        listening(LOOPBACK, port, "shared") as ours,
+        listening(LOOPBACK, port, "shared") as other,
+    ):
+        found = who_listens(LOOPBACK, port, lambda: {ours})
+        assert found.stranger.startswith(f"process {other} ")
+        assert not found.is_ours
+        assert who_listens(LOOPBACK, port, lambda: {ours, other}).is_ours
+
+
+def test_a_process_of_ours_that_was_born_between_the_lists_is_no_stranger():
+    port = free_port()
+    with listening(LOOPBACK, port) as pid:
+        looks = iter([set[int](), {pid}])
+        assert who_listens(LOOPBACK, port, lambda: next(looks)).is_ours
+
+
+def test_sockets_of_another_network_are_not_seen():
+    port = free_port()
+    up = (
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--net",
+        "sh",
+        "-c",
+        'ip link set lo up; "$@"',
+        "",
+    )
+    with listening("0.0.0.0", port, by=up):
+        assert who_listens(LOOPBACK, port, set) == Listening()
+
+
+@pytest.mark.parametrize(("user", "is_ours"), [(os.geteuid(), True), (os.geteuid() + 1, False)])
+def test_a_process_of_ours_that_shows_no_sockets_passes_for_its_own_user(
+    monkeypatch, caplog, user, is_ours
+):
+    port = free_port()
+    shown = tcp_ports._held_by
+
+    def held_by(pid: int) -> Iterator[int]:
+        if pid == hidden:
+            raise PermissionError(pid)
+        return shown(pid)
+
+    monkeypatch.setattr(tcp_ports, "_held_by", held_by)
+    monkeypatch.setattr(tcp_ports, "_user_of", lambda pid: user)
+    with listening(LOOPBACK, port) as hidden:
+        found = who_listens(LOOPBACK, port, lambda: {hidden})
+    assert found.is_ours == is_ours
+    if is_ours:
+        assert f"process {hidden} of an engine are not shown" in caplog.text
+    else:
+        assert found.stranger == f"a process of user {os.geteuid()}"
+
+
+def test_where_the_kernel_shows_no_sockets_the_launch_goes_on_with_a_warning(monkeypatch, caplog):
+    def refuse(*_: object) -> dict[int, int]:
+        raise PermissionError("/proc/net/tcp")
+
+    monkeypatch.setattr(tcp_ports, "_listeners", refuse)
+    assert who_listens(LOOPBACK, 1, set) == Listening(is_ours=True)
+    assert "who listens at 127.0.0.1:1 is not known" in caplog.text
