@@ -24,7 +24,7 @@ from engines.protocol.errors import (
     EngineUnreachable,
     NotEncodable,
 )
-from engines.protocol.plain_text import describe, shortened
+from engines.protocol.plain_text import describe, one_line, shortened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,8 @@ class EngineCall:
 
     def rejected(self, what: str, *, status: int = 0, body: str = "") -> EngineRejected:
         body = shortened(body, _BODY_CHARACTERS)
-        ending = f": {body.strip()}" if body.strip() else ""
+        text = one_line(body.strip(), _BODY_CHARACTERS)
+        ending = f": {text}" if text else ""
         return EngineRejected(
             f"{self._prefix} {what} after {self.elapsed_s:.1f} s{ending}",
             engine=self.engine,
@@ -169,4 +170,4 @@ class EngineCall:
 
 
 def _cause(error: Exception) -> str:
-    return shortened(describe(error, with_type=True), _CAUSE_CHARACTERS)
+    return one_line(describe(error, with_type=True), _CAUSE_CHARACTERS)

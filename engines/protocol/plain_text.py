@@ -23,6 +23,14 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def one_line(text: str, most: int = 80) -> str:
+    """A text that others have chosen, for a log line: cut, with its control characters escaped."""
+    begin = text[: most + 1]
+    if not begin.isprintable():
+        begin = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in begin)
+    return shortened(begin, most)
+
+
 def value_text(value: object, most: int = 80) -> str:
     """A value as it is written in Python, cut to so many characters."""
     return shortened(repr(value), most)

@@ -15,6 +15,8 @@ from rollout.config import RolloutConfig
 JOURNAL_FILE = "journal.json"
 LAUNCH_FILE = "launch.json"
 FIGURES_FILE = "figures.jsonl"
+OLD_FIGURES_FILE = "old_figures.jsonl"
+"""What ``FIGURES_FILE`` was when it became too long."""
 SPANS_SUFFIX = ".spans.jsonl"
 
 

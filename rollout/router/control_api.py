@@ -144,7 +144,7 @@ def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:
             message = f"figures are at most {_MAX_FIGURES_BYTES} bytes"
             return error_reply(413, "too_large", message)
         try:
-            proxy.step_metrics.put(json.loads(body))
+            proxy.step_metrics.put(json.loads(body), len(body))
         except (ValueError, RecursionError) as error:
             return error_reply(400, "bad_request", str(error))
         return JSONResponse({"kept": True})

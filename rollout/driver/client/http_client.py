@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -23,7 +24,7 @@ from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.kinds import kind_of
 from engines.protocol import GenerateReply, Loads
 from engines.protocol.logprob_kind import LogprobRule, read_kind
-from engines.protocol.plain_text import value_text
+from engines.protocol.plain_text import one_line, value_text
 from rollout.driver.client.generation_client import (
     Disconnected,
     EngineLoad,
@@ -33,6 +34,8 @@ from rollout.driver.client.generation_client import (
 )
 from rollout.driver.client.sample_requests import weights_field
 from rollout.rules.routing import JUST_STARTED
+
+logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _ABORTS_AT_ONCE = 32
@@ -80,6 +83,7 @@ class HttpGenerationClient:
         self._generate_url = self._url + "/generate"
         self._timeout_s = timeout_s
         self._outage = Outage(has_served=False)
+        self._has_refused = False
         # Each caller holds a slot of the limiter, so the connector needs no limit.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -253,18 +257,25 @@ class HttpGenerationClient:
 
     async def report(self, figures: Mapping[str, Any]) -> None:
         """To the router's ``/figures``.  A single engine has no such path; that is no error."""
-        await self._post("/figures", figures)
+        status, content = await self._post("/figures", figures)
+        if status in (400, 413) and not self._has_refused:
+            self._has_refused = True
+            why = one_line(content.decode(errors="replace"), 400)
+            logger.warning(
+                "step %s: the server's page does not show its figures, nor others like them: %s",
+                figures.get("step"),
+                why,
+            )
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """The body of a reply; empty if there is none."""
+    async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """Status and body of a reply; 0 if there is none."""
         try:
             async with self._control.post(
                 self._url + path, json=body, headers=self._control_headers
             ) as response:
-                content = await response.read()
+                return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
-            return b""
-        return content if response.status == 200 else b""
+            return 0, b""
 
     async def _read(self, url: str, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a reply; empty if there is none."""

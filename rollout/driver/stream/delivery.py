@@ -11,7 +11,7 @@ from rollout.core.samples import SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.completer import AbortScope
 from rollout.driver.client.limiter import Limiter
 from rollout.driver.stream.options import RolloutOptions
-from rollout.driver.stream.step_metrics import StepStats
+from rollout.driver.stream.step_metrics import StepStats, most_common
 
 _REJECTED_PER_GROUP = 10
 
@@ -55,7 +55,7 @@ def check_rejections(
     """
     most = _REJECTED_PER_GROUP * num_wanted if max_rejected is None else max_rejected
     if rejected.total() > most:
-        reasons = ", ".join(f"{reason}: {num}" for reason, num in rejected.most_common())
+        reasons = ", ".join(f"{reason}: {num}" for reason, num in most_common(rejected))
         raise RolloutError(
             f"filters dropped {rejected.total()} groups, more than {most}, and kept "
             f"{num_accepted} of {num_wanted} wanted ({reasons})"
@@ -105,7 +105,7 @@ def why_none_left(
     stats: StepStats, num_prompts: int, weight_version: int | None, options: RolloutOptions
 ) -> str:
     """Why a batch of a list has no group."""
-    parts = [f"{reason}: {num}" for reason, num in stats.rejected.most_common()]
+    parts = [f"{reason}: {num}" for reason, num in most_common(stats.rejected)]
     if stats.num_stale_dropped:
         versions = ", ".join(map(str, sorted(stats.stale_versions)))
         bound = f"max_version_lag is {options.max_version_lag}"

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from engines.protocol.plain_text import one_line
 from rollout.core.arguments import Positive, Seconds, options
 from rollout.core.errors import GenerationAborted
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
@@ -40,7 +41,9 @@ class Hooks:
         reward_timeout_s: for one call of an async reward; a sync reward cannot be interrupted.
         reward_tries: failed calls after which the sample fails.
         sample_filter: False removes a sample from its group.
-        group_filter: False, or the reason as text, drops a group; True or "" keeps it.
+        group_filter: False, or the reason as text, drops a group; True or "" keeps it.  The first
+            80 characters of a reason name it in metrics, and 32 reasons of a batch; more are
+            ``other``.
         post_process: may change the rewards of a batch when it is full.
 
     Raises:
@@ -126,7 +129,7 @@ def why_dropped(hooks: Hooks, group: SampleGroup) -> str:
     with _failing("group filter", group.samples):
         decision = hooks.group_filter(group)
     if isinstance(decision, str):
-        return decision
+        return one_line(decision)
     return "" if decision else "filtered"
 
 

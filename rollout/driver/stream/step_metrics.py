@@ -16,6 +16,8 @@ from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
 # A text that zlib compresses to less than a tenth is repetitive.
 _REPETITION_RATIO = 10.0
 _REPETITION_MIN_CHARS = 200
+_MAX_REASONS = 32
+OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,19 @@ def step_metrics(
         "samples_per_s": len(samples) / elapsed_s,
         "engine_busy_share": stats.slot_s / (max(1, stats.num_slots) * elapsed_s),
         "boundary_s": stats.boundary_s,
-        **{f"rejected/{reason}": count for reason, count in stats.rejected.items()},
+        **{f"rejected/{reason}": count for reason, count in most_common(stats.rejected)},
         **{f"version_lag/{lag}": count for lag, count in lags(samples, weight_version).items()},
     }
     return {f"rollout/{name}": float(value) for name, value in figures.items()}
+
+
+def most_common(rejected: Counter[str]) -> list[tuple[str, int]]:
+    """The most frequent reasons, each with its number of groups; all others are ``other``."""
+    if len(rejected) <= _MAX_REASONS:
+        return rejected.most_common()
+    named = dict(rejected.most_common(_MAX_REASONS))
+    others = rejected.total() - sum(named.values())
+    return [*(named | {OTHER: others + named.get(OTHER, 0)}).items()]
 
 
 def lags(samples: Sequence[Sample], weight_version: int | None = None) -> Mapping[int, int]:

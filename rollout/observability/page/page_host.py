@@ -21,7 +21,7 @@ import uvicorn
 from engines.http.uvicorn_server import HttpServer
 from engines.process.own_files import open_or_new_file
 from rollout.config import ServerConfig
-from rollout.config.run_dir import FIGURES_FILE, RunFolder
+from rollout.config.run_dir import FIGURES_FILE, OLD_FIGURES_FILE, RunFolder
 from rollout.core.errors import RolloutError
 from rollout.core.http_thread import HttpThread
 from rollout.observability.page.access import Access
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _START_S = 10.0
 _STOP_S = 5.0
+_MAX_FILE_BYTES = 256 << 20
 # For the last refresh, before the router stops.
 _LAST_S = 2.0
 # For requests in flight.
@@ -176,8 +177,11 @@ class PageHost:
 
     def _write_figures(self, figures: Mapping[str, Any]) -> None:
         try:
-            path = str(self._folder / FIGURES_FILE)
-            with os.fdopen(open_or_new_file(path, os.O_APPEND), "a") as lines:
+            file = self._folder / FIGURES_FILE
+            with suppress(FileNotFoundError):
+                if file.stat().st_size > _MAX_FILE_BYTES:
+                    file.replace(file.with_name(OLD_FIGURES_FILE))
+            with os.fdopen(open_or_new_file(str(file), os.O_APPEND), "a") as lines:
                 lines.write(json.dumps({**figures, "launch": self._launch}) + "\n")
         except OSError as error:
             logger.error("server %s: cannot write figures: %s", self._name, error)

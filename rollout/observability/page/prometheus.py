@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -96,7 +96,7 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "rollout_driver_figure": (
         "gauge",
         ("figure",),
-        "The figures of that step, such as reward/mean.",
+        "The figures of that step, such as reward/mean; other: how many more it has.",
     ),
     "rollout_logprob_gap_nats": (
         "histogram",
@@ -108,7 +108,10 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
 EVENTS = ("gate", "fenced", "restarted", "readmitted")
 # States whose number is exported also when it is 0, because alerts and dashboards use them.
 _ZERO_ENGINES = {"serving": 0, "fenced": 0}
-_MAX_ENGINES = 10_000
+# Every client of the router can name engines and figures: what is beyond has one label.
+_MAX_ENGINES = 1_000
+_MAX_DRIVER_FIGURES = 1_000
+OTHER = "other"
 _FAMILIES: Mapping[str, Any] = {
     "gauge": GaugeMetricFamily,
     "counter": CounterMetricFamily,
@@ -180,8 +183,10 @@ class MetricCounters:
         for engine_id, histogram in gaps.items():
             counts = [histogram.get(name, -1) for name in BUCKET_NAMES]
             is_histogram = histogram.get("sum", -1) >= 0 <= counts[0] and counts == sorted(counts)
-            if is_histogram and len(self.logprob_gaps) < _MAX_ENGINES:
-                known = self.logprob_gaps.setdefault(engine_id, Counter())
+            if is_histogram:
+                is_full = len(self.logprob_gaps) >= _MAX_ENGINES
+                label = OTHER if is_full and engine_id not in self.logprob_gaps else engine_id
+                known = self.logprob_gaps.setdefault(label, Counter())
                 known.update({name: histogram[name] for name in (*BUCKET_NAMES, "sum")})
 
     def _take_engine(self, span: Span) -> None:
@@ -237,12 +242,12 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
     pushes, unchanged = now.get("pushes", ()), now.get("unchanged")
     last_step = figures[-1]["step"] if figures else None
     # A step has several reports: the rollout's, those of checks, an evaluation's.
-    last = {
-        name: value
-        for report in figures
-        if report["step"] == last_step
-        for name, value in report["metrics"].items()
-    }
+    last: dict[str, float] = {}
+    for report in figures:
+        if report["step"] == last_step:
+            last |= report["metrics"]
+    if (num_more := len(last) - _MAX_DRIVER_FIGURES) > 0:
+        last = dict(islice(last.items(), _MAX_DRIVER_FIGURES)) | {OTHER: num_more}
     running = [span for span in now.get("running", ()) if span["kind"] == Kind.PHASE.value]
     num_by_state = _ZERO_ENGINES | Counter(engine["state"] for engine in engines)
     simple = {

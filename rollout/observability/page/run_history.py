@@ -18,6 +18,9 @@ from rollout.rules.lifecycle import Command
 _MAX_SPANS = 60_000
 _MAX_EVENTS = 300
 _MAX_FIGURES = 5_000
+_MAX_FIGURE_BYTES = 64 << 20
+_BYTES_PER_NUMBER = 150
+"""A float, its entry in a table and the head of its name."""
 _MAX_STEPS = 500
 _MAX_SAMPLED_STEPS = 20
 _SHOWN_STEPS = 100
@@ -41,7 +44,8 @@ class RunHistory:
         # Events of the gate are apart: many of them would displace the others.
         self._events: deque[Span] = deque(maxlen=_MAX_EVENTS)
         self._gate_events: deque[Span] = deque(maxlen=_MAX_EVENTS)
-        self._figures: deque[Mapping[str, Any]] = deque(maxlen=_MAX_FIGURES)
+        self._figures: deque[Mapping[str, Any]] = deque()
+        self._figure_bytes = 0
         # Apart, because they are large: only the last are kept.
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=_MAX_SAMPLED_STEPS)
         self._last_serial = 0
@@ -68,9 +72,16 @@ class RunHistory:
             figures = dict(report)
             if samples := figures.pop("samples", ()):
                 self._samples.append({"step": report["step"], "samples": samples})
-            self._figures.append(figures)
+            self._keep_figures(figures)
             self.counters.take_logprob_gaps(report.get("logprob_gaps", {}))
         return new
+
+    def _keep_figures(self, figures: Mapping[str, Any]) -> None:
+        """Every client of the router may report, so what is kept has a bound in bytes."""
+        self._figures.append(figures)
+        self._figure_bytes += _bytes_of(figures)
+        while len(self._figures) > _MAX_FIGURES or self._figure_bytes > _MAX_FIGURE_BYTES:
+            self._figure_bytes -= _bytes_of(self._figures.popleft())
 
     def _keep(self, span: Span) -> None:
         self._spans.append(span)
@@ -146,6 +157,15 @@ class _StepLog:
             end_s = completed[-1].end_s
             self._open = [span for span in self._open if span.start_s > end_s]
         return completed
+
+
+def _bytes_of(figures: Mapping[str, Any]) -> int:
+    """About the memory of a report, without its samples."""
+    tables = [figures.get("metrics", {}), figures.get("lengths", {})]
+    gaps: Mapping[str, Mapping[str, float]] = figures.get("logprob_gaps", {})
+    tables += gaps.values()
+    names = [*gaps, *(name for table in tables for name in table)]
+    return sum(_BYTES_PER_NUMBER + 4 * len(name) for name in names) + 1024
 
 
 def _step_dict(number: int, step: Step) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from engines.http.call_watcher import WATCHER
+from engines.protocol.plain_text import shortened
 from rollout.observability.timeline.sink import SpanSink
 from rollout.observability.timeline.span import Excerpt, Kind, Outcome, Span
 
 CAPACITY = 16384
+_SAID_CHARACTERS = 4000
 
 
 class Timeline:
@@ -74,7 +76,7 @@ class Timeline:
     def event(self, name: str, message: str = "", *, engine_id: str = "") -> None:
         """Record an event at the current time."""
         span = self._begin(Kind.EVENT, name, engine_id)
-        span.said = message
+        span.said = shortened(message, _SAID_CHARACTERS)
         self._end(span)
 
     def add(self, spans: Iterable[Span]) -> None:
@@ -165,7 +167,7 @@ def fail(span: Span, error: BaseException) -> None:
     """Mark a span as failed, or as cancelled, with the text of its error."""
     is_cancelled = isinstance(error, asyncio.CancelledError)
     span.outcome = Outcome.CANCELLED if is_cancelled else Outcome.FAILED
-    span.said = str(error) or type(error).__name__
+    span.said = shortened(str(error) or type(error).__name__, _SAID_CHARACTERS)
 
 
 def _steady_clock() -> Callable[[], float]:

@@ -19,6 +19,8 @@ from rollout.router.http.fast_json import dumps, loads
 from rollout.router.http.routes import GENERATE_PATH, NAMING_PATHS, TOKENIZER_PATHS
 
 FIELD = "lora_path"
+MAX_NAME_CHARACTERS = 256
+"""A session keeps the name of its weights."""
 _KEY, _STREAM = b'"lora_path"', b'"stream"'
 
 
@@ -96,6 +98,9 @@ def read_named(path: str, body: bytes, max_bytes: int) -> NamedWeights:
     if not names or not all(name is None or isinstance(name, str) for name in names):
         return _NEEDS_NONE  # the engine refuses it
     names = names[:1] if len(set(names)) == 1 else names
+    if (longest := max(len(name or "") for name in names)) > MAX_NAME_CHARACTERS:
+        problem = f"{FIELD} has {longest} characters, and at most {MAX_NAME_CHARACTERS}"
+        return NamedWeights(problem=problem)
     problem = "" if path == GENERATE_PATH else _problem_of_openai(path, raw, names)
     return NamedWeights(names, _num_each(raw), bool(raw.get("stream")), problem)
 

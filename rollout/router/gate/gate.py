@@ -27,7 +27,7 @@ from typing import Any
 
 from engines.protocol import WorkerType
 from engines.protocol.adapter_names import UNNAMED, Names, newest_version, resolved
-from engines.protocol.plain_text import describe
+from engines.protocol.plain_text import describe, one_line
 from rollout.router.gate.aborts import AbortedRequests, AbortOrder
 from rollout.router.gate.avoidance import AVOIDED_S
 from rollout.router.gate.membership import Membership
@@ -289,7 +289,7 @@ class Gate:
             try:
                 admission.on_evicted(why)
             except Exception:
-                logger.exception("request %s failed as it was evicted", admission.rid)
+                logger.exception("request %s failed as it was evicted", one_line(admission.rid))
 
     def _release(self, waiter: Waiter) -> None:
         self._remove_waiter(waiter)
@@ -299,7 +299,7 @@ class Gate:
                 waiter.rid, waiter.excluded_engine, waiter.hint, waiter.names, waiter.prefers
             )
         except Exception as error:
-            logger.exception("held request %s could not be admitted", waiter.rid)
+            logger.exception("held request %s could not be admitted", one_line(waiter.rid))
             decision = Refusal(describe(error, with_type=True), self.state, is_router_error=True)
         self._decide(waiter, decision)
 
@@ -309,7 +309,7 @@ class Gate:
             try:
                 waiter.on_decision(decision)
             except Exception:
-                logger.exception("held request %s failed as it was released", waiter.rid)
+                logger.exception("held request %s failed as it was released", one_line(waiter.rid))
                 self.leave(waiter)
 
     # -- what a request does ----------------------------------------------------------------

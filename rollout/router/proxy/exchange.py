@@ -28,6 +28,7 @@ from typing import Any, TypeVarTuple
 
 from engines.protocol.adapter_names import Names
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
+from engines.protocol.plain_text import one_line
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
@@ -94,6 +95,7 @@ MAX_FAILOVERS = 8
 _WITH_BODY_UNREAD = (408, 413)
 # An engine ends an aborted request in a tenth of that, unless it is busy or knows another id.
 _ABORTED_WITHIN_S = 0.25
+_TARGET_CHARACTERS = 200
 _NOTHING: Mapping[str, str | int] = {}
 
 
@@ -597,7 +599,7 @@ class Exchange:
     def _lose_engine(self, why: str, *, was_sent: bool = True, is_partner: bool = False) -> None:
         admission, tokens = self.admission, self._tokens
         assert admission is not None
-        proxy, target = self._proxy, self._head.route.target.decode()
+        proxy, target = self._proxy, self._operation
         proxy.counts.num_engine_failures += 1
         self._lost = self._lost or LostEngines()
         has_tokens = tokens is not None and tokens.reply.has_tokens_of_engine
@@ -652,10 +654,15 @@ class Exchange:
             engine_id: empty for the last engine.
         """
         self._proxy.counts.num_unusable_replies += 1
-        target = self._head.route.target.decode()
+        target = self._operation
         failure = ConnectionFailure(engine_id or self.engine_id, target, why, False, 0)
         self._log(failure, "sent an unusable reply to")
         return responses.engine_failed(failure)
+
+    @property
+    def _operation(self) -> str:
+        """Where it goes, for messages."""
+        return one_line(self._head.route.target.decode("ascii", "replace"), _TARGET_CHARACTERS)
 
     def _log(self, failure: ConnectionFailure, what: str) -> None:
         method, rid = self._head.method.decode(), self._request.rid if self._request else ""
@@ -666,7 +673,7 @@ class Exchange:
             method,
             failure.operation,
             failure.message,
-            extra={"engine_id": failure.engine_id, "rid": rid},
+            extra={"engine_id": failure.engine_id, "rid": one_line(rid)},
         )
 
     def evicted(self, why: str) -> None:
@@ -684,7 +691,7 @@ class Exchange:
         """Leave an engine that did not fail this request, so the attempt does not count."""
         admission = self.admission
         assert admission is not None
-        engine_id, target = admission.member.engine_id, self._head.route.target.decode()
+        engine_id, target = admission.member.engine_id, self._operation
         self.drop()
         self._leave()
         self._num_attempts -= 1
@@ -798,7 +805,7 @@ class Exchange:
         """An error of the router's own: end this request, whatever state it is in."""
         was_over, self._is_over = self._is_over, True
         with suppress(Exception):
-            log_router_error(f"{self._head.method!r} {self._head.route.target!r}", error)
+            log_router_error(f"{self._head.method!r} {self._operation!r}", error)
         for step in (self.drop, self._leave, self._end):
             with suppress(Exception):
                 step()

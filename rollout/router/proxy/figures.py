@@ -21,6 +21,8 @@ from rollout.router.http.routes import COMPLETION_PATHS
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _NUM_REPORTS = 32
+_MAX_REPORTS_BYTES = 4 << 20
+"""Of JSON; as objects they take up to twenty times as much."""
 _LARGEST_STEP = 1 << 53
 _LARGEST_NUMBER = sys.float_info.max
 _MAX_NAMES = 512
@@ -92,13 +94,17 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self.of_server: Mapping[str, float] = {}
-        self._reported: deque[dict[str, Any]] = deque(maxlen=_NUM_REPORTS)
+        self._reported: deque[tuple[dict[str, Any], int]] = deque()
+        self._num_bytes = 0
         self._num_reported = 0
 
-    def put(self, report: Any) -> None:
+    def put(self, report: Any, num_bytes: int) -> None:
         """Keep ``{"step": 3, "metrics": {name: number}}``, with histograms if it has them:
         ``lengths`` {bound: number} and ``logprob_gaps`` {engine id: {bound: number}}; and with
         ``samples``, as ``ShownSample``.
+
+        Args:
+            num_bytes: of its JSON.
 
         Raises:
             ValueError: it has another form.
@@ -114,11 +120,14 @@ class StepMetrics:
         }
         self._num_reported += 1
         about = {"serial": self._num_reported, "at_s": round(time.time(), 3), "step": step}
-        self._reported.append(about | read)
+        self._reported.append((about | read, num_bytes))
+        self._num_bytes += num_bytes
+        while len(self._reported) > _NUM_REPORTS or self._num_bytes > _MAX_REPORTS_BYTES:
+            self._num_bytes -= self._reported.popleft()[1]
 
     def last(self) -> list[dict[str, Any]]:
         """All reported steps that are kept."""
-        return list(self._reported)
+        return [report for report, _ in self._reported]
 
 
 def _histograms(values: Any) -> dict[str, dict[str, float]]:

@@ -14,11 +14,11 @@ from rollout.core.errors import ConfigError
 from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
 from rollout.router.sessions.messages import BadChat
+from rollout.router.sessions.session_store import MAX_ID_CHARACTERS
 from rollout.router.sessions.tree import Turn
 
 T = TypeVar("T")
-_MAX_ID_CHARACTERS = 256
-_BAD_ID = f"a session id has at most {_MAX_ID_CHARACTERS} printable characters"
+_BAD_ID = f"a session id has at most {MAX_ID_CHARACTERS} printable characters"
 _NO_COMPLETIONS = (
     "a session takes chats; send a prompt to /v1/completions with return_token_ids, or to "
     "/generate, whose replies have the token ids and log-probs"
@@ -33,7 +33,7 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
     async def chat_completions(session_id: str, request: Request) -> Response:
         """One turn: OpenAI's chat completion, whose history keeps its exact token ids."""
         try:
-            if len(session_id) > _MAX_ID_CHARACTERS or not session_id.isprintable():
+            if _is_bad(session_id):
                 raise BadChat(_BAD_ID)
             # Not ``request.body()``, which keeps it as long as the request.
             body = b"".join([part async for part in request.stream()])
@@ -57,6 +57,8 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
     @app.get("/sessions/{session_id}")
     async def turns(session_id: str) -> Response:
         """The turns of a session, in the order in which they ended."""
+        if _is_bad(session_id):
+            return _reply(failure(400, "bad_request", _BAD_ID))
         session = store.get(session_id)
         if session is None and (why := store.why_lost(session_id)):
             return _reply(failure(410, "session_lost", why))
@@ -68,9 +70,15 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
     @app.delete("/sessions/{session_id}")
     async def delete(session_id: str) -> Response:
         """Delete a session with its turns; a later turn of this id gets 410."""
+        if _is_bad(session_id):
+            return _reply(failure(400, "bad_request", _BAD_ID))
         if not store.close(session_id):
             return _reply(_no_session(session_id))
         return JSONResponse({"session_id": session_id})
+
+
+def _is_bad(session_id: str) -> bool:
+    return len(session_id) > MAX_ID_CHARACTERS or not session_id.isprintable()
 
 
 async def _with(first: bytes, pieces: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

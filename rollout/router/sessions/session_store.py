@@ -1,8 +1,8 @@
 """The sessions of one router by id, within bounds.
 
-Always true: at most ``max_bytes`` and ``max_sessions`` are kept.  When either is reached, a further
-turn is refused before it is generated.  A session is kept until it is deleted or has been idle for
-``ttl_s``; one with a turn under way is not idle.
+Always true: at most ``max_bytes`` and ``max_sessions`` are kept, and of closed ones only digests.
+When either is reached, a further turn is refused before it is generated.  A session is kept until
+it is deleted or has been idle for ``ttl_s``; one with a turn under way is not idle.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from engines.protocol.adapter_names import Names
 from rollout.router.sessions.alignment import Drift
 from rollout.router.sessions.tree import TurnTree
 
-_BYTES_PER_SESSION = 2048
+MAX_ID_CHARACTERS = 256
+_BYTES_PER_SESSION = 4096
+"""With the longest id, the longest name of its weights, and the entry that an index has of it."""
 _MOST_EXPIRED_AT_ONCE = 32
 
 
@@ -63,7 +66,7 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._ttl_s = ttl_s
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._closed: OrderedDict[bytes, None] = OrderedDict()
         self.num_bytes = 0
         self.num_turns = dict.fromkeys(Drift, 0)
 
@@ -90,7 +93,7 @@ class SessionStore:
 
     def why_closed(self, session_id: str) -> str:
         """Why this session takes no further turn; empty if it does."""
-        if session_id not in self._closed:
+        if _digest(session_id) not in self._closed:
             return ""
         return (
             f"session {session_id} was closed, so this turn would not be collected; give each "
@@ -127,11 +130,17 @@ class SessionStore:
         return self._sessions.get(session_id)
 
     def close(self, session_id: str) -> bool:
-        """Delete a session; of the last ``max_sessions`` closed ones, the ids are kept."""
-        self._closed[session_id] = None
+        """Delete a session; the last ``max_sessions`` ids that were closed take no further turn.
+
+        Returns:
+            Whether there was one; no other id is kept, so that those of strangers displace none.
+        """
+        if not self.delete(session_id):
+            return False
+        self._closed[_digest(session_id)] = None
         if len(self._closed) > self._max_sessions:
             self._closed.popitem(last=False)
-        return self.delete(session_id)
+        return True
 
     def delete(self, session_id: str) -> bool:
         session = self._sessions.pop(session_id, None)
@@ -152,3 +161,7 @@ class SessionStore:
                 expired.append(session_id)
         for session_id in expired:
             self.delete(session_id)
+
+
+def _digest(session_id: str) -> bytes:
+    return blake2b(session_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -25,6 +25,7 @@ IDS = "I"
 _BYTES_PER_TURN = 2048
 _PIECE = 3 << 12
 _BYTES_PER_CHECKPOINT = 256
+_BYTES_PER_SPAN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,13 @@ class Turn:
 
     @property
     def num_bytes(self) -> int:
-        num_tokens = len(self.prompt.ids) + len(self.generated.ids)
-        num_others = 4 * len(self.generated.text) + len(self.generated.experts or b"")
+        generated, finish = self.generated, self.generated.finish
+        num_tokens = len(self.prompt.ids) + len(generated.ids)
+        texts = [generated.text, str(finish.kind), str(finish.matched or ""), finish.message]
+        texts += [span.version for span in generated.versions]
+        num_others = 4 * sum(map(len, texts)) + len(generated.experts or b"")
         num_others += _BYTES_PER_CHECKPOINT * len(self.prompt.checkpoints)
+        num_others += _BYTES_PER_SPAN * len(generated.versions)
         return _BYTES_PER_TURN + _BYTES_PER_TOKEN * num_tokens + num_others
 
     def json(self) -> Iterator[bytes]:

@@ -409,3 +409,28 @@ async def test_an_abort_by_prefix_says_that_it_is_one() -> None:
         await client.abort(["a"], prefix="b")
     assert orders[0] == {"rid_prefix": "0"}
     assert sorted(map(str, orders[1:])) == ["{'rid': 'a'}", "{'rid_prefix': 'b'}"]
+
+
+async def test_figures_that_the_page_refuses_are_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response(
+            {"error": {"message": "a metric's name has 300\ncharacters"}}, status=400
+        )
+
+    async with serving(refuse, "/figures") as client:
+        for step in range(3):
+            await client.report({"step": step, "metrics": {}})
+    (record,) = [one for one in caplog.records if one.name.startswith("rollout.driver")]
+    assert "step 0: the server's page does not show its figures" in record.getMessage()
+    assert "a metric's name has 300" in record.getMessage()
+
+
+async def test_an_engine_that_has_no_page_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def missing(request: web.Request) -> web.Response:
+        return web.json_response({}, status=404)
+
+    async with serving(missing, "/figures") as client:
+        await client.report({"step": 1, "metrics": {}})
+    assert [one for one in caplog.records if one.name.startswith("rollout.driver")] == []

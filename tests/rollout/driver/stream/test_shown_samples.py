@@ -59,5 +59,5 @@ def test_long_texts_are_cut_and_stay_within_the_bounds_of_the_router() -> None:
     raw = json.dumps(shown)
     assert len(raw) < 256 << 10
     kept = StepMetrics()
-    kept.put({"step": 1, "samples": json.loads(raw)})
+    kept.put({"step": 1, "samples": json.loads(raw)}, len(raw))
     assert kept.last()[0]["samples"] == shown

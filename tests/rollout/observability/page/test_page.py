@@ -16,6 +16,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.driver.stream.shown_samples import shown_samples
+from rollout.observability.page import page_host
 from rollout.observability.page.prometheus import METRICS
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind
@@ -107,6 +108,24 @@ def test_the_figures_that_a_driver_reports_are_shown_and_kept(
     assert [(sample.labels["figure"], sample.value) for sample in figures] == [
         ("rollout/reward/mean", 0.5)
     ]
+
+
+def test_a_long_file_of_figures_becomes_the_old_one(
+    page: httpx.Client,
+    deployment: DeploymentHandle,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every client of the router can make it grow."""
+    monkeypatch.setattr(page_host, "_MAX_FILE_BYTES", 300)
+    for number in range(12):
+        reported = {"step": 100 + number, "metrics": {"rollout/reward/mean": 0.5}}
+        httpx.post(f"{deployment['policy'].url}/figures", json=reported).raise_for_status()
+        assert page.get("/api/state?fresh=1").json()["figures"][-1]["step"] == 100 + number
+    files = [folder / "figures.jsonl", folder / "old_figures.jsonl"]
+    lines = [line for file in files[::-1] for line in file.read_text().splitlines()]
+    assert json.loads(lines[-1])["step"] == 111
+    assert all(0 < file.stat().st_size < 600 for file in files)
 
 
 def test_the_samples_of_the_last_steps_are_kept_apart_from_their_figures(

@@ -220,8 +220,18 @@ def test_an_idle_session_expires_and_one_with_a_turn_under_way_does_not() -> Non
 def test_as_many_closed_ids_are_remembered_as_sessions_may_be_open() -> None:
     store = SessionStore(max_bytes=1 << 20, max_sessions=3, ttl_s=10.0)
     for number in range(5):
-        store.close(f"s-{number}")
+        one_turn(store, f"s-{number}", 0.0)
+        assert store.close(f"s-{number}")
     assert [bool(store.why_closed(f"s-{number}")) for number in range(5)] == [0, 0, 1, 1, 1]
+
+
+def test_an_id_that_is_no_sessions_is_not_remembered_and_displaces_none() -> None:
+    store = SessionStore(max_bytes=1 << 20, max_sessions=3, ttl_s=10.0)
+    one_turn(store, "mine", 0.0)
+    store.close("mine")
+    assert not any(store.close(f"unknown-{number}") for number in range(10))
+    assert store.why_closed("mine")
+    assert not store.why_closed("unknown-9")
 
 
 def test_a_session_without_a_turn_ends_with_its_last_request() -> None:
