@@ -349,6 +349,8 @@ class LocalLauncher:
                 held.enter_context(self._reserved.pop(spec.dist_init_addr))
             endpoint = Endpoint(spec.host, reservation.port)
             start = invocation(spec, endpoint, os.environ)
+            for port in start.ports:
+                held.enter_context(reserve_port(spec.host, port))
             # The engine binds its ports itself, so they are released just before it starts.
             held.close()
             process = await EngineProcess.spawn(
@@ -363,7 +365,8 @@ class LocalLauncher:
         client = kind.client(endpoint, engine_id=spec.engine_id)
         # Only the first node takes requests; the others only report that they live.
         probe = client.is_ready if spec.node_rank == 0 else client.is_healthy
-        listens = partial(_listens, spec.engine_id, endpoint, process)
+        ports = endpoint.port, *start.ports
+        listens = partial(_listens, spec.engine_id, endpoint.host, ports, process)
 
         async def probe_own() -> bool:
             """The engine's own answer: it alone listens there before the probe and after it."""
@@ -383,22 +386,24 @@ class LocalLauncher:
         return LocalEngine(endpoint, process, spec, used_before)
 
 
-async def _listens(engine_id: str, endpoint: Endpoint, process: EngineProcess) -> bool:
-    """Whether the engine listens at its endpoint.
+async def _listens(engine_id: str, host: str, ports: Sequence[int], process: EngineProcess) -> bool:
+    """Whether the engine listens at the first of these ports.
 
     Raises:
-        PortTaken: another program does.
+        PortTaken: another program does at one of them.
     """
-    where = endpoint.host, endpoint.port
-    listening = await asyncio.to_thread(who_listens, *where, process.pids)
-    if listening.stranger:
-        raise PortTaken(
-            f"engine {engine_id}: {listening.stranger} has taken port {endpoint.port} on "
-            f"{endpoint.host} before the engine, and gets no request",
-            engine=engine_id,
-            port=endpoint.port,
-        )
-    return listening.is_ours
+    found: list[bool] = []
+    for port in ports:
+        listening = await asyncio.to_thread(who_listens, host, port, process.pids)
+        if listening.stranger:
+            raise PortTaken(
+                f"engine {engine_id}: {listening.stranger} has taken port {port} on {host} before "
+                "the engine, and gets no request",
+                engine=engine_id,
+                port=port,
+            )
+        found.append(listening.is_ours)
+    return found[0]
 
 
 def _refuse_taken(engine_id: str, endpoint: Endpoint, error: EngineNotReady) -> None:

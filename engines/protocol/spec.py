@@ -168,6 +168,7 @@ class Invocation:
         defaults: options that this library chooses, unless the spec's options name them.
         folder_variable: of a folder that is removed with the engine, as ``EngineProcess.spawn``
             takes it; empty for none.
+        ports: others on its host at which no other program may listen.
     """
 
     command: Sequence[str]
@@ -175,6 +176,7 @@ class Invocation:
     cleanup: Sequence[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     folder_variable: str = ""
+    ports: Sequence[int] = ()
 
 
 def spelled(option: str) -> str:

@@ -38,6 +38,10 @@ _OWNERS = {
 }
 # Allowed: with GPUs, it leaves them alone.
 _ON_CPU = ("device", "cpu")
+BOOTSTRAP_OPTION = "disaggregation_bootstrap_port"
+# Between the ports of engines and the ephemeral ones, which may be taken while an engine starts.
+# Two engines that would have one here are not launched on these ports: see ``Invocation.ports``.
+_BOOTSTRAP_PORTS = range(30_001, 32_768)
 _ROLES: dict[WorkerType, dict[str, Any]] = {
     WorkerType.REGULAR: {},
     WorkerType.PREFILL: {"disaggregation_mode": "prefill"},
@@ -73,10 +77,26 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
         "enable_memory_saver": spec.memory_saver,
         "enable_weights_cpu_backup": spec.weights_cpu_backup,
         **_ROLES[spec.worker_type],
+        BOOTSTRAP_OPTION: bootstrap_port(spec, endpoint) or None,
         **sizes,
     }
     program = [spec.python or sys.executable, "-m", "sglang.launch_server"]
     return program + as_flags(ours | default_options(spec) | options)
+
+
+def bootstrap_port(spec: EngineSpec, endpoint: Endpoint) -> int:
+    """Where decode engines find this one, if it is a prefill engine; 0 if that is SGLang's choice.
+
+    Each has its own: with one port, the decode engines of one would fetch from another.  The nodes
+    of one engine must agree on it, so an engine over several keeps SGLang's.
+    """
+    if spec.worker_type is not WorkerType.PREFILL:
+        return 0
+    if given := normalized(spec.options).get(BOOTSTRAP_OPTION):
+        return int(given)
+    if spec.num_nodes > 1:
+        return 0
+    return _BOOTSTRAP_PORTS[endpoint.port % len(_BOOTSTRAP_PORTS)]
 
 
 def default_options(spec: EngineSpec) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from engines.protocol import Endpoint
 from engines.protocol.spec import EngineSpec, Invocation, normalized
-from engines.sglang.command import build_command, default_options
+from engines.sglang.command import bootstrap_port, build_command, default_options
 from engines.sglang.environment import CLEANUP, build_environment
 from engines.sglang.parallel import divide
 
@@ -25,4 +25,6 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
         divide(normalized(spec.options), len(spec.gpu_ids) * spec.num_nodes),
         cpu_ids=tuple(sorted(os.sched_getaffinity(0))),
     )
-    return Invocation(command, env, CLEANUP, default_options(spec))
+    port = bootstrap_port(spec, endpoint)
+    ports = (port,) if port and spec.node_rank == 0 else ()
+    return Invocation(command, env, CLEANUP, default_options(spec), ports=ports)

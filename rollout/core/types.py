@@ -255,6 +255,7 @@ class EngineStatus:
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
         logprobs: at which step of sampling it takes its log-probs.
+        bootstrap_port: as in ``routing.Backend``; 0 where it reports none.
         process_name, start: as in ``EngineState``.
         standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
             or why there is none; empty without ``standby``.
@@ -281,6 +282,7 @@ class EngineStatus:
     encodings: tuple[str, ...] = ()
     needs_names: bool = False
     logprobs: LogprobRule = BEFORE_CUTS
+    bootstrap_port: int = 0
     process_name: str = ""
     standby: str = ""
     start: str = ""

@@ -20,6 +20,8 @@ from engines.protocol import Endpoint, WorkerType
 from engines.protocol.kind import Kind
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's own."""
 JUST_STARTED = "the router has just started"
 """Why a gate is shut that the server has not opened so far; a request may be sent again soon."""
 
@@ -52,7 +54,7 @@ class Backend:
     state: BackendState = BackendState.SERVING
     worker_type: WorkerType = WorkerType.REGULAR
     reason: str = ""
-    bootstrap_port: int = 8998
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     may_return: bool = False
     kind: str = "sglang"
     needs_names: bool = False

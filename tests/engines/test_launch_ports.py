@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from engines import launch
 from engines.kinds import kind_of
 from engines.launch import EngineSpec, LocalLauncher
 from engines.process.tcp_ports import PortReservation
+from engines.protocol import Endpoint
 from engines.protocol.errors import EngineError, PortTaken
+from engines.protocol.spec import Invocation
 
 HOST = "127.0.0.1"
 
@@ -161,6 +164,32 @@ async def test_an_engine_over_several_nodes_fails_at_the_first_taken_port(
             await launcher.launch(spec(tmp_path, num_nodes=2, dist_init_addr=address))
         assert len(strangers.taken) == 1
         assert strangers.requests == []
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+async def test_a_further_port_that_a_stranger_has_is_no_port_of_the_engine(
+    is_bound: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken before the launch, or when it is released; decode engines would find the stranger."""
+    invocation, further = launch.invocation, list[int]()
+
+    def with_port(spec: EngineSpec, endpoint: Endpoint, inherited: object) -> Invocation:
+        further.append(endpoint.port - 10_000)
+        if is_bound and len(further) == 1:
+            strangers.listen(further[0])
+        return replace(invocation(spec, endpoint, inherited), ports=further[-1:])  # type: ignore[arg-type]
+
+    def take(strangers: Strangers, port: int) -> None:
+        if not is_bound and port in further:
+            strangers.listen(port)
+
+    monkeypatch.setattr(launch, "invocation", with_port)
+    with taking(monkeypatch, take, times=1) as strangers:
+        engine = await LocalLauncher().launch(spec(tmp_path))
+        await engine.stop(5.0)
+        assert strangers.requests == []
+    assert strangers.taken == further[:1]
+    assert engine.endpoint.port == further[1] + 10_000
 
 
 async def test_an_engine_that_ends_by_itself_is_started_once(

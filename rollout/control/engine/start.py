@@ -234,6 +234,7 @@ class Starter:
                 {**info.raw, **normalized(settings.group.engine.options)}
             ),
             logprobs=self._logprob_rule(slot.engine_id, info, kind),
+            bootstrap_port=int(info.raw.get("disaggregation_bootstrap_port") or 0),
             moves_experts=features.moves_experts,
             reports_memory=bool(info.resident_bytes),
             reports_groups=info.update_groups is not None,

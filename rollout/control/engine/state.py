@@ -37,7 +37,7 @@ class EngineState:
         why_no_groups: why it joins no broadcast groups; empty if it does.
         why_no_handles: why it takes no CUDA IPC handles; empty if it does.
         encodings: as in ``EngineStatus``.
-        needs_names, logprobs: as in ``EngineStatus``.
+        needs_names, logprobs, bootstrap_port: as in ``EngineStatus``.
         update_group: name of its broadcast group; empty for none.
         is_verified: its weights were verified after their last change.
         record: its fingerprints at its last verification; None if there were none.
@@ -84,6 +84,7 @@ class EngineState:
     encodings: tuple[str, ...] = ()
     needs_names: bool = False
     logprobs: LogprobRule = BEFORE_CUTS
+    bootstrap_port: int = 0
     update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
     released_bytes: dict[MemoryTag, int] = field(default_factory=dict)
@@ -280,6 +281,7 @@ class EngineState:
             encodings=self.encodings,
             needs_names=self.needs_names,
             logprobs=self.logprobs,
+            bootstrap_port=self.bootstrap_port,
             process_name=self.process_name,
             start=self.start,
         )

@@ -24,7 +24,7 @@ from rollout.observability.timeline.analysis import step_metrics, steps
 from rollout.observability.timeline.recorder import Timeline
 from rollout.rules.health import Liveness
 from rollout.rules.lifecycle import why_none_serves
-from rollout.rules.routing import Backend, BackendState
+from rollout.rules.routing import DEFAULT_BOOTSTRAP_PORT, Backend, BackendState
 from rollout.weights.push.push_version import LastPush
 
 Out = Mapping[str, tuple[Liveness, str]]
@@ -208,4 +208,5 @@ def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
         reason=reason,
         needs_names=engine.needs_names,
         logprobs=engine.logprobs,
+        bootstrap_port=engine.bootstrap_port or DEFAULT_BOOTSTRAP_PORT,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.spec import EngineSpec
 from engines.sglang.command import build_command
+from engines.sglang.invocation import invocation
 
 HERE = Endpoint("10.0.0.1", 1234)
 
@@ -120,6 +123,25 @@ def test_a_worker_type_becomes_a_role(
     found = flags(worker_type=worker_type)
     roles = {"--disaggregation-mode", "--encoder-only"}
     assert {name: found[name] for name in roles & found.keys()} == expected
+
+
+def test_each_prefill_engine_has_a_bootstrap_port_of_its_own() -> None:
+    name, option = "--disaggregation-bootstrap-port", "disaggregation-bootstrap-port"
+    prefill = EngineSpec("p-0", "sglang", "/m", "/log", worker_type=WorkerType.PREFILL)
+
+    def found(spec: EngineSpec, port: int) -> tuple[str, Sequence[int]]:
+        start = invocation(spec, Endpoint("10.0.0.1", port), {"PATH": "/bin"})
+        command = list(start.command)
+        return command[command.index(name) + 1] if name in command else "", start.ports
+
+    ports = [found(prefill, port)[1][0] for port in range(20_000, 22_767)]
+    assert (min(ports), max(ports), len(set(ports))) == (30_001, 32_767, 2767)
+    assert found(prefill, 20_000) == (str(ports[0]), (ports[0],))
+    assert found(replace(prefill, options={option: 9000}), 20_000) == ("9000", (9000,))
+    wide = replace(prefill, num_nodes=2, gpu_ids=(0,), dist_init_addr="10.0.0.1:1")
+    assert found(wide, 20_000) == ("", ())
+    for worker_type in (WorkerType.REGULAR, WorkerType.DECODE, WorkerType.ENCODER):
+        assert found(replace(prefill, worker_type=worker_type), 20_000) == ("", ())
 
 
 def test_a_placeholder_is_no_server() -> None:

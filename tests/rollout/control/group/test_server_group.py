@@ -13,10 +13,11 @@ import pytest
 from engines.fake import FakeEngine, FakeLauncher
 from engines.fake.engine.faults import hang
 from engines.launch import EngineSpec
-from engines.protocol import Endpoint, MemoryTag, PauseMode, ServerInfo
+from engines.protocol import Endpoint, MemoryTag, PauseMode, ServerInfo, WorkerType
 from engines.protocol.errors import EngineNotReady, EngineRejected, EngineUnreachable
 from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.gate_control import member
 from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightsUnavailable
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.weight_push import WeightPush
@@ -584,6 +585,25 @@ async def test_an_engine_with_pipeline_stages_is_not_in_a_group_of_broadcasts() 
         await group.start()
     group, _ = make_group(1, launcher=FakeLauncher(in_two_stages))
     await group.start()
+    await group.stop()
+
+
+@pytest.mark.parametrize(("reported", "expected"), [(10_123, 10_123), (None, 8998)])
+async def test_the_router_gets_the_bootstrap_port_that_a_prefill_engine_reports(
+    reported: int | None, expected: int
+) -> None:
+    class Prefill(FakeEngine):
+        async def server_info(self) -> ServerInfo:
+            found = await super().server_info()
+            return replace(found, raw={"disaggregation_bootstrap_port": reported})
+
+    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+        return Prefill(spec.engine_id, endpoint=endpoint)
+
+    group, _ = make_group(1, launcher=FakeLauncher(make))
+    await group.start()
+    (engine,) = (await group.status()).engines
+    assert member(WorkerType.PREFILL, engine, {}).bootstrap_port == expected
     await group.stop()
 
 
