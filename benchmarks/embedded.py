@@ -19,6 +19,7 @@ import aiohttp
 
 from benchmarks.report import machine, parse_arguments, publish
 from engines.launch import EngineSpec, LocalLauncher
+from engines.protocol import NO_ACCESS
 from rollout.testing.tiny_model import make_tiny_model
 
 PROMPT_TOKENS = 32
@@ -33,6 +34,7 @@ async def measure(model_path: Path, *, new_tokens: int, repeats: int) -> dict[st
         kind="embedded",
         model_path=str(model_path),
         log_path=str(model_path.parent / "engine.log"),
+        access=NO_ACCESS,
     )
     engine = await LocalLauncher().launch(spec)
     figures: dict[str, list[float]] = {}

@@ -20,14 +20,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from engines.http.key_check import CONTROL_KEY, SAMPLING_KEY, key_variables, new_access
 from engines.kinds import kind_of
 from engines.process.cuda_runtime import LIBRARY_PATH
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
 from engines.process.gpu_memory import gpu_memory, wait_until_free
 from engines.process.tcp_ports import PortReservation, reserve_port, who_listens
-from engines.protocol import Endpoint, Engine, GpuMemory, ProcessIdentity
-from engines.protocol.errors import EngineError, EngineNotReady, PortTaken
+from engines.protocol import (
+    NO_ACCESS,
+    Endpoint,
+    Engine,
+    EngineAccess,
+    GpuMemory,
+    ProcessIdentity,
+)
+from engines.protocol.errors import EngineError, EngineNotReady, EngineRejected, PortTaken
 from engines.protocol.spec import EngineSpec, Invocation, normalized
 
 logger = logging.getLogger(__name__)
@@ -35,6 +43,7 @@ logger = logging.getLogger(__name__)
 _PROBE_INTERVAL_S = 0.5
 _MOST_PORTS = 3
 _AT_START = "default"
+_WRONG_KEY = (401, 403)
 _NOT_READY = (
     "it answers 503: starting, unhealthy or paused; if it is paused and its weights are whole, "
     "send POST {url}{path}"
@@ -46,6 +55,11 @@ class RunningEngine(Protocol):
 
     @property
     def endpoint(self) -> Endpoint: ...
+    @property
+    def access(self) -> EngineAccess:
+        """What calls to it must carry."""
+        ...
+
     @property
     def pid(self) -> int | None: ...
     @property
@@ -99,6 +113,7 @@ class LocalEngine:
     """A ``RunningEngine`` on this machine.
 
     Args:
+        access: its keys, and its process.
         used_before: bytes on its GPUs before it started; None if not measured.
     """
 
@@ -110,9 +125,11 @@ class LocalEngine:
         endpoint: Endpoint,
         process: EngineProcess,
         spec: EngineSpec,
+        access: EngineAccess,
         used_before: int | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self.access = access
         self._process = process
         self._gpu_ids = spec.gpu_ids
         self._kill_s = spec.process_kill_s
@@ -171,8 +188,11 @@ class AttachedEngine:
     pid: int | None = None
     processes: Sequence[ProcessIdentity] = ()
 
-    def __init__(self, endpoint: Endpoint, engine_id: str) -> None:
+    def __init__(
+        self, endpoint: Endpoint, engine_id: str, access: EngineAccess = NO_ACCESS
+    ) -> None:
         self.endpoint = endpoint
+        self.access = access
         self.detached: Callable[[], None] | None = None
         self._engine_id = engine_id
 
@@ -220,6 +240,7 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
 
     Raises:
         EngineNotReady: it did not within ``spec.start_timeout_s``.
+        EngineRejected: it needs another key.
         ValueError: the URL is not that of an engine.
         Exception: of ``spec.claim``.
     """
@@ -252,7 +273,9 @@ def _end_claim(taking: asyncio.Future[Callable[[], None]]) -> None:
 async def _attach(spec: EngineSpec) -> AttachedEngine:
     endpoint = Endpoint.of_url(spec.url)
     kind = kind_of(spec.kind)
+    access = (spec.access or NO_ACCESS).of(run=spec.run)
     client = kind.client(endpoint, engine_id=spec.engine_id)
+    client.authorize(access)
     last_answer = _NOT_READY.format(url=endpoint.url, path=kind.resume_path)
     if why := kind.why_open(endpoint.host):
         logger.warning("engine %s at %s: %s", spec.engine_id, endpoint.url, why)
@@ -264,6 +287,8 @@ async def _attach(spec: EngineSpec) -> AttachedEngine:
                     if await client.is_ready():
                         break
                 except EngineError as error:
+                    if isinstance(error, EngineRejected) and error.status in _WRONG_KEY:
+                        raise
                     last_answer = str(error)
                 if not has_told:
                     has_told = True
@@ -282,7 +307,7 @@ async def _attach(spec: EngineSpec) -> AttachedEngine:
         ) from None
     finally:
         await client.aclose()
-    return AttachedEngine(endpoint, spec.engine_id)
+    return AttachedEngine(endpoint, spec.engine_id, access)
 
 
 async def _number(client: Engine, spec: EngineSpec) -> None:
@@ -348,6 +373,8 @@ class LocalLauncher:
             if spec.node_rank == 0 and spec.dist_init_addr in self._reserved:
                 held.enter_context(self._reserved.pop(spec.dist_init_addr))
             endpoint = Endpoint(spec.host, reservation.port)
+            if spec.access is None:
+                spec = replace(spec, access=new_access())
             start = invocation(spec, endpoint, os.environ)
             for port in start.ports:
                 held.enter_context(reserve_port(spec.host, port))
@@ -362,7 +389,11 @@ class LocalLauncher:
                 folder_variable=start.folder_variable,
                 kill_timeout_s=spec.process_kill_s,
             )
+        assert spec.access is not None
+        identity = process.identity
+        access = spec.access.of("" if identity is None else identity.token, run=spec.run)
         client = kind.client(endpoint, engine_id=spec.engine_id)
+        client.authorize(access)
         # Only the first node takes requests; the others only report that they live.
         probe = client.is_ready if spec.node_rank == 0 else client.is_healthy
         ports = endpoint.port, *start.ports
@@ -383,7 +414,7 @@ class LocalLauncher:
             raise
         finally:
             await client.aclose()
-        return LocalEngine(endpoint, process, spec, used_before)
+        return LocalEngine(endpoint, process, spec, access, used_before)
 
 
 async def _listens(engine_id: str, host: str, ports: Sequence[int], process: EngineProcess) -> bool:
@@ -432,7 +463,9 @@ def invocation(spec: EngineSpec, endpoint: Endpoint, inherited: Mapping[str, str
     start, keeps = kind.invocation(spec, endpoint, inherited), spec.keeps_embeddings
     env = kind.old_state.variables(keeps_embeddings=keeps) | dict(start.env)
     kind.old_state.refuse(normalized(spec.options), env, keeps_embeddings=keeps)
-    return replace(start, env=env)
+    # Those of the process that launches are of an engine that is its parent.
+    env = {name: value for name, value in env.items() if name not in (SAMPLING_KEY, CONTROL_KEY)}
+    return replace(start, env=env | key_variables(spec.access or NO_ACCESS))
 
 
 def check_spec(spec: EngineSpec) -> None:

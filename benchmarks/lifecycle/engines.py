@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
+from engines.protocol import NO_ACCESS
 
 
 @contextmanager
@@ -39,7 +40,7 @@ async def main(num: int) -> None:
     launcher = HttpFakeLauncher()
     engines = [
         await launcher.launch(
-            EngineSpec(f"fake-{index}", "fake", "/nowhere", "/nowhere", memory_saver=True)
+            EngineSpec(f"fake-{index}", "fake", "/nowhere", "/nowhere", access=NO_ACCESS)
         )
         for index in range(num)
     ]

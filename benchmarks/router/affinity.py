@@ -52,7 +52,9 @@ async def _share(policy: str, engines: list[RunningEngine], num_requests: int, s
     prefixes = [[rng.randrange(256) for _ in range(PREFIX_TOKENS)] for _ in range(NUM_PREFIXES)]
     host = RouterHost(RouterConfig.model_validate({"policy": policy}))
     endpoint = await host.start()
-    members = [Backend(f"e-{n}", engine.endpoint) for n, engine in enumerate(engines)]
+    members = [
+        Backend(f"e-{n}", engine.endpoint, access=engine.access) for n, engine in enumerate(engines)
+    ]
     try:
         await host.set_members(1, members)
         await host.set_gate("open", weight_version=seed + 1)

@@ -14,6 +14,7 @@ from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.faults import FaultSpec, parse_fault
 from engines.fake.http_fake import FakeHttpApp
 from engines.fake.nodes import Nodes, follower_app
+from engines.http.key_check import access_of
 from engines.protocol import Endpoint
 
 # Broken calls must get their error before the process ends.
@@ -81,7 +82,7 @@ def _switch(text: str) -> FaultSpec:
 async def _serve(engine: FakeEngine, num_nodes: int, rank: int, address: str) -> None:
     nodes = Nodes(num_nodes, rank, address)
     await nodes.meet()
-    fake = FakeHttpApp()
+    fake = FakeHttpApp(access_of(os.environ))
     fake.engine = engine
     app = follower_app() if rank else fake.app
     runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from inspect import isawaitable
@@ -24,8 +25,12 @@ from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.fake_weights import digest_of
 from engines.fake.engine.faults import CallGate, parse_fault
 from engines.fake.launcher import FakeRunningEngine, Make, make_engine
+from engines.http.key_check import Refusal, check, new_access
 from engines.protocol import (
+    NO_ACCESS,
+    PROCESS_HEADER,
     Endpoint,
+    EngineAccess,
     GenerateReply,
     GpuId,
     MemoryTag,
@@ -57,7 +62,8 @@ class HttpFakeLauncher:
 
     async def launch(self, spec: EngineSpec) -> ServedFake:
         """Start it; its endpoint is known only then."""
-        served = FakeHttpApp()
+        access = access_for(spec)
+        served = FakeHttpApp(access)
         runner = web.AppRunner(served.app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         try:
@@ -67,14 +73,21 @@ class HttpFakeLauncher:
         except BaseException:
             await runner.cleanup()
             raise
-        return ServedFake(served.engine, runner, spec.gpu_ids)
+        return ServedFake(served.engine, runner, access, spec.gpu_ids)
 
 
 class ServedFake(FakeRunningEngine):
     """The process a served fake seems to run in."""
 
-    def __init__(self, engine: FakeEngine, runner: web.AppRunner, gpu_ids: Sequence[GpuId]) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        runner: web.AppRunner,
+        access: EngineAccess,
+        gpu_ids: Sequence[GpuId],
+    ) -> None:
         super().__init__(engine, engine.endpoint.port, gpu_ids)
+        self.access = access
         self._runner = runner
 
     async def stop(self, grace_s: float) -> bool:
@@ -87,13 +100,48 @@ class ServedFake(FakeRunningEngine):
         await self._runner.cleanup()
 
 
+def key_check(access: EngineAccess, names: Callable[[], Collection[str]]) -> Any:
+    """Middleware that carries out what ``key_check.check`` admits, and what is a test's.
+
+    Args:
+        names: of the engine's process, besides that in ``access``.
+    """
+
+    @web.middleware
+    async def checked(request: web.Request, handler: Any) -> web.StreamResponse:
+        headers = request.headers
+        key, process = headers.get("Authorization", ""), headers.get(PROCESS_HEADER, "")
+        try:
+            if not request.path.startswith("/fake/"):
+                check(access, request.path, key, process, names())
+        except Refusal as refusal:
+            return web.Response(
+                status=refusal.status, body=refusal.body, content_type="application/json"
+            )
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    return checked
+
+
+def access_for(spec: EngineSpec) -> EngineAccess:
+    """Its keys, as ``LocalLauncher`` makes them, with a name of its process."""
+    access = new_access() if spec.access is None else spec.access
+    return access.of(secrets.token_hex(8), run=spec.run)
+
+
 class FakeHttpApp:
-    """The routes of one engine."""
+    """The routes of one engine.
+
+    Args:
+        access: its keys, and its process.
+    """
 
     engine: FakeEngine
 
-    def __init__(self) -> None:
-        self.app = web.Application(client_max_size=2**30)
+    def __init__(self, access: EngineAccess = NO_ACCESS) -> None:
+        check_keys = key_check(access, lambda: [self.engine.start])
+        self.app = web.Application(client_max_size=2**30, middlewares=[check_keys])
         self._testers = testers = TestersRoutes(self)
         queries = {**self._queries(), "/fake/requests": lambda b: testers.requests}
         commands = {**self._commands(), **testers.commands()}
@@ -197,6 +245,7 @@ class FakeHttpApp:
             if info.update_groups is None
             else sorted(info.update_groups),
             "fingerprints": info.fingerprints,
+            "process_start": info.start,
         }
 
     async def _loads(self, body: Mapping[str, Any]) -> Any:

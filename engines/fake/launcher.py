@@ -10,7 +10,15 @@ from typing import Any
 from engines.fake.engine.fake_caches import caches_of
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.engine.faults import CallGate
-from engines.protocol import Endpoint, GpuId, GpuMemory, PauseMode, ProcessIdentity
+from engines.protocol import (
+    NO_ACCESS,
+    Endpoint,
+    EngineAccess,
+    GpuId,
+    GpuMemory,
+    PauseMode,
+    ProcessIdentity,
+)
 from engines.protocol.spec import EngineSpec
 
 _HOST_BYTES = 1 << 30
@@ -82,6 +90,7 @@ class FakeRunningEngine:
 
     node_id = ""
     node_ids: Sequence[str] = ()
+    access: EngineAccess = NO_ACCESS
 
     def __init__(self, engine: FakeEngine, pid: int, gpu_ids: Sequence[GpuId] = ()) -> None:
         self.engine = engine

@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 from engines.http.call import Deadlines, EngineCall
 from engines.http.connections import Connections, HttpReply
+from engines.http.key_check import is_control
 from engines.http.sglang_json import DONE, sse_payloads
-from engines.protocol import Endpoint
+from engines.protocol import NO_ACCESS, Endpoint, EngineAccess
 
 T = TypeVar("T")
 
@@ -51,9 +52,18 @@ class BaseClient:
         self.endpoint = endpoint
         self.engine_id = engine_id
         self.deadlines = deadlines
-        self._control: Wire = wire or Connections(endpoint, self.headers)
+        self._access = NO_ACCESS
+        self._control: Wire = wire or Connections(endpoint, self._headers_of)
         # A probe must not wait behind the calls whose engine it checks: it has its own connections.
-        self._probes: Wire = wire or Connections(endpoint, self.headers)
+        self._probes: Wire = wire or Connections(endpoint, self._headers_of)
+
+    def authorize(self, access: EngineAccess) -> None:
+        """From now on calls carry this."""
+        self._access = access
+
+    def _headers_of(self, path: str) -> Mapping[str, str]:
+        is_change = is_control(path.partition("?")[0])
+        return {**self.headers, **self._access.headers(is_control=is_change)}
 
     async def aclose(self) -> None:
         await self._control.aclose()

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
@@ -59,6 +60,10 @@ class Deadlines:
 T = TypeVar("T")
 
 _BODY_CHARACTERS = 500
+_WRONG_KEY = (
+    " (set engine.key to the key that the engine was started with, and engine.control_key if its "
+    "control calls have another)"
+)
 # Of an error that may quote what the engine sent.
 _CAUSE_CHARACTERS = 300
 
@@ -134,7 +139,9 @@ class EngineCall:
     def accept(self, answer: HttpReply) -> None:
         """Raises ``EngineRejected`` unless the status is 2xx."""
         if not answer.is_success:
-            raise self.rejected(f"answered {answer.status}", status=answer.status, body=answer.text)
+            advice = _WRONG_KEY if answer.status == HTTPStatus.UNAUTHORIZED else ""
+            what = f"answered {answer.status}{advice}"
+            raise self.rejected(what, status=answer.status, body=answer.text)
 
     def read(self, answer: HttpReply, read: Callable[[Any], T]) -> T:
         """The result of ``read`` for its JSON; a reply it cannot read is a rejection."""

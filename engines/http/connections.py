@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -63,12 +63,15 @@ class Connections:
 
     Belongs to the event loop that first sends.
 
+    Args:
+        headers_of: the headers of a call, by its path.
+
     Raises (all that sends): ``aiohttp.ClientError``, with the reason.
     """
 
-    def __init__(self, endpoint: Endpoint, headers: Mapping[str, str]) -> None:
+    def __init__(self, endpoint: Endpoint, headers_of: Callable[[str], Mapping[str, str]]) -> None:
         self._url = endpoint.url
-        self._headers = headers
+        self._headers_of = headers_of
         self._session: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
@@ -76,12 +79,13 @@ class Connections:
             await self._session.close()
 
     async def get(self, path: str) -> HttpReply:
-        async with self._opened().get(self._url + path) as response:
+        headers = self._headers_of(path)
+        async with self._opened().get(self._url + path, headers=headers) as response:
             return HttpReply(response.status, await response.read())
 
     async def post(self, path: str, content: bytes) -> HttpReply:
         """POST JSON, and wait for the whole answer."""
-        async with self._opened().post(self._url + path, **_json(content)) as response:
+        async with self._opened().post(self._url + path, **self._json(path, content)) as response:
             return HttpReply(response.status, await response.read())
 
     @asynccontextmanager
@@ -92,26 +96,25 @@ class Connections:
 
         Left early, it closes the connection.
         """
-        async with self._opened().post(self._url + path, **_json(content)) as response:
+        async with self._opened().post(self._url + path, **self._json(path, content)) as response:
             yield response.status, response.content.iter_any()
+
+    def _json(self, path: str, content: bytes) -> dict[str, Any]:
+        """How aiohttp is to send JSON."""
+        # It writes a body of bytes in one go, and would hold the loop for a large one.
+        data = content if len(content) <= _PIECE_BYTES else _pieces(content)
+        headers = {**_JSON, "content-length": str(len(content)), **self._headers_of(path)}
+        return {"data": data, "headers": headers}
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=_Connector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers=self._headers,
                 timeout=_FOR_EVER,
                 trust_env=False,
             )
         return self._session
-
-
-def _json(content: bytes) -> dict[str, Any]:
-    """How aiohttp is to send JSON."""
-    # It writes a body of bytes in one go, and would hold the loop for a large one.
-    data = content if len(content) <= _PIECE_BYTES else _pieces(content)
-    return {"data": data, "headers": _JSON | {"content-length": str(len(content))}}
 
 
 async def _pieces(content: bytes) -> AsyncGenerator[memoryview, None]:

@@ -143,6 +143,10 @@ def read_model_info(answer: Any) -> ModelInfo:
     )
 
 
+# SGLang reports what it was started with, to those who have a key.
+_WITH_KEYS = frozenset({"api_key", "admin_api_key", "launch_command"})
+
+
 def read_server_info(answer: Any) -> ServerInfo:
     """SGLang does not report its kind; other engines put theirs under ``engine``."""
     return ServerInfo(
@@ -156,7 +160,7 @@ def read_server_info(answer: Any) -> ServerInfo:
         fingerprints=str(answer.get("fingerprints") or ""),
         start=_start(answer),
         num_answers_late=_num_answers_late(answer),
-        raw=answer,
+        raw={name: value for name, value in answer.items() if name not in _WITH_KEYS},
     )
 
 

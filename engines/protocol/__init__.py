@@ -8,8 +8,11 @@ from engines.protocol.engine import Engine
 from engines.protocol.sampling_params import SamplingParams
 from engines.protocol.types import (
     FINGERPRINTS,
+    NO_ACCESS,
+    PROCESS_HEADER,
     STAYS,
     Endpoint,
+    EngineAccess,
     FinishReason,
     GenerateReply,
     GpuId,
@@ -34,9 +37,12 @@ from engines.protocol.types import (
 
 __all__ = [
     "FINGERPRINTS",
+    "NO_ACCESS",
+    "PROCESS_HEADER",
     "STAYS",
     "Endpoint",
     "Engine",
+    "EngineAccess",
     "FinishReason",
     "GenerateReply",
     "GpuId",

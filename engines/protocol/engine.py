@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
 from engines.protocol.types import (
+    EngineAccess,
     GenerateArguments,
     GenerateReply,
     Loads,
@@ -26,6 +27,10 @@ class Engine(Protocol):
     No policy lives here: a call that kills the engine is sent like any other.  See the table of
     such calls in ``engines/fake/README.md`` before using it by hand.
     """
+
+    def authorize(self, access: EngineAccess) -> None:
+        """From now on calls carry this."""
+        ...
 
     async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None: ...
     async def continue_generation(self) -> None: ...

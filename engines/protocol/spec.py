@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.protocol import Endpoint, GpuId, WorkerType
+from engines.protocol import Endpoint, EngineAccess, GpuId, WorkerType
 
 AT_LAUNCH = {
     "model_path": "the server's model_path",
@@ -43,6 +43,8 @@ class EngineSpec:
         worker_type: its part in a server that separates prefill, decode or encoding.
         kill_timeout_s: from its kill until its memory is known to be free, all attempts counted.
         python: the interpreter to run it in; empty for this one.
+        access: its keys; None for new ones, made at its launch.
+        run: that launches it, which calls to it name.
         url: where it listens, for one that is attached; one of kind ``vllm`` with a url is.
         claim: called before it is attached; what it returns is called when it is used no more.
         num_nodes: nodes it spans; each is launched with a spec of its own.
@@ -67,6 +69,8 @@ class EngineSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     worker_type: WorkerType = WorkerType.REGULAR
     python: str = ""
+    access: EngineAccess | None = None
+    run: str = ""
     url: str = ""
     claim: Callable[[], Callable[[], None]] | None = None
     num_nodes: int = 1
@@ -172,7 +176,7 @@ class Invocation:
     """
 
     command: Sequence[str]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)  # it has the keys
     cleanup: Sequence[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     folder_variable: str = ""

@@ -144,6 +144,72 @@ class Endpoint(NamedTuple):
         return cls(parts.hostname, parts.port)
 
 
+PROCESS_HEADER = "X-Rollout-Engine"
+"""Of a control call: the run that makes it, and the process that it is for, ``run/process``."""
+
+
+class EngineAccess:
+    """What calls to an engine carry: a key, and with control calls the process that they are for.
+
+    Always true: nothing shows a key: no text, no JSON, no ``asdict``.  It is no dataclass for that.
+
+    Attributes:
+        sampling: the key of requests and queries; empty for none.
+        control: the key of calls that change the engine; empty for none.
+        process: the token of the process, or its ``ServerInfo.start``; empty if not known.
+        run: that makes the calls.
+    """
+
+    __slots__ = ("control", "process", "run", "sampling")
+
+    def __init__(
+        self, sampling: str = "", control: str = "", *, process: str = "", run: str = ""
+    ) -> None:
+        self.sampling = sampling
+        self.control = control
+        self.process = process
+        self.run = run
+
+    def of(self, process: str = "", *, run: str = "") -> EngineAccess:
+        """The same keys, for calls of a run to a process; what is empty stays as it is."""
+        return EngineAccess(
+            self.sampling, self.control, process=process or self.process, run=run or self.run
+        )
+
+    def headers(self, *, is_control: bool) -> dict[str, str]:
+        """The headers of a call."""
+        key = self.control if is_control else self.sampling
+        found = {"Authorization": f"Bearer {key}"} if key else {}
+        if is_control and self.process:
+            found[PROCESS_HEADER] = f"{self.run}/{self.process}"
+        return found
+
+    def __repr__(self) -> str:
+        has = "with" if self.sampling or self.control else "without"
+        return f"<EngineAccess {has} keys, process {self.process!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineAccess) and self._all == other._all
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _access, self._all
+
+    @property
+    def _all(self) -> tuple[str, str, str, str]:
+        return self.sampling, self.control, self.process, self.run
+
+
+def _access(sampling: str, control: str, process: str, run: str) -> EngineAccess:
+    return EngineAccess(sampling, control, process=process, run=run)
+
+
+NO_ACCESS = EngineAccess()
+"""Of an engine without keys."""
+
+
 class GenerateArguments(TypedDict, total=False):
     """What ``generate`` and ``stream_generate`` take: exactly one of ``input_ids`` and ``text``."""
 

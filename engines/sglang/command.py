@@ -7,14 +7,18 @@ is refused by name, and so is one that the lifecycle cannot work with.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from engines.http.key_check import key_variables
 from engines.protocol import Endpoint, WorkerType
 from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
 from engines.sglang.draft import BACKUP_OPTION, draft_of
 from engines.sglang.parallel import divide
 
 _NO_SUCH_SERVER = "that server lacks the control endpoints"
+_OWN_KEYS = "each launch makes its own keys, which the router has; engine.key false makes none"
 _OWNERS = {
     **AT_LAUNCH,
     "model": "the server's model_path",
@@ -28,14 +32,16 @@ _OWNERS = {
     "encoder_only": "the group's worker_type",
     "config": "put its options under engine.options",
     "use_ray": "skips the memory saver and takes whole GPUs; we launch it in an actor of ours",
-    "api_key": "the engine is driven without a key",
-    "admin_api_key": "the engine is driven without a key",
+    "api_key": _OWN_KEYS,
+    "admin_api_key": _OWN_KEYS,
     "incremental_streaming_output": "streams must be cumulative to be resumed",
     "grpc_mode": _NO_SUCH_SERVER,
     "smg_grpc_mode": _NO_SUCH_SERVER,
     "ssl_keyfile": "engines are reached over plain HTTP",
     "ssl_certfile": "engines are reached over plain HTTP",
 }
+_START = Path(__file__).with_name("start.py")
+_WITHOUT_KEYS = ("tokenizer_worker_num", "grpc_port")
 # Allowed: with GPUs, it leaves them alone.
 _ON_CPU = ("device", "cpu")
 BOOTSTRAP_OPTION = "disaggregation_bootstrap_port"
@@ -80,8 +86,21 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
         BOOTSTRAP_OPTION: bootstrap_port(spec, endpoint) or None,
         **sizes,
     }
-    program = [spec.python or sys.executable, "-m", "sglang.launch_server"]
-    return program + as_flags(ours | default_options(spec) | options)
+    return _program(spec, options) + as_flags(ours | default_options(spec) | options)
+
+
+def _program(spec: EngineSpec, options: Mapping[str, Any]) -> list[str]:
+    """SGLang with its keys, or without."""
+    if spec.access is None or not key_variables(spec.access):
+        return [spec.python or sys.executable, "-m", "sglang.launch_server"]
+    # 0.5.23: several tokenizers end with an assertion, and gRPC would be open.
+    keyless = [name for name in _WITHOUT_KEYS if options.get(name) not in (None, 1)]
+    if keyless:
+        raise ValueError(
+            f"SGLang has no keys with {', '.join(keyless)}; leave that out, or set engine.key to "
+            "false, with which every program that reaches the engine's port can control it"
+        )
+    return [spec.python or sys.executable, str(_START)]
 
 
 def bootstrap_port(spec: EngineSpec, endpoint: Endpoint) -> int:

@@ -23,7 +23,7 @@ _OWNERS = {
     "weight_transfer_config": _OF_PLUGIN,
     "worker_extension_cls": _OF_PLUGIN,
     "config": "put its options under engine.options",
-    "api_key": "the engine is driven without a key, which would guard its requests only",
+    "api_key": "each launch makes its own keys, which the router has; engine.key false makes none",
     "ssl_keyfile": "engines are reached over plain HTTP",
     "ssl_certfile": "engines are reached over plain HTTP",
     "uds": "engines are reached over TCP",
@@ -31,6 +31,8 @@ _OWNERS = {
     "tokens_only": "that server has no text",
 }
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+KEY_CHECK = "engines.http.key_check.KeyCheck"
+"""What checks the keys: vLLM's own guard neither pauses nor updates."""
 DEFAULTS: dict[str, Any] = {
     # The token-in, token-out route; servers before 0.30 have it, and not this flag.
     "enable_scale_out": True,
@@ -65,7 +67,11 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
         **_sizes(options, len(spec.gpu_ids)),
     }
     program = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    return program + as_flags(ours | DEFAULTS | options)
+    theirs = options.pop("middleware", None) or []
+    theirs = [theirs] if isinstance(theirs, str) else [*theirs]
+    # One flag each.  The last one sees a request first.
+    middleware = [f"--middleware={name}" for name in (*theirs, KEY_CHECK)]
+    return program + as_flags(ours | DEFAULTS | options) + middleware
 
 
 def _worker(spec: EngineSpec) -> dict[str, str]:

@@ -108,8 +108,8 @@ def why_open(host: str) -> str:
         return ""
     return (
         f"host {host}: vLLM's control endpoints (pause, sleep, update_weights, collective_rpc) "
-        "have no key, so every program that reaches the port can call them; engines of kind vllm "
-        "listen on 127.0.0.1 only"
+        "have no key of its own, so every program that reaches the port can call them; engines of "
+        "kind vllm listen on 127.0.0.1 only"
     )
 
 

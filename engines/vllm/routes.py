@@ -43,7 +43,7 @@ OF_DEV_MODE = frozenset(
         SERVER_INFO,
     }
 )
-"""They exist only with ``VLLM_SERVER_DEV_MODE=1``; no API key guards them."""
+"""They exist only with ``VLLM_SERVER_DEV_MODE=1``; vLLM's own API key does not guard them."""
 
 REQUEST_PREFIX = "generate-tokens-"
 """What ``/inference/v1/generate`` puts before a request's id, and an abort must name."""

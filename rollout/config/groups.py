@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from engines.kinds import KINDS, kind_of
-from engines.protocol import Endpoint, WorkerType
+from engines.protocol import NO_ACCESS, Endpoint, EngineAccess, WorkerType
 from engines.protocol.kind import Kind
 from rollout.config.base import ConfigSection, Seconds
 
@@ -37,6 +37,13 @@ class EngineConfig(ConfigSection):
     takeover: bool = False
     """Attach engines also if another run uses them, which fences them then. By default the launch
     is refused, as far as that run is seen: it is of the same user, on this host."""
+    key: bool | str = Field(default=True, repr=False)
+    """Bearer key of its requests. By default each launch makes random keys, which only router and
+    control have; ``false`` makes none. For attached engines the key that they were started with;
+    default: none."""
+    control_key: str = Field(default="", repr=False)
+    """Of attached engines, the key of calls that change them, as SGLang's ``admin-api-key``.
+    Default: ``key``."""
     python: str = ""
     """Python interpreter in which the engine is installed. Default: the interpreter of this
     process."""
@@ -74,6 +81,14 @@ class EngineConfig(ConfigSection):
         return self.of_kind.invocation is None or bool(self.urls)
 
     @property
+    def access(self) -> EngineAccess | None:
+        """Its keys; None if each launch makes its own."""
+        if self.is_attached:
+            key = self.key if isinstance(self.key, str) else ""
+            return EngineAccess(key, self.control_key or key)
+        return None if self.key else NO_ACCESS
+
+    @property
     def may_keep_embeddings(self) -> bool:
         """Its engines already run, and it does not say that they keep none."""
         variable = self.of_kind.old_state.embeddings_variable
@@ -90,6 +105,14 @@ class EngineConfig(ConfigSection):
                 "attached",
             )
         yield from self._conflicts_of_kind()
+        if not self.is_attached:
+            given = {"key": isinstance(self.key, str), "control_key": bool(self.control_key)}
+            for name in (name for name, is_given in given.items() if is_given):
+                yield (
+                    name,
+                    f"{name} is for attached engines, and each launch makes its own keys; leave it "
+                    "out, or set key to false for none",
+                )
         if self.takeover and not self.is_attached:
             yield "takeover", "takeover is for attached engines, and this run launches its own"
         for name, value in self.env.items():

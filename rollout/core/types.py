@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engines.protocol import Endpoint, GpuId, GpuMemory, ProcessIdentity, WorkerType
+from engines.protocol import (
+    NO_ACCESS,
+    Endpoint,
+    EngineAccess,
+    GpuId,
+    GpuMemory,
+    ProcessIdentity,
+    WorkerType,
+)
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 
 
@@ -257,6 +265,7 @@ class EngineStatus:
         logprobs: at which step of sampling it takes its log-probs.
         bootstrap_port: as in ``routing.Backend``; 0 where it reports none.
         process_name, start: as in ``EngineState``.
+        access: what calls to it carry; its repr hides the keys.
         standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
             or why there is none; empty without ``standby``.
     """
@@ -286,6 +295,7 @@ class EngineStatus:
     process_name: str = ""
     standby: str = ""
     start: str = ""
+    access: EngineAccess = NO_ACCESS
 
     @property
     def process(self) -> str:

@@ -19,6 +19,7 @@ import aiohttp
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from engines.http.key_check import is_control
 from engines.protocol.errors import EngineUnreachable
 from engines.protocol.plain_text import describe
 from rollout.router.gate.aborts import AbortOrder
@@ -69,7 +70,7 @@ class EngineQueryClient:
             async with self._session.request(
                 method,
                 member.endpoint.url + path,
-                headers={"content-type": "application/json"} if body else {},
+                headers=_headers(member, path, body),
                 data=body or None,
                 allow_redirects=False,
             ) as response:
@@ -195,6 +196,11 @@ def error_reply(
     status: int, kind: str, message: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     return JSONResponse({"error": {"type": kind, "message": message}}, status, headers)
+
+
+def _headers(member: Backend, path: str, body: bytes) -> dict[str, str]:
+    kept = {"content-type": "application/json"} if body else {}
+    return kept | member.access.headers(is_control=is_control(path))
 
 
 def _bodies(member: Backend, rids: Sequence[str] | None) -> list[bytes]:

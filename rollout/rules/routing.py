@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from engines.kinds import kind_of
-from engines.protocol import Endpoint, WorkerType
+from engines.protocol import NO_ACCESS, Endpoint, EngineAccess, WorkerType
 from engines.protocol.kind import Kind
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 
@@ -46,6 +46,8 @@ class Backend:
         kind: as in ``engines.kinds``.
         needs_names: it gets only requests that name their weight version to its prefix cache.
         logprobs: at which step of sampling it takes its log-probs.
+        access: what calls to it carry.  The control key is for aborts, which SGLang takes with that
+            alone.
         bootstrap_port: port at which decode engines reach it, if it is a prefill engine.
     """
 
@@ -59,6 +61,7 @@ class Backend:
     kind: str = "sglang"
     needs_names: bool = False
     logprobs: LogprobRule = BEFORE_CUTS
+    access: EngineAccess = NO_ACCESS
 
     @property
     def of_kind(self) -> Kind:

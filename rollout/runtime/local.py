@@ -93,6 +93,7 @@ def group_settings(
         path=f"servers.{server}.groups.{group}",
         model_path=of_server.model_path,
         log_dir=str(RunFolder.of(config).of_server(server)),
+        run_id=config.run_id,
         group=of_server.groups[group],
         update=of_server.weights.update,
         lifecycle=of_server.lifecycle,

@@ -24,8 +24,10 @@ import pytest
 import rollout
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read
+from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from tests.support.chat_models import THINKS_FIRST
+from tests.support.engine_keys import Keys
 from tests.support.lora import make_adapter
 from tests.support.models import make_plain_model
 from tests.support.processes import wait_until
@@ -166,10 +168,9 @@ def run(folder: Path, num_adapters: int, num_updates: int, num_sessions: int) ->
         assert (stats["num_refused"], stats["gate"]["pinned"]) == (0, {})
         versions = check_sessions(sessions.turns, owners)
         engines = policy.status().result(30).groups[0].engines
-        urls = [one.endpoint.url for one in engines]
         first = num_adapters * (num_updates - 1) + 1
         newest = {f"{name}@{version}" for version, name in enumerate(adapters, first)}
-        assert wait_until(lambda: all(loaded(url) == newest for url in urls), 30)
+        assert wait_until(lambda: all(loaded(one) == newest for one in engines), 30)
     push_s.sort()
     return (
         f"{num_adapters} adapters x {num_updates} updates, {num_sessions} sessions at any time: "
@@ -179,9 +180,10 @@ def run(folder: Path, num_adapters: int, num_updates: int, num_sessions: int) ->
     )
 
 
-def loaded(url: str) -> set[str]:
+def loaded(engine: EngineStatus) -> set[str]:
     """The versions of adapters that an engine has."""
-    reply = httpx.post(f"{url}/weights_checker", json={"action": "checksum"}, trust_env=False)
+    url = f"{engine.endpoint.url}/weights_checker"
+    reply = httpx.post(url, json={"action": "checksum"}, trust_env=False, auth=Keys(engine))
     names = reply.json()["ranks"][0]["checksums"]
     return {name.split(":")[1] for name in names if name.startswith("lora:")}
 
@@ -222,13 +224,13 @@ def test_an_engine_that_is_killed_leaves_the_version_before_and_comes_back_with_
         assert policy.status().result(30).gate == "open"
         assert [ask(policy) for _ in range(4)] == [1] * 4
 
-        def urls() -> list[str]:
+        def others() -> list[EngineStatus]:
             engines = policy.status().result(30).groups[0].engines
             serving = [one for one in engines if not (one.fence_reason or one.is_stale)]
-            return [one.endpoint.url for one in serving if one.pid != killed.pid]
+            return [one for one in serving if one.pid != killed.pid]
 
-        assert wait_until(lambda: len(urls()) == 2, 90), policy.status().result()
-        assert [loaded(url) for url in urls()] == [{"policy@1", "judge@2"}] * 2
+        assert wait_until(lambda: len(others()) == 2, 90), policy.status().result()
+        assert [loaded(one) for one in others()] == [{"policy@1", "judge@2"}] * 2
         push(policy, 3, "policy")
         assert [ask(policy) for _ in range(4)] == [3] * 4
         assert [ask(policy, "judge") for _ in range(4)] == [2] * 4

@@ -23,6 +23,7 @@ from rollout.core.types import EngineStatus, StepReport
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.engine_keys import request_to
 from tests.support.kept_groups import kept_group
 from tests.support.processes import wait_until
 
@@ -66,7 +67,7 @@ def living(policy: ServerHandle) -> list[EngineStatus]:
 
 
 def asked(engine: EngineStatus, question: str) -> Any:
-    with urllib.request.urlopen(f"{engine.endpoint.url}/{question}", timeout=30) as answer:
+    with urllib.request.urlopen(request_to(engine, f"/{question}"), timeout=30) as answer:
         return json.load(answer)
 
 

@@ -23,6 +23,7 @@ from rollout.weights.routes.trainer_groups import BroadcastPush, BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support import random_deltas
 from tests.support.delta_faults import REFUSED, Faults
+from tests.support.engine_keys import request_to
 from tests.support.fault_proxy import ProxiedLauncher
 from tests.support.push_settings import with_settings
 from tests.support.random_deltas import changed, sent
@@ -80,10 +81,8 @@ def engines(deployment: DeploymentHandle) -> list[Any]:
     return [engine for group in groups for engine in group.engines]
 
 
-def asked(url: str, body: Any) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def asked(engine: Any, path: str, body: Any) -> Any:
+    request = request_to(engine, path, json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 
@@ -91,7 +90,7 @@ def asked(url: str, body: Any) -> Any:
 def assert_held(deployment: DeploymentHandle, weights: dict[str, torch.Tensor]) -> None:
     """Every engine has exactly these bits, by its own word."""
     for engine in engines(deployment):
-        checksums = asked(f"{engine.endpoint.url}/weights_checker", {})["ranks"][0]["checksums"]
+        checksums = asked(engine, "/weights_checker", {})["ranks"][0]["checksums"]
         assert checksums == {name: bytes_fingerprint(name, weights[name]) for name in checksums}
 
 

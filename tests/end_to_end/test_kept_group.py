@@ -25,6 +25,7 @@ from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.engine_keys import request_to
 from tests.support.kept_groups import kept_group
 from tests.support.kinds import chaos_for
 from tests.support.processes import wait_until
@@ -88,7 +89,7 @@ def engines(policy: ServerHandle) -> list[EngineStatus]:
 
 
 def asked(engine: EngineStatus, question: str) -> Any:
-    with urllib.request.urlopen(f"{engine.endpoint.url}/{question}", timeout=30) as answer:
+    with urllib.request.urlopen(request_to(engine, f"/{question}"), timeout=30) as answer:
         return json.load(answer)
 
 
@@ -189,8 +190,8 @@ def test_an_engine_that_was_told_to_leave_behind_our_back_is_asked_to_join_again
 ) -> None:
     name = push()
     body = json.dumps({"group_name": name}).encode()
-    url = f"{engines(policy)[1].endpoint.url}/destroy_weights_update_group"
-    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as answer:
+    leave = request_to(engines(policy)[1], "/destroy_weights_update_group", body)
+    with urllib.request.urlopen(leave, timeout=30) as answer:
         assert answer.status == 200
     another = push()
     assert another != name

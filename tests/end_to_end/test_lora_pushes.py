@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.http.client import EngineClient
 from engines.protocol import SamplingParams
 from rollout import RolloutConfig, launch
 from rollout.core.errors import WeightMismatch
@@ -20,6 +19,7 @@ from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import bytes_fingerprint
 from rollout.weights.tensors.adapters import merged
+from tests.support.engine_keys import client_of
 from tests.support.lora import split_by_adapter
 from tests.support.processes import wait_until
 
@@ -77,7 +77,7 @@ def engine_of(policy: ServerHandle) -> Any:
 
 async def held(policy: ServerHandle) -> tuple[dict[str, str], dict[str, str]]:
     """Fingerprints of base and adapter, by the engine's own word."""
-    client = EngineClient(engine_of(policy).endpoint)
+    client = client_of(engine_of(policy))
     tensors = (await client.weights_checker()).tensors[0]
     await client.aclose()
     return split_by_adapter(tensors)

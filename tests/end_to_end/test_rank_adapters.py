@@ -14,6 +14,7 @@ import torch
 from engines.protocol.lora_config import rank_and_scale
 from rollout import DeploymentHandle, launch
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.engine_keys import request_to
 from tests.support.lora import drawn_adapter, split_by_adapter
 from tests.support.rank_processes import Ranks, drawn, errors, served_seed, tiny_policy
 
@@ -41,9 +42,7 @@ def held(run: DeploymentHandle) -> tuple[dict[str, str], dict[str, str]]:
     """Fingerprints of base and adapter, by the engine's own account."""
     (engine,) = run["policy"].status().result(30).groups[0].engines
     body = json.dumps({"action": "checksum"}).encode()
-    url = f"{engine.endpoint.url}/weights_checker"
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request_to(engine, "/weights_checker", body), timeout=30) as reply:
         found: dict[str, str] = json.load(reply)["ranks"][0]["checksums"]
     return split_by_adapter(found)
 

@@ -17,6 +17,7 @@ import pytest
 
 from rollout import DeploymentHandle, launch
 from rollout.core.types import EngineStatus
+from tests.support.engine_keys import request_to
 from tests.support.processes import wait_until
 from tests.support.rank_processes import BUCKET_BYTES, Ranks, errors, served_seed, tiny_policy
 
@@ -65,7 +66,7 @@ def groups_of_engines(run: DeploymentHandle) -> list[list[str]]:
     """The groups that each engine is in."""
     found = []
     for engine in run["policy"].status().result(30).groups[0].engines:
-        with urllib.request.urlopen(f"{engine.endpoint.url}/server_info", timeout=30) as reply:
+        with urllib.request.urlopen(request_to(engine, "/server_info"), timeout=30) as reply:
             found.append(json.load(reply)["weights_update_groups"])
     return found
 

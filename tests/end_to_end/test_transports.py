@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.http.client import EngineClient
 from engines.protocol.errors import EngineRejected
 from rollout import RolloutConfig, launch
 from rollout.core.errors import ConfigError, WeightMismatch, WeightsUnavailable
@@ -26,6 +25,7 @@ from rollout.weights.routes.broadcast import leave_group
 from rollout.weights.routes.shared_memory import ByPath
 from rollout.weights.routes.trainer_groups import BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.engine_keys import client_of, request_to
 from tests.support.push_settings import with_settings
 
 pytestmark = pytest.mark.embedded
@@ -72,9 +72,7 @@ def held(deployment: DeploymentHandle) -> list[dict[str, str]]:
     found = []
     for group in deployment["policy"].status().result().groups:
         for engine in group.engines:
-            request = urllib.request.Request(
-                f"{engine.endpoint.url}/weights_checker", b"{}", {"Content-Type": "text/json"}
-            )
+            request = request_to(engine, "/weights_checker", b"{}")
             with urllib.request.urlopen(request, timeout=30) as response:
                 found.append(json.load(response)["ranks"][0]["checksums"])
     return found
@@ -248,7 +246,7 @@ async def test_a_missing_peer_frees_the_engine_that_waits_at_the_deadline(
 ) -> None:
     """Alone it would wait for a minute, and SGLang, which has no deadline, for thirty."""
     status = deployment["policy"].status().result()
-    engine = EngineClient(status.groups[0].engines[0].endpoint)
+    engine = client_of(status.groups[0].engines[0])
     root = BroadcastRoot("alone", "gloo", join_timeout_s=1, send_timeout_s=1)
     terms = root.terms(2)
     started = time.monotonic()
@@ -271,7 +269,7 @@ async def test_an_engine_that_does_not_receive_ends_the_broadcast_in_time(
     deployment: DeploymentHandle,
 ) -> None:
     status = deployment["policy"].status().result()
-    engine = EngineClient(status.groups[0].engines[0].endpoint)
+    engine = client_of(status.groups[0].engines[0])
     root = BroadcastRoot("deaf", "gloo", join_timeout_s=20, send_timeout_s=1)
     terms = root.terms(1)
     joining = asyncio.create_task(

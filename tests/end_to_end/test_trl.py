@@ -17,6 +17,7 @@ from rollout.adapters.trl import RolloutFunction, RolloutWorker, WeightTransfer
 from rollout.core.errors import WeightMismatch
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
+from tests.support.engine_keys import request_to
 from tests.support.processes import ROOT, program, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.embedded, pytest.mark.timeout(420)]
@@ -127,9 +128,8 @@ class ReloadingEngines(RolloutFunction):
     def sync_weights(self, trainer: Any) -> None:
         super().sync_weights(trainer)
         for engine in self._policy.status().result().groups[0].engines:
-            url = f"{engine.endpoint.url}/update_weights_from_disk"
-            head = {"content-type": "application/json"}
-            request = urllib.request.Request(url, json.dumps(self._body).encode(), head)
+            body = json.dumps(self._body).encode()
+            request = request_to(engine, "/update_weights_from_disk", body)
             with urllib.request.urlopen(request, timeout=30) as reply:
                 assert json.load(reply)["success"]
 

@@ -16,10 +16,12 @@ from engines.http.client import EngineClient
 from engines.protocol import Endpoint
 from rollout import RolloutConfig
 from rollout.core.errors import PhaseFailed
+from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.tensors import canary_logprobs
+from tests.support.engine_keys import Keys
 
 pytestmark = pytest.mark.embedded
 
@@ -119,17 +121,18 @@ def step(server: ServerHandle, *, lose: bool = False) -> None:
     server.phases.onload_weights().result(60)
     if lose:
         (engine,) = server.status().result(30).groups[0].engines
-        _reset(engine.endpoint)
+        _reset(engine)
     server.phases.verify().result(60)
     server.phases.onload_kv().result(60)
     server.phases.continue_generation().result(60)
 
 
-def _reset(endpoint: Endpoint) -> None:
+def _reset(engine: EngineStatus) -> None:
     import httpx
 
     body = {"action": "reset_tensors"}
-    reply = httpx.post(f"{endpoint.url}/weights_checker", json=body, trust_env=False)
+    url = f"{engine.endpoint.url}/weights_checker"
+    reply = httpx.post(url, json=body, trust_env=False, auth=Keys(engine))
     assert reply.status_code == 200
 
 

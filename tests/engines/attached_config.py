@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import rollout
+from tests.support.engine_keys import Reachable, keys_of
 
 
 def config(
-    url: str,
+    theirs: str | Reachable,
     model: Path,
     folder: Path,
     *,
@@ -21,7 +22,15 @@ def config(
     kind: str = "attached",
     **group: Any,
 ) -> rollout.RolloutConfig:
-    engine = {"kind": kind, "urls": [url], "start_timeout_s": 20, "env": env or {}}
+    url = theirs if isinstance(theirs, str) else theirs.endpoint.url
+    keys = {} if isinstance(theirs, str) else keys_of(theirs)
+    engine: dict[str, Any] = {
+        "kind": kind,
+        "urls": [url],
+        **keys,
+        "start_timeout_s": 20,
+        "env": env or {},
+    }
     engine["takeover"] = takeover
     # In a session, which somebody else may have opened; files need none.
     transport = "shared_memory" if kind == "vllm" else "tensor"

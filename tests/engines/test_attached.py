@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 
 import rollout
 from engines.fake import FakeEngine
 from engines.fake.engine.fake_weights import write_checkpoint
-from engines.fake.http_fake import HttpFakeLauncher
+from engines.fake.http_fake import FakeHttpApp, HttpFakeLauncher
 from engines.launch import EngineSpec, LocalLauncher, attach
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import Endpoint, PauseMode, ServerInfo
@@ -42,7 +43,7 @@ async def test_an_attached_engine_is_driven_and_runs_on_when_we_go(
 ) -> None:
     if bench.kind == "sglang":  # whose own default is no number
         await bench.engine.update_weight_version("default")
-    whole = config(bench.url, bench.models.first, tmp_path)
+    whole = config(bench.running, bench.models.first, tmp_path)
 
     def drive() -> None:
         with rollout.launch(whole, backend="local") as deployment:
@@ -81,7 +82,7 @@ async def test_half_a_push_whose_launcher_is_gone_is_served_by_no_launch(
         await push_weights(push, {"a": PushTarget(bench.engine, weight_version=7)}, budget_s=60)
     await bench.engine.continue_generation()
     assert len(await bench.greedy()) == 8
-    whole = config(bench.url, bench.models.first, tmp_path)
+    whole = config(bench.running, bench.models.first, tmp_path)
 
     def launched() -> int:
         with rollout.launch(whole, backend="local") as deployment:
@@ -102,7 +103,7 @@ async def test_half_a_push_whose_launcher_is_gone_is_served_by_no_launch(
 async def test_an_attached_engine_that_fails_is_fenced_and_not_killed(
     bench: Bench, tmp_path: Path
 ) -> None:
-    whole = config(bench.url, bench.models.first, tmp_path)
+    whole = config(bench.running, bench.models.first, tmp_path)
 
     def drive() -> None:
         with rollout.launch(whole, backend="local") as deployment:
@@ -118,7 +119,7 @@ async def test_an_attached_engine_that_fails_is_fenced_and_not_killed(
             window.push(bench.tensors("second"), version=1)
 
     async def begin_another_update() -> None:
-        async with aclosing(client(bench.running.endpoint, "behind-our-back")) as other:
+        async with aclosing(client(bench.running, "behind-our-back")) as other:
             await other.begin_weight_update()
 
     await asyncio.to_thread(drive)
@@ -144,8 +145,8 @@ async def test_weights_that_another_program_loads_fence_the_engine(
     of_kind: dict[str, Any] = {"needs_offload": False}
     if bench.kind == "vllm":
         of_kind["kind"] = "vllm"
-    whole = config(bench.url, bench.models.first, tmp_path, **of_kind)
-    others = config(bench.url, bench.models.first, tmp_path / "others", **of_kind)
+    whole = config(bench.running, bench.models.first, tmp_path, **of_kind)
+    others = config(bench.running, bench.models.first, tmp_path / "others", **of_kind)
 
     def drive() -> None:
         with rollout.launch(whole, backend="local") as deployment:
@@ -169,13 +170,13 @@ async def test_weights_that_another_program_loads_fence_the_engine(
             asyncio.run(load_another_model(weight_version="0"))
         if bench.kind == "vllm":  # it does not report what it has loaded
             return
-        at_0 = config(bench.url, bench.models.second, tmp_path / "at-0", **of_kind)
+        at_0 = config(bench.running, bench.models.second, tmp_path / "at-0", **of_kind)
         why = f"has the weights of {bench.models.first}, and model_path is"
         with pytest.raises(rollout.RolloutError, match=why):
             rollout.launch(at_0, backend="local")
 
     async def load_another_model(weight_version: str | None = None) -> None:
-        async with aclosing(client(bench.running.endpoint, "behind-our-back", bench.kind)) as other:
+        async with aclosing(client(bench.running, "behind-our-back", bench.kind)) as other:
             path = str(bench.models.first)
             await other.update_weights_from_disk(path, weight_version=weight_version)
 
@@ -187,9 +188,9 @@ async def test_weights_that_another_program_loads_fence_the_engine(
 async def test_a_run_that_takes_an_engine_over_makes_the_first_one_fence_it(
     bench: Bench, tmp_path: Path
 ) -> None:
-    whole = config(bench.url, bench.models.first, tmp_path, needs_offload=False)
+    whole = config(bench.running, bench.models.first, tmp_path, needs_offload=False)
     path = tmp_path / "others"
-    others = config(bench.url, bench.models.first, path, needs_offload=False, takeover=True)
+    others = config(bench.running, bench.models.first, path, needs_offload=False, takeover=True)
 
     def drive() -> None:
         with rollout.launch(whole, backend="local") as first:
@@ -199,7 +200,9 @@ async def test_a_run_that_takes_an_engine_over_makes_the_first_one_fence_it(
                 assert "weight version '1', not '0'" in fence_reason(first["policy"])
                 assert not fence_reason(second["policy"])
             # It left with its claim, and the first one has given up the engine.
-            third = config(bench.url, bench.models.first, tmp_path / "third", needs_offload=False)
+            third = config(
+                bench.running, bench.models.first, tmp_path / "third", needs_offload=False
+            )
             with rollout.launch(third, backend="local") as last:
                 status = last["policy"].status().result()
                 assert (status.weight_version, status.gate) == (1, "closed")
@@ -298,12 +301,11 @@ async def test_an_engine_without_a_memory_saver_is_not_offloaded(
         options=CPU_OPTIONS["embedded"],
     )
     theirs = await LocalLauncher().launch(spec)
-    url = theirs.endpoint.url
     try:
-        offloaded = config(url, contract_models.first, tmp_path)
+        offloaded = config(theirs, contract_models.first, tmp_path)
         with pytest.raises(rollout.RolloutError, match="--enable-memory-saver"):
             await asyncio.to_thread(lambda: rollout.launch(offloaded, backend="local"))
-        kept = config(url, contract_models.first, tmp_path, needs_offload=False)
+        kept = config(theirs, contract_models.first, tmp_path, needs_offload=False)
 
         def drive() -> None:
             with rollout.launch(kept, backend="local") as deployment:
@@ -349,7 +351,7 @@ async def test_a_server_of_sglang_is_refused_by_what_it_reports(
 
     model = str(write_checkpoint(tmp_path / "model"))
     theirs = await HttpFakeLauncher(make).launch(EngineSpec("theirs-0", "fake", model, "/nowhere"))
-    whole = config(theirs.endpoint.url, tmp_path / "model", tmp_path, **settings)
+    whole = config(theirs, tmp_path / "model", tmp_path, **settings)
     try:
         with pytest.raises(rollout.RolloutError, match=f"groups.theirs.{refusal}"):
             await asyncio.to_thread(lambda: rollout.launch(whole, backend="local"))
@@ -381,7 +383,9 @@ async def test_a_launch_that_waits_for_a_paused_engine_says_so_at_once(
     theirs = await HttpFakeLauncher().launch(EngineSpec("theirs-0", "fake", "/nowhere", "/nowhere"))
     url = theirs.endpoint.url
     try:
-        spec = EngineSpec("theirs-0", "attached", "", "", url=url, start_timeout_s=20)
+        spec = EngineSpec(
+            "theirs-0", "attached", "", "", url=url, start_timeout_s=20, access=theirs.access
+        )
         assert (await attach(spec)).endpoint.url == url
     finally:
         await theirs.kill()
@@ -412,3 +416,41 @@ async def test_a_claim_that_is_taken_while_its_launch_is_cancelled_is_ended(
     assert not ended.is_set()
     may_end.set()
     assert await asyncio.to_thread(ended.wait, 30)
+
+
+async def test_the_first_call_to_another_process_at_the_address_is_refused_with_both_names(
+    tmp_path: Path,
+) -> None:
+    """Before any probe: it is not driven as the one that was attached."""
+    model = tmp_path / "model"
+    write_checkpoint(model)
+    with reserve_port("127.0.0.1") as reservation:
+        address = Endpoint("127.0.0.1", reservation.port)
+    first = await _serve_at(address, model)
+    whole = config(address.url, model, tmp_path, needs_offload=True)
+    health = whole.servers["policy"].health.model_copy(update={"probe_interval_s": 600.0})
+    server = whole.servers["policy"].model_copy(update={"health": health})
+    unprobed = whole.model_copy(update={"servers": {"policy": server}})
+    deployment = await asyncio.to_thread(lambda: rollout.launch(unprobed, backend="local"))
+    try:
+        policy = deployment["policy"]
+        await first.cleanup()
+        second = await _serve_at(address, model)
+        with pytest.raises(rollout.RolloutError) as refused:
+            await asyncio.to_thread(lambda: policy.phases.pause_generation().result(60))
+        await second.cleanup()
+    finally:
+        await asyncio.to_thread(deployment.stop)
+    said = str(refused.value)
+    assert "is for process random_seed" in said
+    assert "and this is random_seed" in said
+    assert said.count("another engine has its address") == 1
+
+
+async def _serve_at(address: Endpoint, model: Path) -> web.AppRunner:
+    served = FakeHttpApp()
+    served.engine = FakeEngine("theirs", endpoint=address, model_path=str(model))
+    runner = web.AppRunner(served.app, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, address.host, address.port).start()
+    return runner

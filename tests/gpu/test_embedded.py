@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.http.client import EngineClient
 from engines.protocol import MemoryTag, PauseMode
 from rollout.core.errors import LifecycleError
+from tests.support.engine_keys import client_of
 from tests.support.gpu.figures import record
 from tests.support.gpu.machine import Gpu, holder, need, timed, with_engines
 from tests.support.gpu.policy import TIMEOUT_S, OneEngine, one_engine
@@ -66,10 +66,8 @@ def test_an_offload_frees_most_of_weights_and_kv_cache(policy: OneEngine) -> Non
 
 
 async def test_weights_are_poisoned_when_the_push_is_skipped(policy: OneEngine) -> None:
-    endpoint = policy.engine.endpoint
-    assert endpoint is not None
     before = policy.fingerprints()
-    engine = EngineClient(endpoint, engine_id="main-0")
+    engine = client_of(policy.engine, engine_id="main-0")
     await engine.pause_generation(PauseMode.ABORT)
     await engine.flush_cache(timeout_s=10.0)
     await engine.release_memory_occupation([MemoryTag.WEIGHTS])

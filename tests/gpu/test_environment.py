@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.http.client import EngineClient
 from engines.launch import EngineSpec, LocalLauncher
 from engines.protocol import SamplingParams
+from tests.support.engine_keys import client_of
 from tests.support.gpu.figures import record
 from tests.support.gpu.machine import Gpu, holder, need, timed, with_engines
 from tests.support.gpu.policy import PROMPT
@@ -61,7 +61,7 @@ async def test_an_engine_comes_up_in_a_trainers_environment(
     )
     engine = await LocalLauncher().launch(spec)
     try:
-        client = EngineClient(engine.endpoint, engine_id="main-0")
+        client = client_of(engine, engine_id="main-0")
         reply = await client.generate(
             input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=4, ignore_eos=True)
         )

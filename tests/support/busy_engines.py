@@ -7,6 +7,7 @@ import urllib.request
 
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
+from tests.support.engine_keys import request_to
 
 
 def busy_engines(policy: ServerHandle) -> list[EngineStatus]:
@@ -15,5 +16,5 @@ def busy_engines(policy: ServerHandle) -> list[EngineStatus]:
 
 
 def num_running(engine: EngineStatus) -> int:
-    with urllib.request.urlopen(f"{engine.endpoint.url}/v1/loads", timeout=30) as answer:
+    with urllib.request.urlopen(request_to(engine, "/v1/loads"), timeout=30) as answer:
         return sum(rank["num_running_reqs"] for rank in json.load(answer)["loads"])

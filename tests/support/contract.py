@@ -31,6 +31,7 @@ from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, Samplin
 from engines.protocol.errors import EngineError, EngineRejected
 from engines.protocol.features import Features, read_features
 from engines.vllm.client import VllmClient
+from tests.support.engine_keys import Keys
 
 T = TypeVar("T")
 
@@ -183,7 +184,9 @@ class Bench:
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
-        async with httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=60, trust_env=False, auth=Keys(self.running)
+        ) as client:
             yield client
 
     async def greedy(self, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
@@ -259,12 +262,15 @@ def payload(kind: str, tensors: dict[str, Any]) -> list[str]:
     return [base64.b64encode(packed).decode()]
 
 
-def client(endpoint: Endpoint, engine_id: str, kind: str = "") -> EngineClient | VllmClient:
-    """A client whose patience is a test's."""
+def client(running: RunningEngine, engine_id: str, kind: str = "") -> EngineClient | VllmClient:
+    """A client with its keys, whose patience is a test's."""
     deadlines = Deadlines(
         control_s=20, pause_s=20, memory_s=20, update_s=20, group_s=20, check_s=20, generate_s=60
     )
-    made = kind_of(kind or "sglang").client(endpoint, engine_id=engine_id, deadlines=deadlines)
+    made = kind_of(kind or "sglang").client(
+        running.endpoint, engine_id=engine_id, deadlines=deadlines
+    )
+    made.authorize(running.access)
     assert isinstance(made, EngineClient | VllmClient)
     return made
 
@@ -277,7 +283,7 @@ async def pooled(pool: Pool, models: Models, like: str = "") -> AsyncIterator[Be
         like: the kind that it does all things like, if that is another.
     """
     running = await pool.take()
-    engine = client(running.endpoint, pool.spec.engine_id, pool.spec.kind)
+    engine = client(running, pool.spec.engine_id, pool.spec.kind)
     bench = Bench(like or pool.spec.kind, engine, running, models)
     try:
         yield bench
@@ -313,7 +319,7 @@ async def faked(models: Models, *, is_served: bool) -> AsyncIterator[Bench]:
         yield Bench("fake", launcher.connect(inside.endpoint, "fake-0"), inside, models)
         return
     running = await HttpFakeLauncher(_slow_fake).launch(spec)
-    engine = client(running.endpoint, spec.engine_id)
+    engine = client(running, spec.engine_id)
     try:
         yield Bench("fake", engine, running, models)
     finally:

@@ -22,6 +22,7 @@ from rollout.weights.ranks.trainer_rank import TrainerRank
 from rollout.weights.routes.route import EnginePlace, PushTarget
 from rollout.weights.tensors import bytes_fingerprint
 from tests.support.delta_faults import REFUSED, Faults
+from tests.support.engine_keys import client_of
 from tests.support.real_policy import DEADLINES
 from tests.support.still_server import HERE, StillServer, server_config
 
@@ -71,9 +72,8 @@ def checksums_of(engine: EngineStatus, kind: str) -> Mapping[str, str]:
     """By its own word."""
 
     async def ask() -> Mapping[str, str]:
-        client = kind_of(kind).client(
-            engine.endpoint, engine_id=engine.engine_id, deadlines=DEADLINES
-        )
+        made = kind_of(kind).client
+        client = client_of(engine, made, engine_id=engine.engine_id, deadlines=DEADLINES)
         try:
             [found] = (await client.weights_checker()).tensors
             return found

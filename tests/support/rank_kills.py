@@ -43,6 +43,7 @@ from engines.tensors.fingerprint import host_fingerprint
 from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
 from rollout.runtime.local import launch_local
+from tests.support.engine_keys import Keys
 from tests.support.processes import wait_until
 
 # clock: kills at random moments.
@@ -290,6 +291,7 @@ class Lane:
                     json={"action": "checksum"},
                     timeout=30,
                     trust_env=False,
+                    auth=Keys(one),
                 ).json()
             except httpx.TransportError:
                 continue  # it was killed a moment ago

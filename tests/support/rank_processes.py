@@ -17,6 +17,7 @@ from rollout.testing.tiny_model import make_tiny_model
 from rollout.weights.format.manifest import read_checkpoint_manifest
 from rollout.weights.routes.buffers import remove_leftovers
 from rollout.weights.tensors import bytes_fingerprint
+from tests.support.engine_keys import request_to
 from tests.support.forking.starts import STARTS
 
 TRAINER = "tests.end_to_end.rank_trainer"
@@ -137,11 +138,8 @@ def served_seed(run: DeploymentHandle, seed: int) -> None:
     """Check that every engine holds what every rank draws from this seed."""
     wanted = drawn(run.config.servers["policy"].model_path, seed)
     for engine in run["policy"].status().result(30).groups[0].engines:
-        request = urllib.request.Request(
-            f"{engine.endpoint.url}/weights_checker",
-            json.dumps({"action": "checksum"}).encode(),
-            {"content-type": "application/json"},
-        )
+        body = json.dumps({"action": "checksum"}).encode()
+        request = request_to(engine, "/weights_checker", body)
         with urllib.request.urlopen(request, timeout=30) as reply:
             found = json.load(reply)["ranks"][0]["checksums"]
         assert found == wanted

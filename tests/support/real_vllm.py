@@ -13,6 +13,7 @@ import httpx
 from engines.launch import EngineSpec, LocalLauncher, RunningEngine
 from engines.tensors.fingerprint import host_fingerprint
 from tests.support.contract import Background
+from tests.support.engine_keys import Keys
 from tools.cpu_engines import install
 
 START_S = 600.0
@@ -104,7 +105,11 @@ def real_vllm(model: Path, folder: Path) -> Iterator[RealVllm]:
     running = background.run(LocalLauncher().launch(spec), START_S + 60)
     try:
         with httpx.Client(
-            base_url=running.endpoint.url, timeout=120, trust_env=False, limits=_NO_KEEP_ALIVE
+            base_url=running.endpoint.url,
+            timeout=120,
+            trust_env=False,
+            limits=_NO_KEEP_ALIVE,
+            auth=Keys(running),
         ) as http:
             yield RealVllm(running, background, http, model)
     finally:

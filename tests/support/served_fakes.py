@@ -15,6 +15,7 @@ from engines.protocol.errors import EngineNotReady
 from rollout.config import RolloutConfig
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from tests.support.builders import TWO_GROUPS, write_checkpoint
+from tests.support.engine_keys import Keys, Reachable
 
 TIMEOUT_S = 30
 SMALL_BUCKETS = {"weights": {"bucket_bytes": 600}}
@@ -75,8 +76,10 @@ def fail_to_make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 class ServedEngine:
     """One fake engine from outside."""
 
-    def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
+    def __init__(self, engine: Reachable) -> None:
+        self._client = httpx.Client(
+            base_url=engine.endpoint.url, timeout=TIMEOUT_S, trust_env=False, auth=Keys(engine)
+        )
 
     def hold(self, operation: str) -> None:
         self._post("/fake/hold", operation=operation)
@@ -113,9 +116,7 @@ def engines_of(server: ServerHandle) -> Iterator[dict[str, ServedEngine]]:
     """The engines of ``server``, by id."""
     groups = server.status().result(TIMEOUT_S).groups
     engines = {
-        engine.engine_id: ServedEngine(engine.endpoint.url)
-        for group in groups
-        for engine in group.engines
+        engine.engine_id: ServedEngine(engine) for group in groups for engine in group.engines
     }
     try:
         yield engines

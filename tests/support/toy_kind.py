@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from aiohttp import web
 from engines.fake.engine.fake_engine import FakeEngine
 from engines.fake.http_fake import FakeHttpApp
 from engines.http.client import EngineClient
+from engines.http.key_check import access_of
 from engines.http.sglang_json import read_loads
 from engines.protocol import Endpoint
 from engines.protocol.kind import Kind
@@ -46,7 +48,7 @@ TOY = Kind(
 
 
 async def _serve(port: int, model_path: str) -> None:
-    served = FakeHttpApp()
+    served = FakeHttpApp(access_of(os.environ))
     here = Endpoint("127.0.0.1", port)
     served.engine = FakeEngine(
         "toy-0", endpoint=here, model_path=model_path, weight_version="default", **SIZES

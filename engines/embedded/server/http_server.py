@@ -23,7 +23,9 @@ from engines.embedded.generation.tokenization import TextCodec
 from engines.embedded.memory.regions import Memory
 from engines.embedded.server.app import make_app
 from engines.embedded.server.embedded_engine import EmbeddedEngine
+from engines.embedded.server.info_api import PROCESS_START
 from engines.embedded.weights.model_weights import place
+from engines.http.key_check import KeyCheck, access_of
 from engines.http.uvicorn_server import HttpServer
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ def serve(config: EmbeddedConfig, listener: socket.socket) -> None:
     async def run() -> None:
         engine = EmbeddedEngine(config, model, text, memory)
         settings = uvicorn.Config(
-            make_app(engine),
+            KeyCheck(make_app(engine), access_of(os.environ), [PROCESS_START]),
             log_level=config.log_level if config.log_level == "debug" else "warning",
             access_log=False,
             lifespan="off",

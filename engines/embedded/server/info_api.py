@@ -76,7 +76,7 @@ async def server_info(engine: EmbeddedEngine, request: Request) -> Response:
             **asdict(engine.config),
             "version": PACKAGE_VERSION,
             "engine": "embedded",
-            "process_start": _PROCESS_START,
+            "process_start": PROCESS_START,
             "proves_loads": True,
             "encodings": ENCODINGS,
             "returns_original_logprob": RETURNS_ORIGINAL,
@@ -142,4 +142,4 @@ async def models(engine: EmbeddedEngine, request: Request) -> Response:
 
 
 _STARTED = int(time.time())
-_PROCESS_START = f"process {os.getpid()} since {datetime.now(UTC).isoformat()}"
+PROCESS_START = f"process {os.getpid()} since {datetime.now(UTC).isoformat()}"

@@ -23,6 +23,7 @@ from engines.fake.engine.fake_weights import FatalCall
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import (
     Endpoint,
+    EngineAccess,
     GenerateReply,
     Loads,
     MemoryTag,
@@ -71,6 +72,9 @@ class FakeEngine(FakeEngineState):
         self._num_requests = 0
         self._loads_at_pause: Loads | None = None
         self._is_marked_unhealthy = False
+
+    def authorize(self, access: EngineAccess) -> None:
+        """Nothing: no call comes to it by an address."""
 
     # Requests in flight
 
@@ -137,7 +141,7 @@ class FakeEngine(FakeEngineState):
                 self.settings.weights_cpu_backup,
                 by_tag,
                 fingerprints=self.settings.fingerprints,
-                start=f"random_seed {self.random_seed}",
+                start=self.start,
                 raw={
                     "shared_image_store": self.caches.shared_image_store,
                     "random_seed": self.random_seed,
@@ -147,6 +151,11 @@ class FakeEngine(FakeEngineState):
                 return info
             released = frozenset(self.released)
             return replace(info, released=released, update_groups=frozenset(self.groups))
+
+    @property
+    def start(self) -> str:
+        """What is of this process alone."""
+        return f"random_seed {self.random_seed}"
 
     async def process_start(self) -> str:
         return (await self.server_info()).start

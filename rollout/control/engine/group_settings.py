@@ -27,6 +27,7 @@ class GroupSettings:
     """The part of a server's configuration that one group needs.
 
     Attributes:
+        run_id: of its run, which calls to its engines name.
         path: dotted path of the group's settings, for messages.
         log_dir: folder for the logs of its engines and its timeline.
         otel: whether its timeline is also exported through OpenTelemetry.
@@ -49,6 +50,7 @@ class GroupSettings:
     transport: Transport = Transport.AUTO
     encoding: EncodingChoice = EncodingChoice.FULL
     not_pushed: tuple[str, ...] = ()
+    run_id: str = ""
 
     @property
     def source(self) -> str:

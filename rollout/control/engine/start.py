@@ -147,7 +147,7 @@ class Starter:
         """
         if isinstance(process, AttachedEngine) and process.detached is None:  # of a lost group
             process.detached = await claimed(partial(self._claim, slot))
-        engine = self._connect(process.endpoint, slot.engine_id)
+        engine = self._reach(process, slot.engine_id)
         try:
             return await self._admit(slot, process, engine, is_asleep)
         except BaseException:
@@ -174,7 +174,7 @@ class Starter:
         """Why an attached engine has not ended, which only its owner may do; empty if it has."""
         if not await old.process.is_alive():
             return ""
-        engine = self._connect(old.process.endpoint, old.engine_id)
+        engine = self._reach(old.process, old.engine_id)
         try:
             if why_other_process(old.start, await engine.process_start()):
                 return ""
@@ -184,12 +184,18 @@ class Starter:
             await engine.aclose()
         return "it still runs"
 
+    def _reach(self, process: RunningEngine, engine_id: str) -> Engine:
+        """A client of an engine, with its keys."""
+        engine = self._connect(process.endpoint, engine_id)
+        engine.authorize(process.access)
+        return engine
+
     def unknown(self, slot: EngineSlot, process: RunningEngine, reason: str) -> EngineState:
         """The state of an engine about which nothing is known; it is fenced for ``reason``."""
         return EngineState(
             slot=slot,
             process=process,
-            engine=self._connect(process.endpoint, slot.engine_id),
+            engine=self._reach(process, slot.engine_id),
             has_session=False,
             weight_version=None,
             is_verified=False,
@@ -243,6 +249,8 @@ class Starter:
             else (),
             start=info.start if settings.group.engine.is_attached else "",
         )
+        # The first call that changes an attached engine is for the process that was admitted.
+        engine.authorize(member.access)
         is_retracting = settings.lifecycle.drain is Drain.RETRACT
         has_weights = not is_asleep and MemoryTag.WEIGHTS not in (info.released or ())
         has_ranks = features.num_payloads > 1
@@ -324,6 +332,7 @@ class Starter:
             memory_saver=self._memory_saver,
             weights_cpu_backup=self._weights_cpu_backup,
             url=urls[slot.index] if urls else "",
+            run=settings.run_id,
             claim=partial(self._claim, slot) if urls else None,
         )
 
@@ -354,4 +363,5 @@ def configured_spec(
         env=config.env,
         worker_type=group.worker_type,
         python=config.python,
+        access=config.access,
     )

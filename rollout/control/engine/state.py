@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.launch import RunningEngine
-from engines.protocol import Engine, GpuMemory, MemoryTag, TensorInfo, WeightsReport
+from engines.protocol import Engine, EngineAccess, GpuMemory, MemoryTag, TensorInfo, WeightsReport
 from engines.protocol.errors import EngineRejected
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 from rollout.control.engine.stale_answers import Answers
@@ -233,6 +233,11 @@ class EngineState:
         self.changed = frozenset()
 
     @property
+    def access(self) -> EngineAccess:
+        """What calls to it carry."""
+        return self.process.access.of(self.start)
+
+    @property
     def own_canary(self) -> dict[str, CanaryLogprobs]:
         """Its log-probs without an adapter."""
         return {adapter: found for adapter, found in self.canary.items() if not adapter}
@@ -284,6 +289,7 @@ class EngineState:
             bootstrap_port=self.bootstrap_port,
             process_name=self.process_name,
             start=self.start,
+            access=self.access,
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

@@ -21,7 +21,7 @@ from engines.process.process_identity import (
     pids_of,
     resident_bytes,
 )
-from engines.protocol import Endpoint, ProcessIdentity
+from engines.protocol import Endpoint, EngineAccess, ProcessIdentity
 from engines.protocol.errors import EngineError
 from rollout.control.server.journal import EngineEntry, JournalRecord
 from rollout.core.errors import RolloutError
@@ -102,6 +102,7 @@ async def _inspect_engine(entry: EngineEntry) -> FoundEngine:
         held = resident_bytes(entry.processes)
     found = FoundEngine(entry, state, "", pids=tuple(pids), resident_bytes=held)
     client = EngineClient(Endpoint.of_url(entry.url), engine_id=entry.engine_id)
+    client.authorize(EngineAccess(entry.key))
     try:
         async with asyncio.timeout(_INSPECT_TIMEOUT_S):
             version = await client.weight_version()

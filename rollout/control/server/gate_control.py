@@ -209,4 +209,5 @@ def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
         needs_names=engine.needs_names,
         logprobs=engine.logprobs,
         bootstrap_port=engine.bootstrap_port or DEFAULT_BOOTSTRAP_PORT,
+        access=engine.access,
     )

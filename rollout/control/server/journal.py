@@ -42,6 +42,7 @@ class EngineEntry:
         processes: identities of its processes; none if it is attached.
         is_asleep: it is a standby, beside the engine of this id.
         start: as in ``EngineStatus``.
+        key: of requests and queries; that of control calls is not written down.
     """
 
     engine_id: str
@@ -55,6 +56,7 @@ class EngineEntry:
     process_name: str = ""
     is_asleep: bool = False
     start: str = ""
+    key: str = field(default="", repr=False)
 
     def status(self, phase: str) -> EngineStatus:
         """Its last known status, in this phase of its group."""
@@ -147,6 +149,7 @@ def entries_of(statuses: Sequence[GroupStatus]) -> tuple[EngineEntry, ...]:
             engine.process_name,
             is_asleep,
             engine.start,
+            engine.access.sampling,
         )
         for status in statuses
         for is_asleep, engines in ((False, status.engines), (True, status.asleep))

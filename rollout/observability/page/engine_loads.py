@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -39,6 +39,7 @@ class LoadTarget:
     engine_id: str
     url: str
     kind: Kind
+    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class EngineLoads:
                 url = target.url + target.kind.loads_path
                 try:
                     async with limit:
-                        raw = await get(session, url, max_bytes=_MAX_BYTES)
+                        raw = await get(session, url, key=target.key, max_bytes=_MAX_BYTES)
                     reply = target.kind.read_loads(raw)
                 except (aiohttp.ClientError, OSError, TimeoutError, *_MALFORMED) as error:
                     logger.debug("engine %s: no load: %s", target.engine_id, error)
@@ -122,7 +123,9 @@ _MALFORMED = (ValueError, KeyError, TypeError)
 def load_targets(status: ServerStatus) -> list[LoadTarget]:
     """The engines of a server that serve."""
     return [
-        LoadTarget(engine.engine_id, engine.endpoint.url, kind_of(group.kind))
+        LoadTarget(
+            engine.engine_id, engine.endpoint.url, kind_of(group.kind), engine.access.sampling
+        )
         for group in status.groups
         for engine in group.engines
         if engine.state == Phase.SERVING

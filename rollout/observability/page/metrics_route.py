@@ -37,7 +37,7 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
         status = cache.status
         targets = [{"__metrics_path__": "/metrics", "instance": request.url.netloc}]
         if status is not None:
-            for name in _urls(status):
+            for name in _targets(status, router_key):
                 labels = {"server": status.name, "instance": f"{status.name}/{name}"}
                 if name != "router":
                     labels["engine"] = name.removeprefix("engines/")
@@ -48,12 +48,12 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
     async def metrics_of(name: str) -> Response:
         """The metrics of the router, or of one engine."""
         await cache.refresh(IDLE_S)
-        url = _urls(cache.status).get(name) if cache.status else None
-        if url is None:
+        target = _targets(cache.status, router_key).get(name) if cache.status else None
+        if target is None:
             return error_response(404, "not_found", f"no target {name}: see /metrics/targets")
         try:
             async with outgoing_session(_TIMEOUT_S) as session:
-                key = router_key if name == "router" else ""
+                url, key = target
                 raw = await get(session, f"{url}/metrics", key=key, max_bytes=_MAX_BYTES)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             return error_response(502, "no_metrics", f"{name} has no metrics: {error}")
@@ -62,11 +62,11 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
     return routes
 
 
-def _urls(status: ServerStatus) -> dict[str, str]:
-    """The URL of the router, and of each engine that is not fenced."""
-    router = {"router": status.router_url} if status.router_url else {}
+def _targets(status: ServerStatus, router_key: str) -> dict[str, tuple[str, str]]:
+    """URL and key of the router, and of each engine that is not fenced."""
+    router = {"router": (status.router_url, router_key)} if status.router_url else {}
     return router | {
-        f"engines/{engine.engine_id}": engine.endpoint.url
+        f"engines/{engine.engine_id}": (engine.endpoint.url, engine.access.sampling)
         for group in status.groups
         for engine in group.engines
         if engine.state != "fenced"

@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 from engines.protocol import Endpoint
 from rollout.router.http.headers import (
     Headers,
+    engine_lines,
     header_lines,
-    host_line,
     passed_to_client,
     status_line,
     to_engine,
@@ -55,6 +55,7 @@ class RequestHead:
     expects_continue: bool = False
     _switches: frozenset[bytes] | None = field(default=None, init=False)
     _lines: bytes | None = field(default=None, init=False)
+    _keyless: bytes | None = field(default=None, init=False)
 
     @property
     def switched_on(self) -> frozenset[bytes]:
@@ -65,19 +66,27 @@ class RequestHead:
             )
         return self._switches
 
-    def for_engine(self, endpoint: Endpoint, num_bytes: int, target: bytes = b"") -> bytes:
+    def for_engine(
+        self, endpoint: Endpoint, num_bytes: int, target: bytes = b"", key: str = ""
+    ) -> bytes:
         """The head for an engine, before a body of so many bytes.
 
         Args:
             target: path and query, where they are not the client's.
+            key: of the engine, in the place of one that the client has sent.
         """
         method = self.method
-        if self._lines is None:
-            self._lines = header_lines(to_engine(self.headers))
+        lines = self._keyless if key else self._lines
+        if lines is None:
+            lines = header_lines(to_engine(self.headers, keeps_key=not key))
+            if key:
+                self._keyless = lines
+            else:
+                self._lines = lines
         has_length = num_bytes or method == b"POST" or method == b"PUT"
         length = b"content-length: %d\r\n\r\n" % num_bytes if has_length else b"\r\n"
         return b"".join(
-            (method, b" ", target or self.route.target, host_line(endpoint), self._lines, length)
+            (method, b" ", target or self.route.target, engine_lines(endpoint, key), lines, length)
         )
 
 

@@ -36,6 +36,7 @@ HOP_BY_HOP = frozenset(
 _REPLACED = frozenset({b"host", b"content-length", b"expect"})
 _OURS = frozenset({b"x-engine-id", b"x-weight-version", b"x-logprob-kind"})
 _NOT_TO_ENGINE = HOP_BY_HOP | _REPLACED
+_NOT_TO_KEYED_ENGINE = _NOT_TO_ENGINE | {b"authorization"}
 # Engines redirect to their own address, where there is no gate and no key.
 _NOT_TO_CLIENT = HOP_BY_HOP | _OURS | {b"location"}
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
@@ -54,9 +55,13 @@ def _without(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [header for header in headers if header[0] not in dropped]
 
 
-def to_engine(headers: Headers) -> Headers:
-    """The client's headers that an engine gets; the router writes host and length itself."""
-    return _without(headers, _NOT_TO_ENGINE)
+def to_engine(headers: Headers, *, keeps_key: bool = True) -> Headers:
+    """The client's headers that an engine gets; the router writes host and length itself.
+
+    Args:
+        keeps_key: also a key, which is for an engine that the router has none for.
+    """
+    return _without(headers, _NOT_TO_ENGINE if keeps_key else _NOT_TO_KEYED_ENGINE)
 
 
 def passed_to_client(headers: Headers) -> Headers:
@@ -93,9 +98,11 @@ def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 @lru_cache(4096)
-def host_line(endpoint: Endpoint) -> bytes:
+def engine_lines(endpoint: Endpoint, key: str) -> bytes:
+    """The lines of a head that are equal in all requests to an engine; a key may be empty."""
     host = endpoint.url.removeprefix("http://")
-    return f" HTTP/1.1\r\nhost: {host}\r\n".encode()
+    lines = f" HTTP/1.1\r\nhost: {host}\r\n"
+    return (f"{lines}authorization: Bearer {key}\r\n" if key else lines).encode()
 
 
 def reply_head(status: int, headers: Headers, *extra: bytes) -> bytes:

@@ -170,11 +170,12 @@ class Request:
         namespace: str,
         more: Mapping[str, str | int] = _NOTHING,
         kind: Kind = _SGLANG,
+        key: str = "",
     ) -> list[Data]:
         """What is written on the connection to an engine, with ``more`` fields in the body."""
         body = self.body_for(namespace, more, kind)
         target = kind.generate_path.encode() if self._is_translated(kind) else b""
-        return [self.head.for_engine(endpoint, sum(map(len, body)), target), *body]
+        return [self.head.for_engine(endpoint, sum(map(len, body)), target, key), *body]
 
 
 def read_fields(path: str, body: bytes, *, is_post: bool = True) -> BodyFields:

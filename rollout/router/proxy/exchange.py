@@ -417,11 +417,13 @@ class Exchange:
                 self.on_router_error,
                 wants_prompt=tokens is not None and tokens.await_prompt(),
             )
-            place = admission.partner.endpoint
-            pool.send(self._prefill, place, request.parts_for(place, namespace, more))
+            place, key = admission.partner.endpoint, admission.partner.access.sampling
+            parts = request.parts_for(place, namespace, more, key=key)
+            pool.send(self._prefill, place, parts)
         if tokens is not None:
             request.body = tokens.body(version, kind.dialect)
-        parts = request.parts_for(endpoint, namespace, more, kind)
+        key = admission.member.access.sampling
+        parts = request.parts_for(endpoint, namespace, more, kind, key)
         pool.send(self, endpoint, parts, is_head=self._head.method == b"HEAD")
 
     def _name_for_engine(self, request: Request, admission: Admission) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
-from engines.protocol import Endpoint, GpuMemory, ProcessIdentity
+from engines.protocol import NO_ACCESS, Endpoint, EngineAccess, GpuMemory, ProcessIdentity
 
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.core.fanout import barrier
@@ -37,12 +37,13 @@ _SHARE_OF_NODE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class StartedProcess:
-    """The process that an actor has started, on its node."""
+    """The process that an actor has started, on its node, and what calls to it carry."""
 
     endpoint: Endpoint
     pid: int | None
     processes: tuple[ProcessIdentity, ...]
     node_id: str
+    access: EngineAccess = NO_ACCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ class EngineActor:
         if engine is None:
             return None
         node_id = ray.get_runtime_context().get_node_id()
-        return StartedProcess(engine.endpoint, engine.pid, tuple(engine.processes), node_id)
+        processes = tuple(engine.processes)
+        return StartedProcess(engine.endpoint, engine.pid, processes, node_id, engine.access)
 
     async def resident_bytes(self) -> int | None:
         return await self._engine.resident_bytes() if self._engine else None
@@ -155,6 +157,7 @@ class RayEngine:
         self.engine_id = engine_id
         self.parts = tuple(parts)
         self.endpoint = self.parts[0].started.endpoint
+        self.access = self.parts[0].started.access
         self.pid = self.parts[0].started.pid
         self.node_ids = tuple(part.started.node_id for part in self.parts)
         self.node_id = self.node_ids[0]

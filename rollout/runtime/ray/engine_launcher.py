@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from engines.launch import AttachedEngine, EngineLauncher, EngineSpec, RunningEngine
+from engines.protocol import NO_ACCESS
 from engines.protocol.plain_text import describe
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -135,7 +136,8 @@ class RayLauncher:
         """
         slot = self._slots[spec.engine_id]
         if not slot.bundle_indices:
-            return AttachedEngine(known.endpoint, spec.engine_id)
+            access = (spec.access or NO_ACCESS).of(run=spec.run)
+            return AttachedEngine(known.endpoint, spec.engine_id, access)
         parts = await asyncio.gather(
             *(self._part(spec.engine_id, known, rank) for rank in range(len(slot.shares)))
         )
@@ -160,7 +162,8 @@ class RayLauncher:
         if rank == 0 and known.node_id:
             node_id = known.node_id
         processes = known.processes[rank : rank + 1]
-        return EnginePart(actor, StartedProcess(known.endpoint, pid, processes, node_id))
+        started = StartedProcess(known.endpoint, pid, processes, node_id, known.access)
+        return EnginePart(actor, started)
 
     async def end_others(self, known: Collection[str], timeout_s: float) -> None:
         """End the engines that a lost group was booting: all but the known ones."""

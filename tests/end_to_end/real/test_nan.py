@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rollout import GenerationFailed, PhaseFailed, RolloutConfig, SamplingParams, WeightMismatch
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
+from tests.support.engine_keys import Keys
 from tests.support.kinds import not_for
 from tests.support.real_policy import one_engine, push_nonfinite
 
@@ -86,6 +87,7 @@ def test_sglang_itself_answers_200_with_null(
     policy = deployment["unasked"]
     push_nonfinite(policy, broken(models[0]), 3)
     (engine,) = policy.status().result(30).groups[0].engines
-    own = httpx.post(f"{engine.endpoint.url}/generate", json=BODY, timeout=60, trust_env=False)
+    url = f"{engine.endpoint.url}/generate"
+    own = httpx.post(url, json=BODY, timeout=60, trust_env=False, auth=Keys(engine))
     logprobs = own.raise_for_status().json()["meta_info"]["output_token_logprobs"]
     assert {entry[0] for entry in logprobs} == {None}

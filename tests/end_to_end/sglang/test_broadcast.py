@@ -18,6 +18,7 @@ from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support.contract import CPU_OPTIONS, PROMPT
+from tests.support.engine_keys import Keys
 from tests.support.kept_groups import kept_group
 from tests.support.processes import wait_until
 from tests.support.real_policy import one_engine, real_config
@@ -64,7 +65,11 @@ def pushed(policy: ServerHandle, model: Path) -> str:
         one = engine(policy, group)
         if one.state == "serving":
             answer: Any = httpx.post(
-                f"{one.endpoint.url}/generate", json=body, timeout=60, trust_env=False
+                f"{one.endpoint.url}/generate",
+                json=body,
+                timeout=60,
+                trust_env=False,
+                auth=Keys(one),
             ).json()
             assert answer["output_ids"][: len(wanted)] == wanted, group
     return kept_group(policy._pushes.idle_group)

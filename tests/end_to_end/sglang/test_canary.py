@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 import rollout
-from engines.protocol import Endpoint
+from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
+from tests.support.engine_keys import Keys
 from tests.support.real_policy import one_engine, real_config
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -39,17 +40,18 @@ def step(policy: ServerHandle, *, lose: bool = False) -> None:
     policy.phases.onload_weights().result(120)
     if lose:
         (engine,) = policy.status().result(30).groups[0].engines
-        reset(engine.endpoint)
+        reset(engine)
     policy.phases.verify().result(120)
     policy.phases.onload_kv().result(120)
     policy.phases.continue_generation().result(120)
 
 
-def reset(endpoint: Endpoint) -> None:
+def reset(engine: EngineStatus) -> None:
     """What a release without a backup would leave."""
     body = {"action": "reset_tensors"}
-    url = f"{endpoint.url}/weights_checker"
-    assert httpx.post(url, json=body, timeout=60, trust_env=False).status_code == 200
+    url = f"{engine.endpoint.url}/weights_checker"
+    reply = httpx.post(url, json=body, timeout=60, trust_env=False, auth=Keys(engine))
+    assert reply.status_code == 200
 
 
 def generate(policy: ServerHandle) -> httpx.Response:

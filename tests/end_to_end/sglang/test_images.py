@@ -65,7 +65,7 @@ def test_an_image_seen_before_a_push_is_seen_by_the_new_tower_after_it(tmp_path:
             assert gap(ask(policy, image), old, image) < 1e-3
         assert ask(policy, images[0])["meta_info"]["cached_tokens"] > 0
         (engine,) = policy.status().result(30).groups[0].engines
-        attached = attached_config(engine.endpoint.url, models[0], tmp_path / "attached")
+        attached = attached_config(engine, models[0], tmp_path / "attached")
         with pytest.raises(rollout.RolloutError, match=r"understands image input .*'visual\."):
             launch_local(attached)
         with policy.offloaded() as window:
@@ -94,7 +94,7 @@ async def test_an_attached_engine_that_has_embeddings_although_it_says_not_is_fe
     )
     theirs = await LocalLauncher().launch(spec)
     claims = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
-    config = attached_config(theirs.endpoint.url, models[0], tmp_path, env=claims)
+    config = attached_config(theirs, models[0], tmp_path, env=claims)
     try:
         await asyncio.to_thread(_push_to, config, models[1])
     finally:

@@ -11,6 +11,7 @@ import pytest
 
 import rollout
 from tests.support import abort_story
+from tests.support.engine_keys import Keys
 from tests.support.real_policy import RealPolicy, one_engine, real_policy
 from tests.support.referee import Answer, Referee, Span
 
@@ -29,7 +30,8 @@ def slow_policy(
     with real_policy(models, folder, {"only": one_engine()}) as policy:
         (engine,) = policy.engines()
         body = {"forward_sleep_time": 0.02}
-        httpx.post(f"{engine.endpoint.url}/slow_down", json=body, timeout=30).raise_for_status()
+        url = f"{engine.endpoint.url}/slow_down"
+        httpx.post(url, json=body, timeout=30, auth=Keys(engine)).raise_for_status()
         yield policy
 
 

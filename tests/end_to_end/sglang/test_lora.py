@@ -26,6 +26,7 @@ from engines.protocol import Endpoint, ServerInfo
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.chat_models import THINKS_FIRST
+from tests.support.engine_keys import client_of
 from tests.support.load import PROMPTS
 from tests.support.lora import (
     BASE,
@@ -276,7 +277,7 @@ async def test_an_adapter_comes_from_disk_too(
     (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS))
     save_file(trainer.adapter(9), tmp_path / "adapter_model.safetensors")
     (engine,) = (await policy.status()).groups[0].engines
-    client = EngineClient(engine.endpoint, engine_id=engine.engine_id)
+    client = client_of(engine, engine_id=engine.engine_id)
     try:
         answers(policy)  # with an empty prefix cache the last bits may differ
         before = answers(policy)

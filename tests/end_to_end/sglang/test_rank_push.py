@@ -17,6 +17,7 @@ from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support.contract import PROMPT
+from tests.support.engine_keys import Keys
 from tests.support.late_ranks import late_ranks
 from tests.support.processes import wait_until
 from tests.support.rank_processes import Ranks, errors
@@ -35,8 +36,10 @@ def check_generates(policy: ServerHandle, model: Path) -> None:
     """Check that the engine generates what transformers does with these weights."""
     wanted = reference.greedy(model, list(PROMPT), max_new_tokens=8)
     sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    engine = engine_of(policy)
     answer: Any = httpx.post(
-        f"{engine_of(policy).endpoint.url}/generate",
+        f"{engine.endpoint.url}/generate",
+        auth=Keys(engine),
         json={"input_ids": list(PROMPT), "sampling_params": sampling},
         timeout=60,
         trust_env=False,

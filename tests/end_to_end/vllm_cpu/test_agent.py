@@ -10,10 +10,11 @@ import openai
 import pytest
 
 import rollout
-from engines.protocol import Endpoint
+from rollout.core.types import EngineStatus
 from rollout.router.continuation.reply import Reply
 from tests.rollout.router.continuation.replies import CHAT, read
 from tests.support.chat_models import THINKS_FIRST, TOOLS
+from tests.support.engine_keys import Keys
 from tests.support.real_policy import RealPolicy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -49,7 +50,7 @@ def test_a_session_has_the_ids_that_vllm_sampled(policy: RealPolicy) -> None:
 
 def test_a_chat_with_ids_continues_on_another_engine(policy: RealPolicy) -> None:
     """The second engine's prompt has the ids of the first one's prompt and answer."""
-    one, other = [engine.endpoint for engine in policy.engines()]
+    one, other = policy.engines()
     whole, lost = chat(policy), chat(policy)
     events = ask(one, whole)
     lost.body(0, "vllm")
@@ -83,12 +84,13 @@ def chat(policy: RealPolicy) -> Reply:
     return reply
 
 
-def ask(endpoint: Endpoint, reply: Reply) -> list[Any]:
+def ask(engine: EngineStatus, reply: Reply) -> list[Any]:
     """Absorb the events of this chat, and return them."""
     answer = httpx.post(
-        f"{endpoint.url}/v1/chat/completions",
+        f"{engine.endpoint.url}/v1/chat/completions",
         content=reply.body(0, "vllm"),
         headers={"content-type": "application/json"},
+        auth=Keys(engine),
         timeout=60,
     )
     assert answer.status_code == 200, answer.text

@@ -19,6 +19,7 @@ from rollout.weights.routes.trainer_groups import BroadcastRoot
 from rollout.weights.tensors import bytes_fingerprint
 from tests.engines.embedded import reference
 from tests.support.contract import GREEDY, PROMPT
+from tests.support.engine_keys import client_of
 from tests.support.rank_processes import Ranks, drawn
 from tests.support.real_policy import DEADLINES, RealPolicy
 from tests.support.waits import until
@@ -38,7 +39,7 @@ def handle(policy: RealPolicy) -> ServerHandle:
 
 @asynccontextmanager
 async def client(engine: EngineStatus) -> AsyncIterator[VllmClient]:
-    made = VllmClient(engine.endpoint, deadlines=DEADLINES)
+    made = client_of(engine, VllmClient, deadlines=DEADLINES)
     try:
         yield made
     finally:

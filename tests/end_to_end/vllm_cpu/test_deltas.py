@@ -11,6 +11,7 @@ from engines.vllm.client import VllmClient
 from rollout.core.errors import RolloutError
 from tests.support import random_deltas
 from tests.support.delta_faults import Faults
+from tests.support.engine_keys import client_of
 from tests.support.random_deltas import Tensors
 from tests.support.real_policy import DEADLINES, RealPolicy
 
@@ -49,7 +50,7 @@ async def test_a_wrong_delta_is_refused_by_the_engine_and_whole_tensors_follow(
     faults = Faults()
     around = faults.around(VllmClient.update_weights_from_tensor)
     monkeypatch.setattr(VllmClient, "update_weights_from_tensor", around)
-    client = VllmClient(policy.engines()[0].endpoint, deadlines=DEADLINES)
+    client = client_of(policy.engines()[0], VllmClient, deadlines=DEADLINES)
 
     async def held() -> Any:
         return (await client.weights_checker()).tensors[0]

@@ -13,12 +13,13 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from engines.protocol import Endpoint
 from engines.vllm.client import VllmClient
 from rollout import SamplingParams
+from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.contract import features_of
+from tests.support.engine_keys import Keys, client_of
 from tests.support.real_policy import DEADLINES, one_engine, real_config
 
 pytestmark = [pytest.mark.exec, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -39,20 +40,20 @@ def policy(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
         yield deployment["policy"]
 
 
-def endpoint_of(policy: ServerHandle) -> Endpoint:
+def engine_of(policy: ServerHandle) -> EngineStatus:
     (group,) = policy.status().result(30).groups
-    assert group.engines[0].endpoint is not None
-    return group.engines[0].endpoint
+    return group.engines[0]
 
 
-async def why_lost_if_attached(endpoint: Endpoint) -> str:
+async def why_lost_if_attached(engine: EngineStatus) -> str:
     """What an attach of this server says, if its group keeps no copy of all weights."""
-    async with aclosing(VllmClient(endpoint, deadlines=DEADLINES)) as client:
+    async with aclosing(client_of(engine, VllmClient, deadlines=DEADLINES)) as client:
         return (await features_of(client)).why_draft_lost
 
 
 def counters(policy: ServerHandle) -> dict[str, float]:
-    text = httpx.get(f"{endpoint_of(policy).url}/metrics").text
+    engine = engine_of(policy)
+    text = httpx.get(f"{engine.endpoint.url}/metrics", auth=Keys(engine)).text
     return {name: float(number) for name, number in COUNTER.findall(text)}
 
 
@@ -74,5 +75,5 @@ def test_a_draft_is_accepted_after_an_offload_and_a_push_as_before(
     with policy.offloaded() as window:
         window.push(load_file(models[0] / "model.safetensors"), version=1)
     assert drafted(policy) == first
-    why = asyncio.run(why_lost_if_attached(endpoint_of(policy)))
+    why = asyncio.run(why_lost_if_attached(engine_of(policy)))
     assert re.search(r"contains its draft /.*/draft, .*weights_cpu_backup to true", why)

@@ -23,6 +23,7 @@ from rollout.runtime.local import launch_local
 from tests.engines.embedded import reference
 from tests.support import random_deltas
 from tests.support.contract import PROMPT
+from tests.support.engine_keys import Keys
 from tests.support.models import FOR_VLLM, plain_models
 from tests.support.real_policy import TWO_WORKERS, one_engine
 from tests.support.real_vllm import write_buckets
@@ -146,7 +147,9 @@ def engine_of(handle: ServerHandle) -> EngineStatus:
 def fingerprints(handle: ServerHandle) -> list[dict[str, str]]:
     """Those of each worker."""
     body = {"method": "rollout_fingerprints"}
-    answer = httpx.post(f"{engine_of(handle).endpoint.url}/collective_rpc", json=body, timeout=60)
+    engine = engine_of(handle)
+    url = f"{engine.endpoint.url}/collective_rpc"
+    answer = httpx.post(url, json=body, timeout=60, auth=Keys(engine))
     return [one["checksums"] for one in answer.raise_for_status().json()["results"]]
 
 
@@ -219,7 +222,8 @@ def test_a_part_of_a_joined_layer_is_refused_though_its_names_are_vllms(
         "/update_weights": {"update_info": {"path": str(folder)}},
         "/finish_weight_update": {"weight_version": "99"},
     }
-    with httpx.Client(base_url=engine_of(handle).endpoint.url, timeout=60) as http:
+    engine = engine_of(handle)
+    with httpx.Client(base_url=engine.endpoint.url, timeout=60, auth=Keys(engine)) as http:
         answers = [http.post(path, json=body).status_code for path, body in bodies.items()]
     assert answers == [200, 200, 500]
     (log,) = (log for log in logs.rglob("main-0.log") if log.parent.name == "renamed")

@@ -283,7 +283,7 @@ def impatient(bench: Bench, expected: str | int) -> None:
 
         asked: Any = bench.engine
         asked.deadlines = replace(
-            client(bench.running.endpoint, "").deadlines,
+            client(bench.running, "").deadlines,
             group_s=8,
             control_s=6 if bench.kind == "sglang" else 0.5,
             # What is frozen has to outlast the other calls.

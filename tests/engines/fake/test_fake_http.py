@@ -15,6 +15,7 @@ from engines.launch import EngineSpec
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, SamplingParams
 from engines.protocol.errors import EngineRejected, EngineUnreachable
+from tests.support.engine_keys import client_of
 
 FEW = SamplingParams(max_new_tokens=4)
 
@@ -22,7 +23,7 @@ FEW = SamplingParams(max_new_tokens=4)
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[FakeEngine, EngineClient]]:
     process = await HttpFakeLauncher().launch(EngineSpec("main-0", "fake", "/nowhere", "/nowhere"))
-    client = EngineClient(process.endpoint, engine_id="main-0")
+    client = client_of(process, engine_id="main-0")
     try:
         yield process.engine, client
     finally:

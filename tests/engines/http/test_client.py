@@ -339,7 +339,7 @@ def test_the_tables_hold_every_method_of_the_protocol():
     told = {case.path.lstrip("/").partition("?")[0] for case in ORDERS + CHANGES + GENERATIONS}
     asked = {"is_ready", "is_healthy", "model_info", "server_info", "loads", "weight_version"}
     asked |= {"weights_manifest", "process_start"}
-    elsewhere = {"aclose", "endpoints", "stream_generate"}
+    elsewhere = {"aclose", "authorize", "endpoints", "stream_generate"}
     methods = {name for name in vars(Engine) if not name.startswith("_")}
     assert methods == told | asked | elsewhere
 

@@ -14,9 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.launch import EngineSpec, LocalLauncher
+from engines.http.key_check import new_access
+from engines.launch import EngineSpec, LocalLauncher, invocation
 from engines.process import guarded_process
 from engines.process.guarded_process import KILL
+from engines.protocol import Endpoint
 from tests.engines.conftest import models_of
 from tests.support.contract import GREEDY, PROMPT, client
 from tests.support.cpu_engines import cpu_engine
@@ -122,7 +124,7 @@ async def test_it_has_the_same_processes_and_answers_the_same(
         assert running.pid is not None
         root = psutil.Process(running.pid)
         processes = [root, *root.children(recursive=True)]
-        engine = client(running.endpoint, spec.engine_id, kind)
+        engine = client(running, spec.engine_id, kind)
         reply = await engine.generate(input_ids=PROMPT, sampling_params=GREEDY)
         await engine.aclose()
         found[way] = {
@@ -164,6 +166,8 @@ def test_a_variable_that_is_read_at_an_import_leads_to_exec(
 def test_only_its_server_is_forked_in_its_interpreter(kind: str) -> None:
     (found,) = [one for one in real_origins() if one.programs.fullmatch(PROGRAMS[kind])]
     assert found.is_of([found.python, "-m", PROGRAMS[kind], "--port", "1"])
+    spec = EngineSpec("main-0", kind, "/m", "", python=found.python, access=new_access())
+    assert found.is_of(invocation(spec, Endpoint("127.0.0.1", 1), {}).command)
     assert not found.is_of([sys.executable, "-m", PROGRAMS[kind]])
     assert not found.is_of([found.python, "-m", f"{kind}.other"])
     assert not found.is_of([found.python, "-c", "pass"])

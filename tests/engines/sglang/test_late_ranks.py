@@ -42,7 +42,7 @@ async def engine(
         "late-0", model_path=str(contract_models.first), log_path=str(log), **settings
     )
     running = await LocalLauncher().launch(spec)
-    bench = Bench("sglang", client(running.endpoint, spec.engine_id), running, contract_models)
+    bench = Bench("sglang", client(running, spec.engine_id), running, contract_models)
     try:
         yield bench
     finally:

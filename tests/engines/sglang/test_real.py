@@ -69,7 +69,7 @@ def test_the_options_that_are_known_are_those_of_the_pinned_server() -> None:
 @asynccontextmanager
 async def launched(wanted: EngineSpec, models: Models) -> AsyncIterator[Bench]:
     running = await LocalLauncher().launch(wanted)
-    engine = client(running.endpoint, wanted.engine_id)
+    engine = client(running, wanted.engine_id)
     try:
         yield Bench("sglang", engine, running, models)
     finally:
@@ -138,7 +138,7 @@ async def test_one_engine_spans_two_nodes(contract_models: Models, tmp_path: Pat
         for rank, folder in enumerate(folders)
     ]
     leader, follower = await asyncio.gather(first.launch(ranks[0]), second.launch(ranks[1]))
-    engine = client(leader.endpoint, "wide-0")
+    engine = client(leader, "wide-0")
     try:
         bench = Bench("sglang", engine, leader, contract_models)
         found = await features_of(engine)

@@ -111,7 +111,7 @@ def test_an_engine_that_keeps_its_memory_or_has_no_gpu_has_no_sleep_mode() -> No
         ({"host": "0.0.0.0"}, r"host 0.0.0.0: vLLM's control endpoints .* have no key"),
         ({"options": {"enable-sleep-mode": True}}, "the group's needs_offload"),
         ({"options": {"weight-transfer-config": {}}}, "set at launch"),
-        ({"options": {"api-key": "secret"}}, "without a key"),
+        ({"options": {"api-key": "secret"}}, "makes its own keys"),
         ({"options": {"tensor-parallel-size": 4}}, "make 4 ranks, but the engine has 2 GPUs"),
         ({"options": {"pipeline-parallel-size": 3}}, "2 GPUs cannot be divided"),
         ({"worker_type": WorkerType.PREFILL}, "vLLM cannot be a prefill worker"),

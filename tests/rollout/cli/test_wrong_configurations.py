@@ -104,7 +104,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{E}.options", {"model-path": "x"}, E, "model_path (the server's model_path)"),
     (f"{E}.options", {"zzz": 1}, E, "the embedded engine has no options zzz"),
     (f"{E}.options", {"a-b": 1, "a_b": 1}, E, "given twice, in two spellings"),
-    (f"{E}", {"kind": "sglang", "options": {"api-key": "x"}}, E, "driven without a key"),
+    (f"{E}", {"kind": "sglang", "options": {"api-key": "x"}}, E, "makes its own keys"),
     (f"{E}", {"kind": "sglang", "gpus": 2, "options": {"tp": 4}}, E, "has 2 GPUs"),
     (f"{E}", {"kind": "sglang", "options": {"tp": "x"}}, E, "a number of ranks"),
     (f"{E}", {"kind": "sglang", "env": {"SGLANG_RUST_SERVER": "1"}}, E, "control endpoints"),

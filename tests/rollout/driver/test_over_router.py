@@ -36,15 +36,15 @@ async def routed(
     **shown: Any,
 ) -> AsyncIterator[tuple[RolloutDriver, RouterHost, dict[str, FakeEngine]]]:
     async with AsyncExitStack() as stack:
-        engines = {}
+        engines, members = {}, []
         for name in names or SPEEDS:
             running = await HttpFakeLauncher(make).launch(EngineSpec(name, "fake", "/m", ""))
             stack.push_async_callback(running.kill)
             engines[name] = running.engine
+            members.append(Backend(name, running.endpoint, access=running.access))
         host = RouterHost(RouterConfig(max_connections=64, **(keys or {})))
         url = (await host.start()).url
         stack.push_async_callback(host.stop, 1.0)
-        members = [Backend(name, engine.endpoint) for name, engine in engines.items()]
         await host.set_members(1, members)
         await host.set_gate("open", weight_version=3)
         driver = await stack.enter_async_context(RolloutDriver(url, always(1.0), **shown))

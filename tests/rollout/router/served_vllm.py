@@ -76,7 +76,13 @@ async def served(
     endpoint = await host.start()
     rules = {"sglang": LogprobRule(), "vllm": LOGPROB_RULES[logprobs_mode]}
     members = [
-        Backend(one.engine.engine_id, one.endpoint, kind=kind, logprobs=rules[kind])
+        Backend(
+            one.engine.engine_id,
+            one.endpoint,
+            kind=kind,
+            logprobs=rules[kind],
+            access=one.access,
+        )
         for one, kind in zip(running, kinds, strict=True)
     ]
     try:

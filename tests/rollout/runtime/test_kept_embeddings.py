@@ -83,17 +83,16 @@ async def test_an_attached_engine_that_sees_is_refused_unless_it_says_that_it_ke
     model: Path, tmp_path: Path
 ) -> None:
     theirs = await HttpFakeLauncher(seeing).launch(EngineSpec("theirs-0", "fake", str(model), ""))
-    url = theirs.endpoint.url
     try:
         with pytest.raises(rollout.RolloutError) as refused:
-            await attach(config(url, model, tmp_path))
+            await attach(config(theirs, model, tmp_path))
         said = str(refused.value)
         assert "theirs-0 understands image input and keeps the embeddings" in said
         assert f"a push that changes tensor {TOWER!r}" in said
         assert f"Start it with {CACHE}=0, and say so in engine.env" in said
         assert "weights.not_pushed" in said
-        await attach(config(url, model, tmp_path, env={CACHE: "0"}))
-        await attach(config(url, model, tmp_path, weights=KEPT, needs_offload=False))
+        await attach(config(theirs, model, tmp_path, env={CACHE: "0"}))
+        await attach(config(theirs, model, tmp_path, weights=KEPT, needs_offload=False))
     finally:
         await theirs.kill()
 
@@ -103,7 +102,7 @@ async def test_an_attached_engine_of_texts_is_asked_for_nothing(
 ) -> None:
     theirs = await HttpFakeLauncher().launch(EngineSpec("theirs-0", "fake", str(model), ""))
     try:
-        await attach(config(theirs.endpoint.url, model, tmp_path))
+        await attach(config(theirs, model, tmp_path))
     finally:
         await theirs.kill()
 

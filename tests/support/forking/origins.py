@@ -20,7 +20,7 @@ from tools.cpu_engines import install
 
 FORKED = re.compile(r"engines\.embedded|tests\.([a-z_]+\.)*[a-z]+_(trainer|worker)")
 _PROGRAMS = {
-    "sglang": re.compile(r"sglang\.launch_server"),
+    "sglang": re.compile(r"sglang\.launch_server|.*/engines/sglang/start\.py"),
     "vllm": re.compile(r"vllm\.entrypoints\.openai\.api_server"),
 }
 # Of what tests give to engines: what these read where they use it.
@@ -36,7 +36,7 @@ class Origin:
 
     Attributes:
         python: its interpreter.
-        programs: names of the modules that it forks.
+        programs: names of the modules and the files that it forks.
         modules: that it imports.
         environment: that its children have, but for what may differ.
         read_late: variables that are not read at an import.
@@ -51,12 +51,10 @@ class Origin:
     why_not: Callable[[], str] = lambda: ""
 
     def is_of(self, command: Sequence[str]) -> bool:
-        """Whether the command is ``[python, "-m", program, ...]``."""
-        return (
-            len(command) > 2
-            and tuple(command[:2]) == (self.python, "-m")
-            and self.programs.fullmatch(command[2]) is not None
-        )
+        """Whether the command is ``[python, "-m", program, ...]``, or ``[python, file, ...]``."""
+        python, *words = command
+        program = words[1:2] if words[:1] == ["-m"] else words[:1]
+        return python == self.python and any(map(self.programs.fullmatch, program))
 
 
 def own_origin(modules: Sequence[str] = server.MODULES) -> Origin:

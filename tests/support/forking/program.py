@@ -39,7 +39,7 @@ _shown: list[object] = []  # keeps the memory that the kernel reads
 
 
 def execute(program: str, command: list[str], env: dict[str, str]) -> NoReturn:
-    """In place of ``os.execvpe``, for a command ``[python, "-m", module, ...]``."""
+    """In place of ``os.execvpe``, for Python with ``-m module ...`` or ``file ...``."""
     become(command, env, partial(_run_module, command))
 
 
@@ -159,9 +159,13 @@ def _show_title(title: str) -> None:
 
 
 def _run_module(command: list[str]) -> None:
-    _, _, module, *arguments = command
     for prepare in PREPARATIONS:
         prepare()
+    if command[1] != "-m":
+        sys.argv[:] = command[1:]
+        runpy.run_path(command[1], run_name="__main__")
+        return
+    _, _, module, *arguments = command
     sys.argv[:] = ["-m", *arguments]  # runpy puts the file in the first place
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

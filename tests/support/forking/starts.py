@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from engines.http.key_check import CONTROL_KEY, SAMPLING_KEY
 from engines.process import guarded_process
 from engines.process.guarded_process import GuardLaunch, GuardStart
 from tests.support.forking import server
@@ -39,6 +40,8 @@ _CAN_DIFFER = re.compile(
         (
             "PYTEST_CURRENT_TEST|PYTHONBREAKPOINT",
             guarded_process.TOKEN_VARIABLE,
+            SAMPLING_KEY,
+            CONTROL_KEY,
             "CUDA_DEVICE_ORDER|CUDA_VISIBLE_DEVICES",
             r"RAY_\w+|TORCHINDUCTOR_CACHE_DIR",
             *ALLOCATOR,

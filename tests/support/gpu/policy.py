@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import psutil
 
-from engines.http.client import EngineClient
 from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
+from tests.support.engine_keys import Keys, client_of
 from tests.support.gpu.machine import Gpu
 from tests.support.gpu.model import NUM_TOKENS, load_tensors
 
@@ -65,17 +65,15 @@ class OneEngine:
         endpoint = self.engine.endpoint
         assert endpoint is not None
         url = f"{endpoint.url}/weights_checker"
-        reply = httpx.post(url, json={}, timeout=TIMEOUT_S, trust_env=False)
+        reply = httpx.post(url, json={}, timeout=TIMEOUT_S, trust_env=False, auth=Keys(self.engine))
         found: dict[str, str] = reply.json()["ranks"][0]["checksums"]
         return found
 
     def memory_by_tag(self) -> dict[str, int]:
         """Bytes of each tag, as the engine reports them."""
-        endpoint = self.engine.endpoint
-        assert endpoint is not None
 
         async def ask() -> dict[str, int]:
-            client = EngineClient(endpoint, engine_id="main-0")
+            client = client_of(self.engine, engine_id="main-0")
             try:
                 return dict((await client.server_info()).resident_bytes)
             finally:

@@ -164,6 +164,7 @@ def _is_words(value: list[Json], name: str) -> bool:
 async def talk_with_vllm(folder: Path) -> list[Json]:
     """The conversation with CPU vLLM, which is started for it."""
     from rollout.testing.tiny_model import make_tiny_model
+    from tests.support.engine_keys import Keys
     from tests.support.real_policy import process_of
     from tests.support.real_vllm import real_vllm
 
@@ -174,7 +175,9 @@ async def talk_with_vllm(folder: Path) -> list[Json]:
         def kill_core() -> None:
             os.kill(process_of(vllm.running, "VLLM::EngineCore"), signal.SIGKILL)
 
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=_NO_KEEP_ALIVE) as http:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=120, limits=_NO_KEEP_ALIVE, auth=Keys(vllm.running)
+        ) as http:
             talk = await talk_with(http, model, kill_core)
     # Its replies name the model.
     return list(json.loads(json.dumps(talk).replace(str(folder), "")))

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from aiohttp import web
 
-from engines.fake.http_fake import ServedFake
+from engines.fake.http_fake import ServedFake, access_for, key_check
 from engines.fake.launcher import FakeLauncher, Make, settings_of
 from engines.http.call import Deadlines
 from engines.http.connections import HttpReply
@@ -127,7 +127,9 @@ class ServedStubs:
         async def serve(request: web.Request) -> web.StreamResponse:
             return await _serve(wire, request)
 
-        app = web.Application(client_max_size=2**30)
+        access = access_for(spec)
+        check_keys = key_check(access, lambda: [f"instance_id {engine.random_seed}"])
+        app = web.Application(client_max_size=2**30, middlewares=[check_keys])
         app.router.add_route("*", "/{path:.*}", serve)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
@@ -135,7 +137,7 @@ class ServedStubs:
         engine = self._make(spec, Endpoint(spec.host, runner.addresses[0][1]))
         assert isinstance(engine, StubVllm)
         wire = StubWire(engine)
-        return ServedFake(engine, runner, spec.gpu_ids)
+        return ServedFake(engine, runner, access, spec.gpu_ids)
 
 
 async def _serve(wire: StubWire, request: web.Request) -> web.StreamResponse:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
-from engines.protocol import FinishReason, SamplingParams, VersionSpan
+from engines.protocol import NO_ACCESS, FinishReason, SamplingParams, VersionSpan
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.driver.client import http_client
 from rollout.driver.client.generation_client import (
@@ -50,7 +50,9 @@ async def serving(
 
 @asynccontextmanager
 async def fake_engine() -> AsyncIterator[str]:
-    running = await HttpFakeLauncher().launch(EngineSpec("e", "fake", "/m", "/dev/null"))
+    running = await HttpFakeLauncher().launch(
+        EngineSpec("e", "fake", "/m", "/dev/null", access=NO_ACCESS)
+    )
     try:
         yield running.endpoint.url
     finally:

@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engines.protocol import EngineAccess
 from rollout.router.http.engine_pool import connections_within
 from tests.rollout.router.conftest import router_config
 from tests.rollout.router.raw import post, response_to
@@ -34,6 +35,62 @@ async def test_without_a_key_of_ours_the_engines_key_passes(make_bench):
     bench = await make_bench(reply())
     await bench.ask(json={}, headers=bearer("engine"))
     assert bench.engines[0].seen[0].header("authorization") == ["Bearer engine"]
+
+
+ACCESS = EngineAccess("of-engine", "of-control", process="this-one", run="run-1")
+
+
+@pytest.mark.parametrize("sent", ["engine", "of-control", None])
+@pytest.mark.parametrize("config", [None, KEYS, router_config(control_key="steer")])
+async def test_an_engine_with_a_key_gets_that_and_no_clients(make_bench, config, sent):
+    bench = await make_bench(reply(), config=config)
+    await bench.host.set_members(2, [bench.member(0, access=ACCESS)])
+    headers = bearer("tell") if config is KEYS else bearer(sent) if sent else {}
+    for _ in range(4):  # also where the head is known
+        assert (await bench.ask(json={}, headers=headers)).status == 200
+    given = [seen.header("authorization") for seen in bench.engines[0].seen]
+    assert given == [["Bearer of-engine"]] * 4
+    assert not any(seen.header("x-rollout-engine") for seen in bench.engines[0].seen)
+
+
+async def test_each_engine_gets_its_own_key_whichever_came_first(make_bench):
+    bench = await make_bench(*[reply()] * 3)
+    keys = ["", "one", "two"]
+    members = [bench.member(n, access=EngineAccess(key)) for n, key in enumerate(keys)]
+    await bench.host.set_members(2, members)
+    for _ in range(6):
+        await bench.ask(json={}, headers=bearer("client"))
+    given = [{*seen.header("authorization")} for one in bench.engines for seen in one.seen]
+    assert given == [{"Bearer client"}] * 2 + [{"Bearer one"}] * 2 + [{"Bearer two"}] * 2
+
+
+async def test_an_engine_in_the_place_of_another_gets_its_own_key(make_bench):
+    bench = await make_bench(reply())
+    for epoch in range(2, 5):
+        access = EngineAccess(f"of-{epoch}", f"steers-{epoch}")
+        await bench.host.set_members(epoch, [bench.member(0, access=access)])
+        await bench.ask(json={})
+        await bench.ask("/model_info", "GET")
+    given = [seen.header("authorization") for seen in bench.engines[0].seen]
+    assert given == [[f"Bearer of-{epoch}"] for epoch in (2, 2, 3, 3, 4, 4)]
+
+
+async def test_an_abort_has_the_control_key_and_names_the_process(make_bench):
+    bench = await make_bench(reply(b""))
+    await bench.host.set_members(2, [bench.member(0, access=ACCESS)])
+    assert (await bench.ask("/abort_request", json={"abort_all": True})).status == 200
+    (seen,) = bench.engines[0].seen
+    assert seen.header("authorization") == ["Bearer of-control"]
+    assert seen.header("x-rollout-engine") == ["run-1/this-one"]
+
+
+@pytest.mark.parametrize("path", ["/engines", "/metrics"])
+async def test_what_the_router_shows_has_no_key_of_an_engine(make_bench, path):
+    bench = await make_bench(reply())
+    await bench.host.set_members(2, [bench.member(0, access=ACCESS)])
+    shown = (await bench.ask(path, "GET")).body.decode()
+    assert "of-engine" not in shown
+    assert "of-control" not in shown
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/model_info", "/get_model_info"])

@@ -261,7 +261,7 @@ def owner_of(guard: psutil.Process) -> int:
 
 @contextmanager
 def held(engine: EngineStatus, operation: str) -> Iterator[None]:
-    served = ServedEngine(engine.endpoint.url)
+    served = ServedEngine(engine)
     try:
         served.hold(operation)
         yield
@@ -270,7 +270,7 @@ def held(engine: EngineStatus, operation: str) -> Iterator[None]:
 
 
 def entered(engine: EngineStatus, operation: str) -> None:
-    served = ServedEngine(engine.endpoint.url)
+    served = ServedEngine(engine)
     served.wait_entered(operation)
     served.close()
 

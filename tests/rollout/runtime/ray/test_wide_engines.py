@@ -137,7 +137,7 @@ def kept(policy: ServerHandle) -> int | None:
 
 
 def checksum_of(engine: EngineStatus) -> str:
-    seen = ServedEngine(engine.endpoint.url)
+    seen = ServedEngine(engine)
     try:
         return seen.checksum()
     finally:
