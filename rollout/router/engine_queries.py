@@ -1,4 +1,4 @@
-"""What the router requests from engines itself: model info and aborts.
+"""What the router requests from engines itself: model info, loads and aborts.
 
 Always true: an abort names requests by the ids that their clients know, and engines by those that
 the router has given them; so it goes where the request is, and ends no other one.  Engines that did
@@ -90,7 +90,7 @@ class EngineQueryClient:
 
 
 def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> None:
-    """Add the routes for model info, from one engine that replies, and for aborts."""
+    """Add the routes for model info, from one engine that replies, for loads and for aborts."""
 
     async def forward(path: str) -> Response:
         return await first_reply(gate, client, path)
@@ -111,6 +111,17 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
     async def models() -> Response:
         """The names that an engine's model is served under."""
         return await forward("/v1/models")
+
+    @app.get("/engines/{engine_id}/loads")
+    async def loads(engine_id: str) -> Response:
+        """The queue and the tokens of an engine, as it reports them: drivers have no key of it."""
+        member = next((one for one in gate.members if one.engine_id == engine_id), None)
+        if member is None or member.state not in _CAN_REPLY:
+            return error_reply(404, "not_found", "no such engine replies: see /engines")
+        try:
+            return await client.query(member, "GET", member.of_kind.loads_path)
+        except EngineUnreachable as error:
+            return error_reply(502, "unavailable", f"engine {member.engine_id}: {error}")
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> JSONResponse:

@@ -16,6 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from io import BytesIO
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import orjson
@@ -219,7 +220,7 @@ class HttpGenerationClient:
             raise _error_of_status(response.status, content, "")
 
     async def load(self) -> EngineLoad | None:
-        """From the router's ``/engines``, and from each engine it can reach."""
+        """From the router's ``/engines``, and through it from each engine."""
         try:
             router = await self._router_state()
             serving = [engine for engine in router["engines"] if engine["state"] == "serving"]
@@ -251,7 +252,8 @@ class HttpGenerationClient:
     async def _load_of(self, engine: Mapping[str, Any]) -> Loads | None:
         try:
             kind = kind_of(engine["kind"])
-            return kind.read_loads(await self._read(f"{engine['url']}{kind.loads_path}"))
+            where = f"{self._url}/engines/{quote(engine['engine_id'], safe='')}/loads"
+            return kind.read_loads(await self._read(where, self._control_headers))
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
 

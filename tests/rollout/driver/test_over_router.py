@@ -150,6 +150,18 @@ async def test_the_router_keeps_the_metrics_that_a_driver_reports() -> None:
         assert report["metrics"]["rollout/num_samples"] == 2.0
 
 
+async def test_a_driver_learns_the_loads_of_engines_whose_keys_it_has_not() -> None:
+    async with routed("e0") as (driver, host, engines):
+        gate = engines["e0"].hold("generate")
+        call = asyncio.create_task(driver.rollout(1, prompts(2), group_size=1, sampling=SAMPLING))
+        await until_stats(lambda stats: len(engines["e0"].in_flight) == 2, host)
+        load = await driver._engines.client.load()
+        gate.open()
+        await call
+    assert load is not None
+    assert load.num_running == 2
+
+
 async def test_a_driver_sends_its_keys_to_the_router_and_to_no_engine() -> None:
     keys = {"client_key": "tell", "control_key": "steer"}
     async with routed("e0", keys=keys, key="tell", control_key="steer") as (driver, host, _):

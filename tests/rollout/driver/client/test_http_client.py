@@ -176,18 +176,20 @@ async def test_an_abort_names_each_request() -> None:
 
 
 async def test_load_adds_up_the_reports_of_router_and_engines() -> None:
+    asked = []
+
     async def handler(request: web.Request) -> web.Response:
         if request.path == "/engines":
-            url = f"http://{request.host}"
             engines = [
-                {"state": state, "url": url, "kind": kind}
-                for state, kind in (
-                    *(("serving", "sglang"), ("serving", "sglang")),
-                    *(("serving", "vllm"), ("dead", "sglang")),
+                {"state": state, "engine_id": engine_id, "kind": engine_id[:-2]}
+                for engine_id, state in (
+                    *(("sglang-0", "serving"), ("sglang-1", "serving")),
+                    *(("vllm-0", "serving"), ("sglang-2", "dead")),
                 )
             ]
             return web.json_response({"engines": engines, "gate": {"weight_version": 4}})
-        if request.path == "/metrics":
+        asked.append(request.path)
+        if request.path == "/engines/vllm-0/loads":
             labels = '{model_name="m",engine="0"}'
             figures = ("num_requests_running", 7), ("num_requests_waiting", 2)
             lines = [f"vllm:{name}{labels} {value}.0" for name, value in figures]
@@ -197,6 +199,9 @@ async def test_load_adds_up_the_reports_of_router_and_engines() -> None:
 
     async with serving(handler, "/{any:.*}") as client:
         assert await client.load() == EngineLoad(3, 19, 6, 0.75, 4)
+    assert sorted(asked) == [
+        f"/engines/{name}/loads" for name in ("sglang-0", "sglang-1", "vllm-0")
+    ]
 
 
 async def test_an_engine_that_is_not_a_router_reports_no_load() -> None:

@@ -84,6 +84,21 @@ async def test_an_abort_has_the_control_key_and_names_the_process(make_bench):
     assert seen.header("x-rollout-engine") == ["run-1/this-one"]
 
 
+async def test_loads_of_an_engine_come_through_the_router_with_the_engines_key(make_bench):
+    bench = await make_bench(reply(b"{}"), None, config=KEYS)
+    members = [bench.member(n, access=ACCESS, kind=kind) for n, kind in enumerate(("vllm", "fake"))]
+    await bench.host.set_members(2, members)
+    assert (await bench.ask("/engines/e-0/loads", "GET", headers=bearer("tell"))).status == 401
+    given = await bench.ask("/engines/e-0/loads", "GET", headers=bearer("steer"))
+    assert (given.status, given.body) == (200, b"{}")
+    (seen,) = bench.engines[0].seen
+    assert (seen.target, seen.header("authorization")) == ("/metrics", ["Bearer of-engine"])
+    for name, status in (("e-1", 502), ("e-2", 404), ("..%2Fgenerate", 404)):
+        got = await bench.ask(f"/engines/{name}/loads", "GET", headers=bearer("steer"))
+        assert got.status == status
+    assert len(bench.engines[0].seen) == 1
+
+
 @pytest.mark.parametrize("path", ["/engines", "/metrics"])
 async def test_what_the_router_shows_has_no_key_of_an_engine(make_bench, path):
     bench = await make_bench(reply())
