@@ -155,7 +155,7 @@ class EngineAccess:
 
     Attributes:
         sampling: the key of requests and queries; empty for none.
-        control: the key of calls that change the engine; empty for none.
+        control: the key of calls that change the engine; empty for the same one.
         process: the token of the process, or its ``ServerInfo.start``; empty if not known.
         run: that makes the calls.
     """
@@ -178,7 +178,7 @@ class EngineAccess:
 
     def headers(self, *, is_control: bool) -> dict[str, str]:
         """The headers of a call."""
-        key = self.control if is_control else self.sampling
+        key = (self.control or self.sampling) if is_control else self.sampling
         found = {"Authorization": f"Bearer {key}"} if key else {}
         if is_control and self.process:
             found[PROCESS_HEADER] = f"{self.run}/{self.process}"

@@ -85,7 +85,7 @@ class EngineConfig(ConfigSection):
         """Its keys; None if each launch makes its own."""
         if self.is_attached:
             key = self.key if isinstance(self.key, str) else ""
-            return EngineAccess(key, self.control_key or key)
+            return EngineAccess(key, self.control_key)
         return None if self.key else NO_ACCESS
 
     @property

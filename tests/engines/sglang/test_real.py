@@ -94,10 +94,10 @@ async def test_without_a_memory_saver_release_says_yes_and_frees_nothing(
         await bench.resume(KV, W)
         await bench.engine.continue_generation()
 
-        offloaded = config(bench.url, contract_models.first, tmp_path)
+        offloaded = config(bench.running, contract_models.first, tmp_path)
         with pytest.raises(rollout.RolloutError, match="--enable-memory-saver"):
             await asyncio.to_thread(lambda: rollout.launch(offloaded, backend="local"))
-        kept = config(bench.url, contract_models.first, tmp_path, needs_offload=False)
+        kept = config(bench.running, contract_models.first, tmp_path, needs_offload=False)
 
         def drive() -> None:
             with rollout.launch(kept, backend="local") as deployment:
@@ -223,7 +223,7 @@ async def test_a_push_by_path_is_one_load_of_linked_files_and_may_lack_what_is_n
         "not_pushed": ["model.norm.*"],  # ones in both checkpoints
     }
     async with launched(spec(contract_models, tmp_path), contract_models) as bench:
-        values = config(bench.url, contract_models.first, tmp_path, needs_offload=False)
+        values = config(bench.running, contract_models.first, tmp_path, needs_offload=False)
         changed = values.model_dump(mode="json")
         changed["servers"]["policy"]["weights"] |= weights
         pushed = bench.tensors("second")

@@ -197,7 +197,8 @@ def test_a_configuration_does_not_show_its_keys(tmp_path: Path) -> None:
     one = config(tmp_path, {"main": {"engine": attached | {"control_key": ""}}})
     access = one.servers["policy"].groups["main"].engine.access
     assert access is not None
-    assert (access.sampling, access.control) == ("hush", "hush")
+    assert access.headers(is_control=True) == access.headers(is_control=False)
+    assert access.headers(is_control=True) == {"Authorization": "Bearer hush"}
 
 
 def test_a_wrong_key_of_an_attached_engine_names_the_setting(tmp_path: Path) -> None:
