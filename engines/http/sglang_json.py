@@ -143,10 +143,6 @@ def read_model_info(answer: Any) -> ModelInfo:
     )
 
 
-# SGLang reports what it was started with, to those who have a key.
-_WITH_KEYS = frozenset({"api_key", "admin_api_key", "launch_command"})
-
-
 def read_server_info(answer: Any) -> ServerInfo:
     """SGLang does not report its kind; other engines put theirs under ``engine``."""
     return ServerInfo(
@@ -160,8 +156,20 @@ def read_server_info(answer: Any) -> ServerInfo:
         fingerprints=str(answer.get("fingerprints") or ""),
         start=_start(answer),
         num_answers_late=_num_answers_late(answer),
-        raw={name: value for name, value in answer.items() if name not in _WITH_KEYS},
+        raw=_without_keys(answer),
     )
+
+
+# SGLang reports what it was started with, to those who have a key; also in each internal state.
+_WITH_KEYS = frozenset({"api_key", "admin_api_key", "launch_command"})
+
+
+def _without_keys(answer: Any) -> Any:
+    if isinstance(answer, dict):
+        return {
+            name: _without_keys(value) for name, value in answer.items() if name not in _WITH_KEYS
+        }
+    return list(map(_without_keys, answer)) if isinstance(answer, list) else answer
 
 
 def _num_answers_late(answer: Any) -> int:

@@ -471,3 +471,13 @@ async def test_a_body_of_many_pieces_arrives_whole_and_with_its_length():
     assert json.loads(request.content)["serialized_named_tensors"] == [payload]
     assert request.headers["content-length"] == str(len(request.content))
     assert "transfer-encoding" not in request.headers
+
+
+async def test_the_keys_that_sglang_reports_are_in_no_info():
+    secrets = {"api_key": "hush", "admin_api_key": "hush", "launch_command": "--api-key hush"}
+    states = [{"server_args": {**secrets, "tp_size": 1}, "memory_usage": {}}]
+    answer = {"version": "0.5.23", "internal_states": states, "tp_size": 1, **secrets}
+    async with asking(answer) as (engine, _):
+        info = await engine.server_info()
+    assert info.raw["internal_states"][0]["server_args"] == {"tp_size": 1}
+    assert "hush" not in repr(info)
