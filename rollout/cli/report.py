@@ -120,7 +120,8 @@ def render_report(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<style>{(_STATIC / 'page.css').read_text()}</style><main><h1>{escape(title)}</h1>"
-        f'<p>Began {began}; {totals}.</p><div id="charts" class="charts"></div>{"".join(parts)}'
+        f'<p>Began {began}; {escape(totals)}.</p><div id="charts" class="charts"></div>'
+        f"{''.join(parts)}"
         f'</main><script type="application/json" id="data">{data}</script>'
         f'<script type="module">{_script()}</script></html>\n'
     )
