@@ -8,6 +8,9 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 EXPLORE_ARGS ?= --deep
+# Of make fuzz: for each reader, and the name of one; all without.
+SECONDS ?= 600
+READER ?=
 # Of make coverage: the report of another commit.
 BEFORE ?=
 # Of make test-versions: lowest-direct or highest; and torch, where the package index has no other CPU build: TORCH=torch==2.13.0+cpu.
@@ -57,6 +60,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 FAST_STAMP := $(VENV)/.installed-fast
 DOCS_STAMP := $(VENV)/.installed-docs
+FUZZ_STAMP := $(VENV)/.installed-fuzz
 CPU_TORCH = "Without PIP_EXTRA_INDEX_URL, an index of CPU builds of torch, pip may download 3 GB of CUDA"
 # Setuptools' default is an import hook, which type checkers and editors do not follow.
 EDITABLE := --config-settings editable_mode=compat -e
@@ -67,7 +71,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help system quickstart test test-text lint check format bench workflows constraints clean \
-	test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle durations coverage explore \
+	fuzz test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle durations coverage explore \
 	docs audit dist screenshots
 
 help: ## this list
@@ -166,6 +170,10 @@ coverage: $(DEV_STAMP) $(DOCS_STAMP) ## show what the default and the slow tests
 	$(BIN)/python -m coverage json -q -o build/coverage/report.json
 	$(BIN)/python .ci/coverage_of_packages.py build/coverage/report.json $(BEFORE)
 
+# Under build/fuzz; what was found and repaired is kept in tests/tools/foreign_bytes.
+fuzz: $(DEV_STAMP) $(FUZZ_STAMP) ## search for bytes that a reader takes wrongly; SECONDS= for each reader, READER= for one
+	$(BIN)/python -m tools.fuzz $(READER) --seconds $(SECONDS)
+
 explore: $(DEV_STAMP) ## run the long searches of the lifecycle explorer; EXPLORE_ARGS= for the short ones
 	$(BIN)/python -m tests.explore $(EXPLORE_ARGS)
 
@@ -197,7 +205,7 @@ clean: ## remove caches and build outputs; keep the virtual environment
 constraints: CONSTRAINTS ?= constraints.txt
 constraints: TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
 constraints: build/pins/bin/python ## pin the newest versions that pyproject.toml allows
-	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" $(EDITABLE) '.[$(DEV_EXTRAS),docs]'
+	$< -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager "$(TORCH)" $(EDITABLE) '.[$(DEV_EXTRAS),docs,fuzz]'
 	{ sed -n '/^#/p' constraints.txt; \
 	  $< -m pip freeze --exclude-editable | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > build/pins/constraints.txt
 	cp build/pins/constraints.txt $(CONSTRAINTS)
@@ -222,6 +230,10 @@ $(FAST_STAMP): pyproject.toml constraints.txt engines/tensors/_bulk.c | $(BIN)/p
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing ray-rollout[docs] into $(VENV)"
 	@$(PIP_INSTALL) -c constraints.txt $(EDITABLE) '.[docs]'
+	@touch $@
+
+$(FUZZ_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP_INSTALL) -c constraints.txt $(EDITABLE) '.[fuzz]'
 	@touch $@
 
 build/audit/bin/pip-audit: build/audit/bin/python

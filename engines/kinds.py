@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module, resources
 from typing import Any
 
 from engines.http import sglang_json
+from engines.plain_json import read_json
 from engines.protocol import Engine, Loads, old_state
 from engines.protocol.kind import Kind, ReadConfig
 from engines.protocol.logprob_kind import LogprobRule
@@ -38,7 +38,7 @@ def _sglang_client(*args: Any, weights_cpu_backup: bool = False, **named: Any) -
 
 
 def _sglang_loads(reply: bytes) -> Loads:
-    return sglang_json.read_loads(json.loads(reply))
+    return sglang_json.read_loads(read_json(reply))
 
 
 def _vllm_loads(reply: bytes) -> Loads:

@@ -7,7 +7,6 @@ error and exit status 2, most of them before torch is imported, which takes seco
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engines.embedded.core.config import EmbeddedConfig, parse_args
+from engines.plain_json import read_json
 
 # It calls inner parts of transformers.  5.17 lacks some; with 5.18 every reply of an engine is
 # empty.
@@ -53,7 +53,7 @@ def check_model_directory(path: str) -> None:
     if not Path(path).is_dir():
         give_up(f"model path {path} is not a directory")
     try:
-        model_config = json.loads((Path(path) / "config.json").read_text())
+        model_config = read_json((Path(path) / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         give_up(f"model path {path} has no readable config.json: {error}")
     if not isinstance(model_config, dict) or "model_type" not in model_config:

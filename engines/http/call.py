@@ -19,6 +19,7 @@ from aiohttp.http_exceptions import ContentEncodingError
 
 from engines.http.call_watcher import watch_call
 from engines.http.connections import HttpReply
+from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.errors import (
     EngineHung,
     EngineRejected,
@@ -145,9 +146,13 @@ class EngineCall:
 
     def read(self, answer: HttpReply, read: Callable[[Any], T]) -> T:
         """The result of ``read`` for its JSON; a reply it cannot read is a rejection."""
+        return self.read_text(answer, lambda text: read(read_json(text)))
+
+    def read_text(self, answer: HttpReply, read: Callable[[str], T]) -> T:
+        """The same for a reply that is not JSON."""
         try:
-            return read(answer.json())
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            return read(answer.text)
+        except WRONG_FORM as error:
             what = f"gave an answer that was not understood ({_cause(error)})"
             raise self.rejected(what, status=answer.status, body=answer.text) from error
 

@@ -15,6 +15,7 @@ from engines.http import sglang_json
 from engines.http.base_client import BaseClient
 from engines.http.call import EngineCall
 from engines.http.connections import HttpReply
+from engines.plain_json import read_json
 from engines.protocol import (
     GenerateReply,
     Loads,
@@ -273,7 +274,7 @@ class EngineClient(BaseClient):
         """POSTs where any 2xx means done: the replies are empty, text, or unused JSON."""
         call, answer = await self._post(operation, f"/{operation}{query}", body, budget_s)
         with suppress(ValueError):
-            reply = answer.json()
+            reply = read_json(answer.body)
             if isinstance(reply, dict) and reply.get("success") is False:
                 raise call.rejected("failed", status=answer.status, body=answer.text)
         return call

@@ -6,7 +6,6 @@ CPU of aiohttp for each.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -40,10 +39,6 @@ class HttpReply:
     @property
     def text(self) -> str:
         return self.body.decode(errors="replace")
-
-    def json(self) -> Any:
-        """Raises ``ValueError`` where the body is no JSON."""
-        return json.loads(self.body)
 
 
 class _Connector(aiohttp.TCPConnector):

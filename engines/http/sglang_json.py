@@ -1,7 +1,7 @@
 """SGLang's JSON: bodies for ``/generate``, replies as values of ``protocol``, events.
 
-Plain functions.  A reply of another shape raises ``KeyError``, ``TypeError`` or ``ValueError``,
-which ``client.py`` turns into an error that names the engine.
+Plain functions.  A reply of another shape raises as ``plain_json.WRONG_FORM`` has, which
+``client.py`` turns into an error that names the engine.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def _memory_by_tag(answer: Any) -> dict[str, int]:
     states = [state for state in answer.get("internal_states") or () if "memory_usage" in state]
     if not states or answer.get("device") != "cuda":
         return {}
-    num_ranks = states[0].get("world_size") or answer["tp_size"] * answer["pp_size"]
+    world_size, tensor, stages = states[0].get("world_size"), answer["tp_size"], answer["pp_size"]
+    num_ranks = int(world_size or int(tensor) * int(stages))
     return {
         tag: int(num_ranks * _GIB * fmean(state["memory_usage"][name] for state in states))
         for tag, name in _MEMORY_USAGE.items()

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import fcntl
 import glob
-import json
 import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 
+from engines.plain_json import WRONG_FORM, read_json
 from engines.process.guard import (
     FOLDER_PREFIX,
     RECORD,
@@ -130,10 +130,12 @@ def _clear(folder: OwnFolder, record: EngineRecord | None) -> bool:
 
 def _read(folder: OwnFolder, token: str) -> EngineRecord | None:
     """What the guard has written; None if it was killed before."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        values = json.loads(folder.read(RECORD, _MOST_BYTES))
+    with suppress(OSError, *WRONG_FORM):
+        values = read_json(folder.read(RECORD, _MOST_BYTES))
         pid, started = map(int, values["engine"])
         identity = identity_at(pid, started, token) if values["place"] == place() else None
-        files = tuple(map(str, values["files"]))
-        return EngineRecord(str(values["name"]), identity, files, float(values["since_s"]))
+        since_s = float(values["since_s"])
+        record = EngineRecord(values["name"], identity, tuple(values["files"]), since_s)
+        if all(isinstance(text, str) for text in (record.name, *record.files)):
+            return record
     return None

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engines.plain_json import read_json
 from engines.process.own_files import OwnFolder, open_or_new_file
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ class FileLock:
 def read_values(path: Path) -> Mapping[str, Any]:
     """What the last owner of a file has written; empty if it cannot be read."""
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

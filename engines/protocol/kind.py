@@ -63,8 +63,7 @@ class Kind:
         adapter_stacks: modules that it serves as one -> those of them that an adapter with any of
             them needs.
         loads_path: of its endpoint that reports its queue and its tokens.
-        read_loads: the reply of that; a malformed one raises ``KeyError``, ``TypeError`` or
-            ``ValueError``.
+        read_loads: the reply of that; a malformed one raises as ``WRONG_FORM`` has.
         generate_path: of its endpoint that takes and gives token ids.
         body_names: in a request's body, of its id and of its key of cached prefixes.
         abort_path: of its endpoint that ends requests.

@@ -75,6 +75,11 @@ FIELDS: Mapping[str, FieldUse] = {
 KEEPS_BASE = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 
 
+_MOST_RANK, _MOST_ALPHA = 1 << 31, 1e30
+# A group within a repetition, and many repetitions or choices, can take for ever.
+_REPEATED_GROUP, _REPEATS = re.compile(r"\)\s*[*+{?]"), re.compile(r"[*+{?]")
+_MOST_REPEATS, _MOST_CHOICES = 3, 16
+
 _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>A|B)(\.\w+)?\.weight$")
 
 
@@ -140,19 +145,24 @@ def _of_module(pattern: Mapping[str, Any] | None, module: str, default: Any) -> 
 
 
 def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MOST_RANK
 
 
 def _is_alpha(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value)
+    return abs(value) < _MOST_ALPHA
 
 
 def _is_pattern(key: object) -> bool:
+    """A pattern that is matched in little time, whatever the name is."""
+    if not isinstance(key, str) or _REPEATED_GROUP.search(key):
+        return False
+    if len(_REPEATS.findall(key)) > _MOST_REPEATS or key.count("|") > _MOST_CHOICES:
+        return False
     try:
-        return isinstance(key, str) and bool(re.compile(key))
-    except re.error:
+        return bool(re.compile(key))
+    except (re.error, RecursionError, OverflowError):
         return False
 
 

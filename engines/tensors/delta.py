@@ -32,6 +32,7 @@ _GAPS = (np.uint8, np.uint16, np.uint32)
 MOST_ELEMENTS = 2**31
 _LENGTH_BYTES = 4
 _FINGERPRINT_BYTES = 37
+_MOST_DIMENSIONS = 64  # of torch
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -122,6 +123,7 @@ def read_delta(name: str, content: torch.Tensor) -> ReadDelta:
         delta = Delta(**orjson.loads(head))
     except TypeError:
         raise ValueError(f"{name!r} is a delta of another version of rollout") from None
+    _check_head(name, delta)
     width, num = element_bytes(delta.dtype), delta.num_changed
     sizes = {num * (np.dtype(kind).itemsize + width): kind for kind in _GAPS}
     if name != delta.name + SUFFIX or body.numel() not in sizes:
@@ -132,6 +134,17 @@ def read_delta(name: str, content: torch.Tensor) -> ReadDelta:
     if num and int(positions[-1]) >= prod(delta.shape):
         raise ValueError(f"{name!r} changes elements that the tensor does not have")
     return ReadDelta(**asdict(delta), positions=positions, values=values)
+
+
+def _check_head(name: str, delta: Delta) -> None:
+    shape = delta.shape
+    is_shape = isinstance(shape, list | tuple) and len(shape) <= _MOST_DIMENSIONS
+    numbers = [*shape, delta.num_changed] if is_shape else [None]
+    texts = (delta.name, delta.dtype, delta.base)
+    if not all(isinstance(text, str) for text in texts) or not all(
+        type(number) is int and 0 <= number < 1 << 63 for number in numbers
+    ):
+        raise ValueError(f"{name!r} has a head that is none of a delta")
 
 
 def apply_all(

@@ -25,6 +25,8 @@ from engines.tensors.dtypes import NAMES_OF_WORDS, SAFETENSORS_WORDS, element_by
 _LENGTH = struct.Struct("<Q")
 # As in the safetensors library.
 _MOST_HEADER_BYTES = 100_000_000
+# Of torch.
+_MOST_DIMENSIONS = 64
 _KNOWN_WORDS = ", ".join(NAMES_OF_WORDS)
 _OFFSET = attrgetter("offset")
 _METADATA = "__metadata__"
@@ -141,7 +143,9 @@ def _kind_of(word: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], i
     Raises:
         TypeError: it is no word, or no shape.
     """
-    if type(word) is not str or not all(type(size) is int and size >= 0 for size in shape):
+    if type(word) is not str or len(shape) > _MOST_DIMENSIONS:
+        raise TypeError
+    if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
         raise TypeError
     dtype = NAMES_OF_WORDS.get(word)
     return (word, shape, None) if dtype is None else (dtype, shape, _bytes_of(dtype, shape))
@@ -173,7 +177,9 @@ def read_header(file: str | Path, descriptor: int) -> Header:
         raise _error(
             file, f"its header would have {length} bytes; {_MOST_HEADER_BYTES} are allowed"
         )
-    text = os.pread(descriptor, length, _LENGTH.size)
+    # A read of more than there is would take the memory all the same.
+    num_there = os.fstat(descriptor).st_size - _LENGTH.size
+    text = os.pread(descriptor, min(length, num_there), _LENGTH.size)
     if len(text) < length:
         raise _error(file, f"it ends after {len(text)} of the {length} bytes of its header")
     return parse_header(file, text)

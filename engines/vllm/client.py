@@ -51,7 +51,8 @@ class VllmClient(VllmPushes):
 
     async def loads(self) -> Loads:
         call = self._call("loads", self.deadlines.control_s)
-        return vllm_json.read_loads((await call.send(self._control.get(routes.METRICS))).text)
+        answer = await call.send(self._control.get(routes.METRICS))
+        return call.read_text(answer, vllm_json.read_loads)
 
     async def endpoints(self) -> frozenset[str]:
         """The paths it serves, and SGLang's names of those that do the same."""

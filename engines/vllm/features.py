@@ -5,12 +5,12 @@ Plain functions over its replies and its options.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from engines.plain_json import read_json
 from engines.protocol.kind import ReadConfig
 from engines.protocol.logprob_kind import LogprobRule, sampling_defaults
 from engines.protocol.spec import spelled
@@ -165,7 +165,7 @@ def _drafting(options: Mapping[str, Any]) -> dict[str, Any]:
 def _drafting_of(value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError:
             return {"unreadable": value}
     return value if isinstance(value, Mapping) else {"unreadable": value}

@@ -1,7 +1,7 @@
 """vLLM's JSON: bodies for ``/inference/v1/generate``, replies as values of ``protocol``.
 
-Plain functions.  A reply of another shape raises ``KeyError``, ``TypeError`` or ``ValueError``,
-which the client turns into an error that names the engine.
+Plain functions.  A reply of another shape raises as ``plain_json.WRONG_FORM`` has, which the client
+turns into an error that names the engine.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from engines.tensors.safetensors_header import Header
+from engines.tensors.safetensors_header import Header, PlacedTensor
 from engines.vllm_plugin.pushed_files import view_of
 
+_NO_OBJECTS = "update_info.layout and update_info.handles are JSON objects"
 _BYTES, _NUMBERS = ("memory", "counter", "event"), ("num_bytes", "offset", "counter_offset")
 
 
@@ -38,17 +39,16 @@ def tensors_behind(layout: Any, handles: Any, device: torch.device) -> dict[str,
             f"CUDA IPC handles came to a worker on {device}, which cannot open them; set "
             "weights.transport to shared_memory, tensor or disk"
         )
-    if not isinstance(layout, Mapping) or not isinstance(handles, Mapping):
-        raise ValueError("update_info.layout and update_info.handles are JSON objects")
+    if not isinstance(handles, Mapping):
+        raise ValueError(_NO_OBJECTS)
     uuid = str(torch.cuda.get_device_properties(device.index).uuid)
     if uuid not in handles:
         raise ValueError(
             f"this worker is on GPU {uuid}, and the pushed handles are of {', '.join(handles)}"
         )
-    data, (num_bytes, offset, counter_offset), waits = _read(uuid, handles[uuid])
-    header = Header("the pushed bucket", b"", {}, layout)
-    start = header.num_bytes
-    placed = header.placed(start + num_bytes)
+    data, (num_bytes, offset, counter_offset), waits, placed = read_handle(
+        uuid, handles[uuid], layout
+    )
     whole = reductions.rebuild_cuda_tensor(
         torch.Tensor,
         (num_bytes,),
@@ -66,10 +66,19 @@ def tensors_behind(layout: Any, handles: Any, device: torch.device) -> dict[str,
         data["event"],
         waits,
     )
-    return {one.name: view_of(whole, one._replace(offset=one.offset - start)) for one in placed}
+    return {one.name: view_of(whole, one) for one in placed}
 
 
-def _read(uuid: str, handle: Any) -> tuple[dict[str, bytes], list[int], bool]:
+def read_handle(
+    uuid: str, handle: Any, layout: Any
+) -> tuple[dict[str, bytes], list[int], bool, list[PlacedTensor]]:
+    """Bytes, numbers and flag of one handle, and where the tensors lie in its memory.
+
+    Raises:
+        ValueError: the handle or the layout is damaged.
+    """
+    if not isinstance(layout, Mapping):
+        raise ValueError(_NO_OBJECTS)
     try:
         data = {name: base64.b64decode(handle[name], validate=True) for name in _BYTES}
         numbers, waits = [handle[name] for name in _NUMBERS], handle["waits"]
@@ -77,4 +86,7 @@ def _read(uuid: str, handle: Any) -> tuple[dict[str, bytes], list[int], bool]:
         raise ValueError(f"the handle of GPU {uuid} is damaged: {error!r}") from None
     if any(type(one) is not int or one < 0 for one in numbers) or type(waits) is not bool:
         raise ValueError(f"the handle of GPU {uuid} is damaged: {numbers}, {waits!r}")
-    return data, numbers, waits
+    header = Header("the pushed bucket", b"", {}, layout)
+    start = header.num_bytes
+    placed = header.placed(start + numbers[0])
+    return data, numbers, waits, [one._replace(offset=one.offset - start) for one in placed]

@@ -6,10 +6,10 @@ by a later launch of the same run id; ``launch.json`` describes the last one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.plain_json import read_json
 from rollout.config import RolloutConfig
 
 JOURNAL_FILE = "journal.json"
@@ -39,7 +39,7 @@ class RunFolder:
     def last_launch(self) -> str:
         """The id of the last launch, which is the current one while it runs; empty if unknown."""
         try:
-            return str(json.loads((self.path / LAUNCH_FILE).read_bytes())["launch"])
+            return str(read_json((self.path / LAUNCH_FILE).read_bytes())["launch"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
+from engines.plain_json import read_json
 from engines.protocol.plain_text import describe
 from rollout.core import VERSION
 
@@ -40,6 +41,7 @@ MAX_STRANGERS = 64
 _MAX_GREETING = 1024
 _MAX_HEAD = 64 << 20
 _MAX_BODY = 1 << 40
+_PIECE = 1 << 20
 _RETRY_S = 1.0
 _LENGTHS = struct.Struct("<IQ")
 
@@ -160,11 +162,14 @@ class Connection:
         num_head, num_body = _LENGTHS.unpack(lengths)
         if num_head > max_head or num_body > max_body:
             raise ConnectionError(f"a message of {num_head} + {num_body} bytes is not valid")
-        text = bytearray(num_head)
-        self._whole(memoryview(text), deadline)
+        text = bytearray()
+        while len(text) < num_head:  # a length alone takes no memory
+            piece = bytearray(min(num_head - len(text), _PIECE))
+            self._whole(memoryview(piece), deadline)
+            text += piece
         try:
-            head = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            head = read_json(bytes(text))
+        except ValueError as error:
             raise ConnectionError(f"the head is not valid: {describe(error)}") from None
         if not isinstance(head, dict):
             raise ConnectionError("the head is not a JSON object")

@@ -6,12 +6,12 @@ the last.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engines.plain_json import WRONG_FORM, read_json
 from rollout.config.run_dir import FIGURES_FILE, SPANS_SUFFIX, RunFolder
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind
@@ -33,10 +33,10 @@ Points = list[tuple[int, float]]
 
 
 def read_figures(run: Path) -> list[dict[str, Any]]:
-    """The figures that drivers reported, by time; incomplete lines are skipped."""
+    """The figures that drivers reported, by time; lines that are no report are skipped."""
     figures = []
     for file in RunFolder(run, run.name).figure_files():
-        figures += _parsed(file.read_text().splitlines())
+        figures += _parsed(file.read_text(errors="replace").splitlines())
     return sorted(figures, key=lambda entry: entry["at_s"])
 
 
@@ -67,7 +67,7 @@ def last_lines(file: Path, max_bytes: int) -> list[str]:
         with file.open("rb") as lines:
             size = lines.seek(0, os.SEEK_END)
             lines.seek(max(0, size - max_bytes))
-            raw = lines.read(max_bytes)
+            raw = lines.read(min(size, max_bytes))
     except FileNotFoundError:
         return []
     if size > max_bytes:
@@ -79,9 +79,13 @@ def _parsed(lines: list[str]) -> list[dict[str, Any]]:
     figures = []
     for line in lines:
         try:
-            figures.append(json.loads(line))
-        except ValueError:
+            report = read_json(line)
+            at_s, step, metrics = report["at_s"], report["step"], report["metrics"]
+        except WRONG_FORM:
             continue
+        values = (at_s, step, *metrics.values()) if isinstance(metrics, Mapping) else ("",)
+        if all(isinstance(value, int | float) for value in values):
+            figures.append(report)
     return figures
 
 

@@ -8,7 +8,6 @@ control endpoints (pause, release, weights) are not forwarded.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ import anyio
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from engines.plain_json import read_json
 from rollout.core.errors import ConfigError
 from rollout.router.engine_queries import (
     EngineQueryClient,
@@ -144,7 +144,7 @@ def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:
             message = f"figures are at most {_MAX_FIGURES_BYTES} bytes"
             return error_reply(413, "too_large", message)
         try:
-            proxy.step_metrics.put(json.loads(body), len(body))
-        except (ValueError, RecursionError) as error:
+            proxy.step_metrics.put(read_json(body), len(body))
+        except ValueError as error:
             return error_reply(400, "bad_request", str(error))
         return JSONResponse({"kept": True})

@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from engines.http.key_check import is_control
+from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.errors import EngineUnreachable
 from engines.protocol.plain_text import describe
 from rollout.router.gate.aborts import AbortOrder
@@ -161,10 +162,10 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
 def read_order(body: bytes) -> AbortOrder | None:
     """What the body of an abort names; None if it is malformed."""
     try:
-        order = json.loads(body or b"{}")
+        order = read_json(body or b"{}")
         rids, prefix = order.get("rid") or [], order.get("rid_prefix") or ""
         is_for_all = bool(order.get("abort_all"))
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         return None
     rids = [rids] if isinstance(rids, str) else rids
     is_list = isinstance(rids, list) and all(isinstance(rid, str) for rid in rids)
@@ -195,11 +196,11 @@ async def tokenizer_folder(gate: Gate, client: EngineQueryClient) -> str:
     if reply.status_code == 404:  # of vLLM
         reply = await first_reply(gate, client, "/v1/models")
     try:
-        info = json.loads(bytes(reply.body))
+        info = read_json(bytes(reply.body))
         if "data" in info:
             return str(info["data"][0]["root"])
         return str(info.get("tokenizer_path") or info["model_path"])
-    except (ValueError, LookupError, AttributeError):
+    except WRONG_FORM:
         return ""
 
 

@@ -10,7 +10,6 @@ of this step that belong to requests with the adapter.  Names, ranks and scales 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from engines.embedded.core.errors import Invalid, Unsupported
+from engines.plain_json import read_json
 from engines.protocol.lora_config import (
     module_and_half,
     rank_and_scale,
@@ -229,7 +229,7 @@ def read_adapter(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
     folder = Path(path)
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text())
+        config = read_json((folder / CONFIG_FILE).read_bytes())
         return config, load_file(folder / TENSOR_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise Invalid(f"cannot read an adapter from {path}: {error}") from None

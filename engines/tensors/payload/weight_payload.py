@@ -22,6 +22,8 @@ Known = Mapping[tuple[str, str], Any]
 # Of torch, and more than any model has.
 _MAX_DIMENSIONS = 64
 _MAX_TEXT = 100
+MOST_SHARED = 4
+"""The tensors of a payload have at most so many times its bytes: they may share some."""
 
 
 @dataclass
@@ -87,8 +89,21 @@ def tensors_in(loaded: Any) -> Iterator[PayloadTensor]:
     """The tensors of a payload that was loaded here.
 
     Raises:
-        AttributeError, TypeError, KeyError, ValueError: it has another form.
+        AttributeError, TypeError, KeyError, ValueError: it has another form, or its tensors are the
+            same few bytes again and again.
     """
+    num_bytes = 0
+    for tensor in _listed(loaded):
+        num_bytes += tensor.content.nbytes
+        # A pickle names what it has had in two bytes.
+        if num_bytes > MOST_SHARED * memoryview(tensor.content.obj).nbytes:
+            raise ValueError(
+                f"the tensors of a payload have more than {MOST_SHARED} times its bytes"
+            )
+        yield tensor
+
+
+def _listed(loaded: Any) -> Iterator[PayloadTensor]:
     if isinstance(loaded, dict) and "flattened_tensor" in loaded:
         whole = loaded["flattened_tensor"].content()
         for entry in loaded["metadata"]:

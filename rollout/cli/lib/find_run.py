@@ -6,7 +6,6 @@ its file and process.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
 
+from engines.plain_json import WRONG_FORM, read_json
 from engines.process.process_identity import is_running
 from engines.protocol import ProcessIdentity
 from rollout.config.run_dir import JOURNAL_FILE
@@ -82,7 +82,7 @@ class ServerViaPage:
         request = Request(self.where + path, headers=headers, method=method)
         try:
             with _without_proxy.open(request, timeout=_TIMEOUT_S) as response:
-                return json.load(response)
+                return read_json(response.read())
         except HTTPError as error:
             if error.code == 401:
                 raise RolloutError(
@@ -98,8 +98,8 @@ class ServerViaPage:
 def _error_text(error: HTTPError) -> str:
     with error:
         try:
-            return str(json.load(error)["error"]["message"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(read_json(error.read())["error"]["message"])
+        except (OSError, HTTPException, *WRONG_FORM):
             return f"HTTP {error.code}"
 
 

@@ -6,12 +6,10 @@ gate opens, or before it joins its group.  The caller fences an engine with wron
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from engines.protocol import SamplingParams, WorkerType
@@ -31,6 +29,7 @@ from rollout.rules.canary import (
     prompts_for,
 )
 from rollout.rules.fingerprint_check import Verification
+from rollout.weights.format.checkpoint_config import read_checkpoint_config, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -262,9 +261,4 @@ def prompts_of(lifecycle: LifecycleConfig, model_path: str) -> tuple[Prompt, ...
         return ()
     if lifecycle.canary_prompts:
         return lifecycle.canary_prompts
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-        text_config = config.get("text_config") or {}
-        return prompts_for(int(config.get("vocab_size") or text_config.get("vocab_size") or 0))
-    except (OSError, ValueError, AttributeError, TypeError):
-        return ()
+    return prompts_for(vocabulary_of(read_checkpoint_config(model_path)))

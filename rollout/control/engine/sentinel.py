@@ -7,11 +7,10 @@ fences an engine that answers from old state.  ``stale_answers`` decides.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from engines.protocol import PromptImage, SamplingParams, WorkerType
@@ -31,6 +30,7 @@ from rollout.control.engine.stale_answers import (
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import LifecycleError
 from rollout.observability.timeline.recorder import engine_span
+from rollout.weights.format.checkpoint_config import read_checkpoint_config, text_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class Sentinel:
         # Prefill and decode workers answer only in pairs, and encoders not at all.
         has_logprobs = settings.group.worker_type is WorkerType.REGULAR
         if settings.lifecycle.sentinel and is_pushed and has_logprobs:
-            config = _config_of(settings.model_path)
-            text = {**config, **(config.get("text_config") or {})}
+            config = read_checkpoint_config(settings.model_path)
+            text = text_config_of(config)
             size, length = _number(text, "vocab_size"), _number(text, "max_position_embeddings")
             self.prompt = prompt_for(size, length, settings.lifecycle.canary_prompts)
             self.image_tokens = _image_tokens(config)
@@ -163,19 +163,11 @@ def _made_of(member: EngineState) -> str:
     return f"version {member.weight_version}"
 
 
-def _config_of(model_path: str) -> dict[str, Any]:
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _number(config: dict[str, Any], name: str) -> int:
+def _number(config: Mapping[str, Any], name: str) -> int:
     return config[name] if isinstance(config.get(name), int) else 0
 
 
-def _image_tokens(config: dict[str, Any]) -> tuple[int, ...]:
+def _image_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Begin, placeholder and end of one image, as far as the model's configuration names them."""
     names = (
         ("vision_start_token_id", "boi_token_index", "boi_token_id"),

@@ -8,7 +8,6 @@ file; a reader also checks which processes still exist.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from engines.plain_json import WRONG_FORM, read_json
 from engines.process.own_files import make_folders, new_file
 from engines.process.process_identity import identify
 from engines.protocol import Endpoint, ProcessIdentity
@@ -246,7 +246,7 @@ def read(path: Path) -> JournalRecord:
         RolloutError: it cannot be read, or another version of ray-rollout wrote it.
     """
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path.read_bytes())
         if content.get("format") != FORMAT:
             raise RolloutError(
                 f"journal {path} has format {content.get('format')!r}, not {FORMAT}: another "
@@ -261,5 +261,5 @@ def read(path: Path) -> JournalRecord:
         )
         processes = {name: ProcessIdentity(**content[name]) for name in ("driver", "process")}
         return JournalRecord(**content | processes | {"engines": engines})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, *WRONG_FORM) as error:
         raise RolloutError(f"journal {path} cannot be read: {error}") from error

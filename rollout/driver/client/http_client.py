@@ -23,6 +23,7 @@ import orjson
 
 from engines.http.sglang_json import DONE, read_generate, sse_payloads
 from engines.kinds import kind_of
+from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol import GenerateReply, Loads
 from engines.protocol.logprob_kind import LogprobRule, read_kind
 from engines.protocol.plain_text import one_line, value_text
@@ -224,7 +225,7 @@ class HttpGenerationClient:
         try:
             router = await self._router_state()
             serving = [engine for engine in router["engines"] if engine["state"] == "serving"]
-        except (KeyError, TypeError, ValueError):  # it is no router
+        except WRONG_FORM:  # it is no router
             return None
         loads = await asyncio.gather(*map(self._load_of, serving))
         known = [one for one in loads if one is not None]
@@ -243,18 +244,18 @@ class HttpGenerationClient:
         """From the router's ``/engines``.  A single engine has none."""
         try:
             return dict((await self._router_state())["server_metrics"])
-        except (KeyError, TypeError, ValueError):
+        except WRONG_FORM:
             return {}
 
     async def _router_state(self) -> Any:
-        return json.loads(await self._read(f"{self._url}/engines", self._control_headers))
+        return read_json(await self._read(f"{self._url}/engines", self._control_headers))
 
     async def _load_of(self, engine: Mapping[str, Any]) -> Loads | None:
         try:
             kind = kind_of(engine["kind"])
             where = f"{self._url}/engines/{quote(engine['engine_id'], safe='')}/loads"
             return kind.read_loads(await self._read(where, self._control_headers))
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except WRONG_FORM:
             return None
 
     async def report(self, figures: Mapping[str, Any]) -> None:
@@ -343,13 +344,13 @@ async def reconnecting(work: Callable[[], Awaitable[T]]) -> T:
 
 def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateReply:
     try:
-        answer = json.loads(content)
+        answer = read_json(content)
         if "error" in answer:
             raise GenerationError(str(answer["error"])[:500])
         if "output_ids" not in answer:
             raise KeyError("output_ids")
         reply = read_generate(answer)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except WRONG_FORM as error:
         raise GenerationError(f"unusable reply: {value_text(error, 300)}") from None
     engine_id = response.headers.get("x-engine-id", "")
     if any(map(math.isnan, reply.output_logprobs or ())):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import orjson
 
+from engines.plain_json import WRONG_FORM
 from engines.process.locks import FileLock
 from engines.process.own_files import make_folders, new_file
 from rollout.core.errors import ConfigError
@@ -88,7 +89,7 @@ class JournalFiles:
         """
         saved = SavedState(from_step)
         for number in self.numbers():
-            for line in self._lines(self._path(number)):
+            for at, line in enumerate(self._lines(self._path(number)), 1):
                 if "audit" in line and (name := line.get(_NAME)) != self.folder.name:
                     raise ConfigError(
                         f"{self._path(number).name} is of data set {name!r}, not of "
@@ -96,8 +97,19 @@ class JournalFiles:
                         setting="journal",
                         value=str(self.folder),
                     )
-                saved.add(line)
+                try:
+                    saved.add(line)
+                except WRONG_FORM:
+                    raise self._damaged(self._path(number), at) from None
         return saved
+
+    def _damaged(self, path: Path, line: int) -> ConfigError:
+        return ConfigError(
+            f"line {line} of {path.name} is damaged; choose another folder, and restore what "
+            "state_of returned, if it was saved",
+            setting="journal",
+            value=str(self.folder),
+        )
 
     def write(self, lines: Sequence[tuple[bytes, bool]]) -> None:
         """Write lines to the disk, each with whether it begins a file.
@@ -159,16 +171,15 @@ class JournalFiles:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if damaged:
-                    raise ConfigError(
-                        f"line {damaged} of {path.name} is damaged; choose another folder, and "
-                        "restore what state_of returned, if it was saved",
-                        setting="journal",
-                        value=str(self.folder),
-                    )
+                    raise self._damaged(path, damaged)
                 try:
-                    yield orjson.loads(line)
+                    state = orjson.loads(line)
                 except orjson.JSONDecodeError:
                     damaged = number
+                    continue
+                if not isinstance(state, dict):
+                    raise self._damaged(path, number)
+                yield state
 
 
 def data_name(source: PromptSource) -> str:

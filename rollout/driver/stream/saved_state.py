@@ -94,31 +94,32 @@ class SavedState:
         """Take the next line.
 
         Raises:
-            LookupError: it is none.
+            ``WRONG_FORM``: it is none.
         """
         if "audit" in line:
             self._begin(line)
-        self._source, self._next_serial = line["source"], line["next_serial"]
+        self._source, self._next_serial = dict(line["source"]), _number(line["next_serial"])
         for work in line["works"]:
-            serial = work["serial"]
+            serial = _number(work["serial"])
             self._works[serial] = self._works.get(serial, {}) | work
             # A call was cancelled before it returned what it had delivered.
             self._delivered.discard(serial)
             self._given.pop(serial, None)
         for serial in line.get("delivered", ()):
-            work = self._works.pop(serial, None)
+            work = self._works.pop(_number(serial), None)
             self._delivered.add(serial)
             if work is not None and line["in_step"] >= self._from_step:
                 self._given[serial] = work
         for serial, reason in line.get("dropped", ()):
-            self._works.pop(serial, None)
+            self._works.pop(_number(serial), None)
             self._dropped.append([serial, reason])
 
     def _begin(self, line: State) -> None:
         """The first line of a file, which has everything but what was delivered before."""
         audit = line["audit"]
-        self.step = line["step"] if self.step is None else self.step
-        self._delivered, self._dropped = set(audit["delivered"]), list(audit["dropped"])
+        self.step = _number(line["step"]) if self.step is None else self.step
+        self._delivered = set(map(_number, audit["delivered"]))
+        self._dropped = [[_number(serial), reason] for serial, reason in audit["dropped"]]
         self._given = {
             serial: work for serial, work in self._given.items() if serial in self._delivered
         }
@@ -137,6 +138,12 @@ class SavedState:
                 "dropped": self._dropped,
             },
         }
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"a number of a group or a step is {value!r:.60}")
+    return value
 
 
 def state_of(lines: Iterable[State]) -> State:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from engines.kinds import kind_of
+from engines.plain_json import WRONG_FORM
 from engines.protocol import Loads
 from engines.protocol.kind import Kind
 from rollout.core.types import ServerStatus
@@ -94,7 +95,7 @@ class EngineLoads:
                     async with limit:
                         raw = await get(session, url, key=target.key, max_bytes=_MAX_BYTES)
                     reply = target.kind.read_loads(raw)
-                except (aiohttp.ClientError, OSError, TimeoutError, *_MALFORMED) as error:
+                except (aiohttp.ClientError, OSError, TimeoutError, *WRONG_FORM) as error:
                     logger.debug("engine %s: no load: %s", target.engine_id, error)
                     return None
                 return EngineLoad(reply.num_waiting_reqs, self._rate(target, reply))
@@ -115,9 +116,6 @@ class EngineLoads:
         if url != target.url or count < before or at_s <= before_s:
             return None
         return (count - before) / (at_s - before_s)
-
-
-_MALFORMED = (ValueError, KeyError, TypeError)
 
 
 def load_targets(status: ServerStatus) -> list[LoadTarget]:

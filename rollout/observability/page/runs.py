@@ -8,7 +8,6 @@ servers of its own run, which its user has launched with it.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import aiohttp
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from engines.plain_json import read_json
 from engines.process.process_identity import is_running
 from engines.protocol.plain_text import describe
 from rollout.config.run_dir import FIGURES_FILE, JOURNAL_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
@@ -137,7 +137,7 @@ async def _summary(session: aiohttp.ClientSession, journal: JournalRecord, key: 
     if journal.page_needs_key and not key:
         raise PermissionError("its page needs its key")
     url = f"{journal.page}/api/summary"
-    return json.loads(await get(session, url, key=key, max_bytes=_MAX_BYTES))
+    return read_json(await get(session, url, key=key, max_bytes=_MAX_BYTES))
 
 
 def known_runs(folder: Path, own: str) -> list[KnownRun]:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import NoneType
 from typing import Any
 
 
@@ -115,9 +116,12 @@ class Span:
         """The inverse of ``to_dict``; keys that a later version added are ignored.
 
         Raises:
-            KeyError, TypeError, ValueError: ``values`` is no span.
+            AttributeError, KeyError, TypeError, ValueError: ``values`` is no span.
         """
-        known = {name: value for name, value in values.items() if name in _NAMES}
+        known = {name: value for name, value in values.items() if name in _KINDS}
+        for name, value in known.items():
+            if not isinstance(value, _KINDS[name]) or isinstance(value, bool):
+                raise ValueError(f"a span has {name} = {value!r:.60}")
         known["kind"] = Kind(values["kind"])
         known["outcome"] = Outcome(values["outcome"])
         return cls(**known)
@@ -139,4 +143,13 @@ class Excerpt:
 
 
 _OPTIONAL = tuple((field.name, field.default) for field in dataclasses.fields(Span)[6:])
-_NAMES = frozenset(field.name for field in dataclasses.fields(Span))
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    field.name: {
+        "float": (int, float),
+        "float | None": (int, float, NoneType),
+        "int": (int,),
+        "int | None": (int, NoneType),
+    }.get(str(field.type), (str,))
+    for field in dataclasses.fields(Span)
+}
+"""The types of values, by name."""

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import orjson
 
+from engines.plain_json import WRONG_FORM
 from engines.process.own_files import make_folders, open_or_new_file
 from rollout.config.run_dir import SPANS_SUFFIX, RunFolder
 from rollout.core.errors import ConfigError
@@ -92,7 +93,7 @@ def read_spans(path: Path) -> list[Span]:
         files = RunFolder(path, path.name).span_files() or sorted(path.glob(f"*{SPANS_SUFFIX}*"))
     spans = []
     for file in files:
-        with file.open() as lines:
+        with file.open(errors="replace") as lines:
             spans += read_lines(lines)
     if not spans:
         raise ConfigError(f"{path}: no spans were recorded there (no .spans.jsonl file has any)")
@@ -105,6 +106,6 @@ def read_lines(lines: Iterable[str]) -> list[Span]:
     for line in lines:
         try:
             spans.append(Span.from_dict(orjson.loads(line)))
-        except (KeyError, TypeError, ValueError):
+        except WRONG_FORM:
             continue
     return spans

@@ -22,6 +22,7 @@ import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from engines.plain_json import WRONG_FORM
 from engines.protocol import VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
 from engines.protocol.types import NO_NUMBER
@@ -30,7 +31,7 @@ from rollout.rules.continuation import Part, check_budget, join_experts
 Payload = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 """The text of token ids, by the model's tokenizer."""
-UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+UNUSABLE = WRONG_FORM
 """What reading an engine's reply can raise, which may have any form."""
 _START: tuple[int, int, str | None] = (0, 0, None)
 # From so many ids before its first token SGLang begins to decode.

@@ -334,12 +334,12 @@ class EngineConnection(asyncio.Protocol):
         known = self._pool.head_cache.get(key)
         if known is not None and len(data) - end == int(length) and not self._is_head_request:
             return self._pass_on_whole(known, length, data[end:])
+        if not b"HTTP/1.".startswith(data[:7]):
+            return self._fail("sent a reply that is not HTTP")
         end = data.find(b"\r\n\r\n") + 4
         if end == 3:
             if len(data) > MAX_HEAD_BYTES:
                 return self._fail(f"sent a head of over {MAX_HEAD_BYTES} bytes")
-            if not b"HTTP/1.".startswith(data[:7]):
-                return self._fail("sent a reply that is not HTTP")
             self._head = data
             return None
         head, rest = data[:end], data[end:]

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engines.plain_json import read_json
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
 from rollout.router.sessions.messages import BadChat, Message, with_texts
@@ -118,7 +119,7 @@ def load_chat_tokenizer(folder: str, tool_call_parser: str = "auto") -> ChatToke
         import jinja2  # noqa: F401 - ``_compiled`` needs it
     path, tokenizer = Path(folder), load_tokenizer(folder)
     try:
-        settings = json.loads(_read(path / "tokenizer_config.json") or "{}")
+        settings = read_json(_read(path / "tokenizer_config.json") or "{}")
         texts = _templates(path, settings)
         templates = {name: _compiled(text) for name, text in texts.items()}
     except Exception as error:  # jinja2 has many

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from engines.plain_json import read_json
 
 # The names that models give to their number of experts.
 _NOT_COUNTED = (
@@ -15,7 +16,14 @@ _NOT_COUNTED = (
     "n_shared_experts",
     "shared_expert_intermediate_size",
 )
-_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "intermediate_size",
+)
+_MOST = 1 << 31
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -31,7 +39,7 @@ def read_generation_config(model_path: str | Path) -> Mapping[str, Any]:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, Mapping) else {}
@@ -55,7 +63,7 @@ def is_tied(config: Mapping[str, Any]) -> bool | None:
     """Whether its head is its embedding; None if the config does not say, and transformers has a
     default for each type of model."""
     found = [part.get("tie_word_embeddings") for part in _parts(config)]
-    return True if any(found) else None if set(found) <= {None} else False
+    return True if any(found) else None if found.count(None) == len(found) else False
 
 
 def head_size_of(config: Mapping[str, Any]) -> int:
@@ -63,10 +71,10 @@ def head_size_of(config: Mapping[str, Any]) -> int:
     for part in _parts(config):
         if part.get("kv_lora_rank"):
             return 0
-        if isinstance(size := part.get("head_dim"), int):
+        if size := _count(part, "head_dim"):
             return size
-        hidden, heads = part.get("hidden_size"), part.get("num_attention_heads")
-        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        hidden, heads = _count(part, "hidden_size"), _count(part, "num_attention_heads")
+        if hidden and heads:
             return hidden // heads
     return 0
 
@@ -75,17 +83,15 @@ def elements_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Elements of the model, and of a trainer's largest tensor, where the experts of a layer are
     one; zeros if the config does not say, or has parts that are not counted here."""
     part = next((one for one in _parts(config) if "hidden_size" in one), {})
-    try:
-        hidden, layers, vocabulary = (part[name] for name in _SIZES)
-        heads, inner = part["num_attention_heads"], part["intermediate_size"]
-    except KeyError:
+    hidden, layers, vocabulary, heads, inner = (_count(part, name) for name in _SIZES)
+    if not (hidden and layers and vocabulary and heads and inner):
         return 0, 0
     if "text_config" in config or any(part.get(name) for name in _NOT_COUNTED):
         return 0, 0
-    head, groups = head_size_of(part), part.get("num_key_value_heads") or heads
+    head, groups = head_size_of(part), _count(part, "num_key_value_heads") or heads
     attention = 2 * hidden * head * (heads + groups)
-    experts = next((part[name] for name in _EXPERTS if part.get(name)), 0)
-    of_expert = hidden * (part.get("moe_intermediate_size") or inner)
+    experts = next((num for name in _EXPERTS if (num := _count(part, name))), 0)
+    of_expert = hidden * (_count(part, "moe_intermediate_size") or inner)
     block = experts * (3 * of_expert + hidden) if experts else 3 * hidden * inner
     embedding = vocabulary * hidden
     whole = embedding * (1 if part.get("tie_word_embeddings") else 2)
@@ -97,6 +103,22 @@ def element_bytes_of(config: Mapping[str, Any]) -> int:
     """Bytes of an element of the weights; of bfloat16 if the config does not say."""
     names = (part.get("dtype") or part.get("torch_dtype") for part in _parts(config))
     return 4 if next(filter(None, names), "") == "float32" else 2
+
+
+def _count(part: Mapping[str, Any], name: str) -> int:
+    """A number of the config; 0 if it is none that a model can have."""
+    value = part.get(name)
+    return value if type(value) is int and 0 < value < _MOST else 0
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int:
+    """Tokens of the model; 0 if the config does not say."""
+    return next((num for part in _parts(config) if (num := _count(part, "vocab_size"))), 0)
+
+
+def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the values of its language model, if it has several models."""
+    return {**config, **_parts(config)[-1]}
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
+from engines.plain_json import WRONG_FORM, read_json
 from engines.tensors.safetensors_header import read_header
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -19,12 +19,12 @@ def why_not_whole(folder: Path) -> str:
     """
     try:
         for index in sorted(folder.glob("*.index.json")):
-            files = set(json.loads(index.read_bytes())["weight_map"].values())
+            files = set(read_json(index.read_bytes())["weight_map"].values())
             if missing := sorted(name for name in files if not (folder / name).is_file()):
                 return f"{index} names {len(missing)} files that are not there, first {missing[0]}"
         for file in sorted(folder.glob("*.safetensors")):
             _check_length(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *WRONG_FORM) as error:
         return f"{folder} is not a whole checkpoint: {type(error).__name__}: {error}"
     return ""
 

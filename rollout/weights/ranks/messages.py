@@ -184,8 +184,8 @@ class ErrorText:
         if not (isinstance(kind, type) and issubclass(kind, RolloutError)):
             kind = RankFailure
         error: RolloutError = kind(self.message)
-        for name, value in self.fields.items():
-            setattr(error, name, value)
+        for name in self.fields.keys() & vars(error).keys():
+            setattr(error, name, self.fields[name])
         return error
 
 

@@ -11,8 +11,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engines.plain_json import WRONG_FORM, read_json
+from engines.protocol.plain_text import describe
 from engines.tensors.fingerprint import host_fingerprint
-from rollout.core.errors import WeightsUnavailable
+from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.store.layout.commit import Write
 from rollout.weights.store.layout.placement import Segment, Unit, plan_segments
@@ -98,9 +100,28 @@ def load(data: bytes, *, where: str = "record") -> StoreRecord:
     digest, _, body = data.partition(b"\n")
     if digest.decode("ascii", "replace") != _digest(body):
         raise WeightsUnavailable(f"{where} is damaged: its digest does not match its contents")
-    values: dict[str, Any] = json.loads(body)
-    if values["format"] != _FORMAT:
-        raise WeightsUnavailable(f"{where} has format {values['format']}, not {_FORMAT}")
+    try:
+        values = read_json(body)
+        if values["format"] != _FORMAT:
+            raise WeightsUnavailable(f"{where} has format {values['format']}, not {_FORMAT}")
+        record = _record_of(values)
+        _check(record)
+    except (*WRONG_FORM, WeightMismatch) as error:
+        raise WeightsUnavailable(f"{where} is damaged: {describe(error, with_type=True)}") from None
+    return record
+
+
+def _check(record: StoreRecord) -> None:
+    """Raises as ``WRONG_FORM`` has where nothing can be placed by it."""
+    sizes = [unit.num_bytes for unit in record.units if unit.element_bytes]
+    kept = [index for indices in record.kept.values() for index in indices]
+    if not all(type(index) is int and 0 <= index < len(record.units) for index in kept):
+        raise ValueError("a node keeps units that the record does not have")
+    if not all(type(size) is int and size >= 0 for size in (*sizes, record.segment_bytes)):
+        raise ValueError("it has a size that is no number of bytes")
+
+
+def _record_of(values: Mapping[str, Any]) -> StoreRecord:
     return StoreRecord(
         run=values["run"],
         write=Write(*values["write"]),

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from engines.plain_json import WRONG_FORM, read_json
 from engines.process.locks import remove_unheld
 from engines.process.process_identity import boot_id
 from rollout.core.machine import since_boot_s
@@ -51,9 +52,9 @@ def renew(files: Files, folder: Path, lease_s: float) -> Lease:
 def read_lease(folder: Path) -> Lease | None:
     """The lease of a folder; None if it has no readable one."""
     try:
-        values = json.loads((folder / LEASE).read_bytes())
+        values = read_json((folder / LEASE).read_bytes())
         return Lease(str(values["boot_id"]), float(values["until_s"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *WRONG_FORM):
         return None
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.plain_text import size_text
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.layout.commit import NodeState, Write
@@ -243,10 +244,10 @@ class Slots:
 
 def _read_committed(data: bytes) -> Write | None:
     try:
-        body = json.loads(data)
+        body = read_json(data)
         number, version, write_id = body["write"]
         return Write(int(number), int(version), str(write_id))
-    except (ValueError, KeyError, TypeError) as error:
+    except WRONG_FORM as error:
         # It is replaced atomically, so another program wrote it.
         logger.error("store: %s is damaged (%s); no write counts as committed", _COMMITTED, error)
         return None
