@@ -5,6 +5,7 @@ What ``make fuzz`` has found and was repaired is in ``foreign_bytes``, a file fo
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from tools.fuzz.reader import (
 )
 from tools.fuzz.readers import READERS, lacks
 
+ROOT = Path(__file__).parents[2]
 FOUND = Path(__file__).with_name("foreign_bytes")
 MOST_FOUND_BYTES = 300 << 10
 MOST_SEEDS = 250
@@ -86,6 +88,45 @@ def test_what_was_found_is_small_and_of_a_reader() -> None:
     paths = list(FOUND.glob("*"))
     assert sum(path.stat().st_size for path in paths) < MOST_FOUND_BYTES
     assert all(path.name.rpartition("-")[0] in READERS for path in paths)
+
+
+READ_BY = {
+    "engines/embedded/__main__.py": "its own start: a config.json that it cannot read ends it",
+    "engines/embedded/weights/lora_adapters.py": "adapter_config",
+    "engines/http/call.py": "engine_answer",
+    "engines/http/client.py": "engine_answer",
+    "engines/kinds.py": "engine_loads",
+    "engines/process/engine_records.py": "engine_record",
+    "engines/vllm/features.py": "an option of the user's own command line",
+    "rollout/cli/lib/find_run.py": "the page of a run that the user has named",
+    "rollout/config/run_dir.py": "launch_file",
+    "rollout/control/engine/file_lock.py": "file_lock",
+    "rollout/control/server/journal.py": "server_journal",
+    "rollout/core/wire.py": "wire_frames",
+    "rollout/driver/client/http_client.py": "driver_stream",
+    "rollout/observability/page/runs.py": "the page of another run in the same folder",
+    "rollout/observability/recorded.py": "recorded",
+    "rollout/router/control_api.py": "step_figures",
+    "rollout/router/engine_queries.py": "abort_order",
+    "rollout/router/sessions/chat_tokenizer.py": "a template is a program: every error is one",
+    "rollout/weights/format/checkpoint_config.py": "checkpoint_config",
+    "rollout/weights/format/checkpoint_files.py": "checkpoint_index",
+    "rollout/weights/store/layout/record.py": "store_record",
+    "rollout/weights/store/node/lease.py": "store_lease",
+    "rollout/weights/store/node/slots.py": "store_commit",
+}
+"""Who reads JSON of others, and the reader of the table that does, or why none has to."""
+
+
+def test_who_reads_json_of_others_is_in_the_table() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for package in ("rollout", "engines")
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"from engines.plain_json import .*read_json", path.read_text())
+    }
+    assert found == READ_BY.keys()
+    assert all(name in READERS or " " in name for name in READ_BY.values())
 
 
 # -- the rules themselves -----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tools.fuzz.readers import READERS, lacks
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "fuzz"
 REPAIRED = ROOT / "tests" / "tools" / "foreign_bytes"
-_END_S = 120.0
+_END_S = 300.0
 
 
 def search(name: str, seconds: int) -> list[str]:

@@ -632,9 +632,38 @@ def _written_calls() -> Iterator[bytes]:
             yield bytes([number]) + (begin + " " * 30000).encode()
 
 
+def _embedded_body(data: bytes) -> Any:
+    """A body for the embedded engine: the object, and how its tokens are drawn."""
+    from engines.embedded.core.errors import Invalid
+    from engines.embedded.generation import sampling_params
+    from engines.embedded.server.request_runner import object_in
+
+    raw = object_in(data)
+    if "sampling_params" not in raw:
+        raise Invalid("it has none")
+    return sampling_params.parse(raw["sampling_params"])
+
+
+def _embedded_bodies() -> Iterator[bytes]:
+    sampling = {
+        "max_new_tokens": 5,
+        "temperature": 0.5,
+        "top_k": -1,
+        "stop": ["a"],
+        "stop_token_ids": [1],
+        "sampling_seed": 7,
+        "min_p": 0.0,
+    }
+    for value in _changed({"sampling_params": sampling}):
+        yield json.dumps(value).encode()
+    yield from _DEEP
+
+
 def readers() -> Sequence[Reader]:
     """The readers of this module."""
-    failed = (GenerationError,)
+    from engines.embedded.core.errors import Invalid
+
+    failed, refusals = (GenerationError,), (Invalid,)
     return (
         Reader("engine_answer", whole(_answer), (EngineRejected,), _answers),
         Reader("engine_loads", whole(_kind_loads), WRONG_FORM, _loads),
@@ -647,5 +676,8 @@ def readers() -> Sequence[Reader]:
         Reader("abort_order", whole(_abort), (), _aborts),
         Reader("step_figures", whole(_figures), (ValueError,), _reports),
         Reader("session_chat", whole(_chat), (BadChat,), _chats, times(256)),
+        Reader(
+            "embedded_body", whole(_embedded_body), refusals, _embedded_bodies, needs=("torch",)
+        ),
         Reader("tool_calls", _tool_calls, (), _written_calls, is_split=True),
     )

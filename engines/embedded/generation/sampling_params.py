@@ -75,10 +75,12 @@ class Params:
 _DEFAULT = Params()
 
 
-def parse(raw: Mapping[str, Any] | None) -> Params:
+def parse(raw: Any) -> Params:
     """Check a JSON object of sampling parameters; ``Invalid`` names what is wrong with it."""
     if not raw:
         return _DEFAULT
+    if not isinstance(raw, Mapping):
+        raise Invalid(f"sampling_params must be an object, not {raw!r:.80}")
     given = {name: value for name, value in raw.items() if value is not None}
     given.pop("stream_interval", None)  # a hint: streams here send every step
     for name in [name for name in given if name in _NOT_SUPPORTED]:

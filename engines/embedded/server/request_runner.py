@@ -31,8 +31,11 @@ def new_rid() -> str:
 async def read_json(request: Request, *, is_optional: bool = False) -> dict[str, Any]:
     """The request's body, which must be a JSON object (SGLang wants at least ``{}``)."""
     content = await request.body()
-    if not content and is_optional:
-        return {}
+    return {} if is_optional and not content else object_in(content)
+
+
+def object_in(content: bytes) -> dict[str, Any]:
+    """The JSON object of a body; ``Invalid`` if it is none."""
     try:
         value = orjson.loads(content)
     except ValueError as error:
