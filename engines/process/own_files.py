@@ -137,7 +137,7 @@ class OwnFolder:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=self.descriptor)
         with os.fdopen(descriptor, "rb") as file:
-            content = file.read(most_bytes + 1)
+            content = file.read(min(os.fstat(descriptor).st_size, most_bytes) + 1)
         if len(content) > most_bytes:
             raise ValueError(f"{self.path}/{name} has more than {most_bytes} bytes")
         return content

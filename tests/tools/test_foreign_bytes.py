@@ -100,7 +100,7 @@ READ_BY = {
     "engines/vllm/features.py": "an option of the user's own command line",
     "rollout/cli/lib/find_run.py": "the page of a run that the user has named",
     "rollout/config/run_dir.py": "launch_file",
-    "rollout/control/engine/file_lock.py": "file_lock",
+    "engines/process/locks.py": "file_lock",
     "rollout/control/server/journal.py": "server_journal",
     "rollout/core/wire.py": "wire_frames",
     "rollout/driver/client/http_client.py": "driver_stream",

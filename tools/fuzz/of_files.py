@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engines.process import engine_records
-from engines.process.guard import place, record_path
+from engines.process import engine_records, locks
+from engines.process.guard import RECORD, place
+from engines.process.own_files import OwnFolder
 from engines.process.process_identity import identify
 from rollout.config import LifecycleConfig
 from rollout.config.run_dir import FIGURES_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
-from rollout.control.engine import file_lock
 from rollout.control.engine.logprob_check import prompts_of
 from rollout.control.engine.sentinel import _image_tokens, _number
 from rollout.control.server import journal
@@ -185,15 +185,13 @@ def _recorded() -> Iterator[bytes]:
         yield damaged + b"\n--\n" + damaged
 
 
-def _engine_record(data: bytes) -> Any:
-    """The record of an engine, in the place of those of this user."""
-    token = f"fuzz{os.getpid()}"
-    path = Path(record_path(token))
-    path.write_bytes(data)
+def _engine_record(path: Path) -> Any:
+    """The record of an engine, in a folder of this user."""
+    folder = OwnFolder.open(str(path.parent))
     try:
-        found = engine_records._read(token)
+        found = engine_records._read(folder, "token")
     finally:
-        path.unlink()
+        folder.close()
     if found is None:
         raise Refused
     return found
@@ -203,7 +201,7 @@ def _engine_records() -> Iterator[bytes]:
     own = identify(os.getpid())
     assert own is not None
     here = [own.pid, own.started]
-    right = {"place": place(), "engine": here, "owner": here, "name": "e", "files": ["/x*"]}
+    right = {"place": place(), "engine": here, "name": "e", "files": ["/x*"], "since_s": 1}
     yield json.dumps(right).encode()
     for name in right:
         for value in _values(
@@ -214,7 +212,7 @@ def _engine_records() -> Iterator[bytes]:
 
 
 def _lock(path: Path) -> Any:
-    return file_lock.owner_of(path) and file_lock.read_values(path)
+    return locks.owner_of(path) and locks.read_values(path)
 
 
 def _locks() -> Iterator[bytes]:
@@ -392,7 +390,7 @@ def readers() -> Sequence[Reader]:
         Reader("launch_file", _at(f"run/{LAUNCH_FILE}", _launch), (), _launches),
         Reader("span_file", _at(f"s{SPANS_SUFFIX}", _spans), (ConfigError,), _span_lines),
         Reader("recorded", _at("recorded/server/input", _curves), (), _recorded),
-        Reader("engine_record", whole(_engine_record), (), _engine_records),
+        Reader("engine_record", _at(RECORD, _engine_record), (), _engine_records),
         Reader("file_lock", _at("lock", _lock), (), _locks),
         Reader("store_lease", _at(f"lease/{lease.LEASE}", _lease), (), _leases),
         Reader("store_commit", whole(_committed), (), _commits),

@@ -512,7 +512,7 @@ def _aborts() -> Iterator[bytes]:
 def _figures(data: bytes) -> Any:
     """What a driver reports of a step, as the router's route reads it."""
     kept = StepMetrics()
-    kept.put(read_json(data))
+    kept.put(read_json(data), len(data))
     json.dumps(kept.last(), allow_nan=False)
     return len(kept.last())
 
