@@ -22,6 +22,7 @@ from rollout.config import RolloutConfig
 from rollout.control.engine.claim import remove_ended
 from rollout.control.server.journal import read
 from tests.support.builders import write_checkpoint
+from tests.support.engine_keys import Keyless
 from tests.support.processes import Program, program, wait_until
 from tests.support.ray_worlds import set_up_ray
 from tests.support.served_fakes import TIMEOUT_S, ServedEngine
@@ -163,7 +164,7 @@ def driven(tmp_path: Path, backend: str, *, is_up: bool = True) -> Iterator[Cras
             "weights": {"shared_memory_path": str(tmp_path)},
         }
         config = {"log_dir": str(tmp_path), "servers": {"policy": server}}
-        attached = ServedEngine(url)
+        attached = ServedEngine(Keyless(url))
         if not is_up:
             attached.hold("is_ready")
         with program("-c", DRIVER, str(tmp_path), json.dumps(config), backend) as driver:

@@ -19,6 +19,7 @@ from engines.process.tcp_ports import PortReservation
 from engines.protocol import Endpoint
 from engines.protocol.errors import EngineError, PortTaken
 from engines.protocol.spec import Invocation
+from tests.support.engine_keys import client_of
 
 HOST = "127.0.0.1"
 
@@ -123,7 +124,7 @@ async def test_a_stranger_on_the_port_gets_no_request_and_the_engine_another_por
     with taking(monkeypatch, take, times=2) as strangers:
         engine = await LocalLauncher().launch(spec(tmp_path))
         try:
-            client = kind_of("fake").client(engine.endpoint, engine_id="main-0")
+            client = client_of(engine, kind_of("fake").client, engine_id="main-0")
             assert (await client.model_info()).model_path == "/models/main-0"
             await client.aclose()
         finally:

@@ -10,7 +10,7 @@ import httpx
 
 from engines.http.client import EngineClient
 from engines.http.key_check import is_control
-from engines.protocol import Endpoint, EngineAccess
+from engines.protocol import NO_ACCESS, Endpoint, EngineAccess
 
 
 class Reachable(Protocol):
@@ -20,6 +20,15 @@ class Reachable(Protocol):
     def endpoint(self) -> Endpoint: ...
     @property
     def access(self) -> EngineAccess: ...
+
+
+class Keyless:
+    """An engine without keys that listens there."""
+
+    access = NO_ACCESS
+
+    def __init__(self, url: str) -> None:
+        self.endpoint = Endpoint.of_url(url)
 
 
 class Keys(httpx.Auth):
