@@ -11,19 +11,23 @@ import inspect
 import re
 import string
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import aiohttp
 
-from rollout.core.arguments import Positive, checked, wrong
+from rollout.core.arguments import Positive, Seconds, checked, wrong
 from rollout.core.optional_deps import optional_import
 from rollout.core.samples import Sample
+from rollout.driver.math_judge.judges import MathJudges
 from rollout.driver.stream.hooks import Reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BOXED = r"\boxed{"
-_STATED = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*[*_(\[]*([A-Za-z])\b", re.IGNORECASE)
+_STATED = re.compile(
+    r"(?:answer|option|choice)\s*(?:(?:is|:)\s*)?[*_(\[]*([A-Za-z])\b", re.IGNORECASE
+)
 _STANDALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
 
 
@@ -34,7 +38,7 @@ def exact_match(key: str = "answer") -> Reward:
         key: of the answer, or the list of answers, in a sample's metadata.
     """
     return lambda sample: float(
-        any(_normalized(sample.text) == _normalized(answer) for answer in _answers(sample, key))
+        _normalized(sample.text) in {_normalized(answer) for answer in _answers(sample, key)}
     )
 
 
@@ -52,27 +56,31 @@ def multiple_choice(key: str = "answer") -> Reward:
     )
 
 
-def math(key: str = "answer") -> Reward:
+@checked
+def math(key: str = "answer", *, timeout_s: Seconds = 10.0) -> Reward:
     """Whether the text's last mathematical expression equals the answer, by ``math-verify``.
+
+    The reward is async.  Up to four processes judge, so neither ``$9^{9^{9}}$`` nor other texts of
+    a model stop the driver or take its memory: a judgement that takes too long, needs more than
+    2 GiB or fails gives 0.0, and the first that end a process are logged.  Of a text the last
+    262 144 characters are read.  ``reward_timeout_s`` of ``Hooks`` also counts the wait for a
+    process that is free.
 
     Args:
         key: see ``exact_match``.
+        timeout_s: of one judgement; its process is killed then, and the next starts another.
 
     Raises:
-        ConfigError: math-verify is not installed.
+        ConfigError: math-verify is not installed, or the time is wrong.
     """
     with optional_import("data", "rewards.math needs math-verify, which is not installed"):
-        from math_verify import parse, verify
+        if find_spec("math_verify") is None:
+            raise ModuleNotFoundError
+    judges = MathJudges(timeout_s)
 
-    def reward(sample: Sample) -> float:
-        # The timeouts of math-verify use signals, which work only in the main thread.
-        parsed = parse(sample.text, parsing_timeout=None)
-        return float(
-            any(
-                verify(parse(_as_math(answer), parsing_timeout=None), parsed, timeout_seconds=None)
-                for answer in _answers(sample, key)
-            )
-        )
+    async def reward(sample: Sample) -> float:
+        answers = [_as_math(answer) for answer in _answers(sample, key)]
+        return float(await judges.is_right(sample.text, answers))
 
     return reward
 

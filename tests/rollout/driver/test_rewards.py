@@ -1,6 +1,8 @@
 """Common rewards, and a reward computed by a server."""
 
+import sys
 import threading
+import time
 
 import pytest
 from aiohttp import ClientError, web
@@ -38,6 +40,8 @@ def test_exact_match_ignores_case_articles_and_punctuation(text, answer, reward)
         (r"A or B? So \boxed{D}", "D"),
         (r"\boxed{\text{E}}", "E"),
         ("It could be A. No: B", "B"),
+        ("The answer  is : A, the option\n is **C", "C"),
+        ("The choice:\n (d)", "D"),
         ("I think it's unclear", "I"),
         ("nothing", ""),
         (r"\boxed{12}", ""),
@@ -66,14 +70,46 @@ def test_multiple_choice_compares_the_letter() -> None:
         (r"$x^2 - 1$", r"(x-1)(x+1)", 1.0),
     ],
 )
-def test_math_compares_values_and_not_texts(text, answer, reward) -> None:
-    assert rewards.math()(said(text, answer)) == reward
+async def test_math_compares_values_and_not_texts(text, answer, reward) -> None:
+    assert await rewards.math()(said(text, answer)) == reward
+
+
+async def test_math_compares_with_each_answer() -> None:
+    judge = rewards.math("answers")
+    sample = Sample([1], text="so $0.5$", metadata={"answers": ["4", r"\frac{1}{2}"]})
+    assert await judge(sample) == 1.0
+    with pytest.raises(KeyError, match="metadata has no 'answers'"):
+        await judge(said("4"))
 
 
 def test_math_without_its_library_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"pip install .*'math-verify>=0.8'"):
         rewards.math()
+
+
+@pytest.mark.parametrize("make", [rewards.exact_match, rewards.multiple_choice])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("a", "A", " ", "a ", "A ", "'", "the ", "(", "(A", ")", "{", "}", "\0", "\ud800"),
+        *("\u0130", r"\boxed{", r"\boxed{}", r"\boxed{{", r"\text", "*_(["),
+        *("answer", "answer ", "answer is ", "answer\n", "answer:", "option is  ", "choice * "),
+    ],
+)
+def test_a_hostile_text_takes_no_longer_than_another(make, pattern: str) -> None:
+    """For one of 64 Ki characters, a pattern that goes back from each of them needs minutes."""
+    repeated = pattern * (2**16 // len(pattern))
+    begun = [begin + pattern[-1] * 2**16 for begin in ("answer", "answer is", r"\boxed{", "(A")]
+    judge = make()
+    for text in (repeated, *begun, *(f"{begin}!" for begin in begun)):
+        assert min(seconds_of(judge, said(text)) for _ in range(3)) < 0.05
+
+
+def seconds_of(judge, sample: Sample) -> float:
+    before = time.thread_time()
+    judge(sample)
+    return time.thread_time() - before
 
 
 @pytest.mark.parametrize("make", [rewards.exact_match, rewards.multiple_choice])

@@ -1,0 +1,1 @@
+"""Judgements of mathematics, in processes of their own: the texts are a model's."""
