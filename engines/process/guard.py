@@ -357,7 +357,7 @@ def started_at(pid: int) -> int:
 
 
 def remove_files(patterns: list[str], since_s: float) -> list[str]:
-    """Removes what an engine left that began then; returns what stays, for somebody holds it.
+    """Removes leftovers of an engine that began then; returns what stays, for somebody holds it.
 
     Only files of this user that no process has open or mapped, and no older ones: the same pid is
     another process in another container.

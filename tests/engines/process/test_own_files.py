@@ -70,7 +70,7 @@ STRANGERS = [
     file_of_another_user,
     pipe,
 ]
-# Who is asked to use the name, and the errors by which it is refused.
+# How the name is used, and the errors by which it is refused.
 USERS: dict[str, tuple[Callable[[Path], object], type[Exception] | tuple[type[Exception], ...]]] = {
     "make a folder": (lambda at: OwnFolder.make(str(at)), FileExistsError),
     "open a folder": (lambda at: OwnFolder.open(str(at)), (NotOurs, FileNotFoundError)),
