@@ -79,7 +79,8 @@ class OwnFolder:
 
         Raises:
             FileNotFoundError: nothing is there.
-            NotOurs: it is no folder, or another user's, or others may write in it.
+            NotOurs: it is no folder, or another user's, who does not own the folder that it is in
+                either, or others may write in it.
         """
         try:
             descriptor = os.open(path, _FOLDER_FLAGS)
@@ -88,7 +89,7 @@ class OwnFolder:
                 raise not_ours(path, os.lstat(path)) from None
             raise
         found = os.fstat(descriptor)
-        if found.st_uid != os.getuid() or found.st_mode & forbidden:
+        if not _is_expected(path, found) or found.st_mode & forbidden:
             os.close(descriptor)
             raise not_ours(path, found)
         return cls(path, descriptor)

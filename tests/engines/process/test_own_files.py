@@ -159,6 +159,21 @@ def test_a_link_of_ours_to_a_folder_of_ours_may_be_a_run(shared: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
 
 
+def test_a_file_system_that_gives_what_root_makes_to_another_user_is_used(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with ``root_squash``, seen from the other side: we are not who owns all of it."""
+    folder = shared / "checkpoints"
+    folder.mkdir()
+    monkeypatch.setattr(own_files.os, "getuid", lambda: os.geteuid() + 1)
+    make_folders(str(folder / "run"))
+    hold = make_held(folder / "push")
+    os.close(open_or_new_file(str(folder / "file")))
+    assert not remove_unheld(folder / "push")
+    hold.release()
+    assert not (folder / "push").exists()
+
+
 def test_links_in_a_folder_of_ours_are_removed_and_not_followed(shared: Path) -> None:
     hold = make_held(shared / "ours")
     (shared / "ours" / "inner").mkdir()
