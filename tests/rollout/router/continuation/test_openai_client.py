@@ -25,7 +25,7 @@ async def test_the_openai_package_completes_chats_and_streams_through_the_router
     host = RouterHost(router_config(client_key="tell"))
     endpoint = await host.start()
     try:
-        await host.set_members(1, [Backend("e-0", engine.endpoint)])
+        await host.set_members(1, [Backend("e-0", engine.endpoint, access=engine.access)])
         await host.set_gate("open", weight_version=1)
         base_url = f"{endpoint.url}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="tell", max_retries=0) as client:

@@ -100,7 +100,11 @@ async def test_all_of_200_requests_get_responses_though_an_engine_is_killed(tmp_
     endpoint = await host.start()
     try:
         await host.set_members(
-            1, [Backend(f"e-{number}", engine.endpoint) for number, engine in enumerate(engines)]
+            1,
+            [
+                Backend(f"e-{number}", engine.endpoint, access=engine.access)
+                for number, engine in enumerate(engines)
+            ],
         )
         await host.set_gate("open", weight_version=1)
         connector = aiohttp.TCPConnector(limit=NUM)
