@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from engines.process.guard import RECORD
 from rollout.core.types import EngineStatus
 from tests.support.generate_asking import AskingGenerate, counters
 from tests.support.processes import shared_memory_of, sockets_of, wait_until
@@ -70,8 +71,8 @@ async def check_kill(policy: RealPolicy, name: str) -> None:
     assert killed.pid is not None
     files = sockets_of(killed.pid)
     [folder] = {one.parent for one in files}
-    kept = {path.name[: len("vllm_dist_")] for path in folder.iterdir() if path.is_file()}
-    assert kept == {"vllm_dist_"}  # by which its ranks meet
+    kept = {path.name for path in folder.iterdir() if path.is_file()} - {".held", RECORD}
+    assert {name[: len("vllm_dist_")] for name in kept} == {"vllm_dist_"}  # where its ranks meet
     files |= {folder, *shared_memory_of(killed.pid)}
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(policy.handle.url, timeout=timeout) as session:
