@@ -111,6 +111,10 @@ def load(data: bytes, *, where: str = "record") -> StoreRecord:
     return record
 
 
+# More than any memory, and so few that JSON has sums of it as 64-bit numbers.
+_MOST_BYTES = 1 << 60
+
+
 def _check(record: StoreRecord) -> None:
     """Raises as ``WRONG_FORM`` has where nothing can be placed by it."""
     sizes = [unit.num_bytes for unit in record.units if unit.element_bytes]
@@ -119,6 +123,8 @@ def _check(record: StoreRecord) -> None:
         raise ValueError("a node keeps units that the record does not have")
     if not all(type(size) is int and size >= 0 for size in (*sizes, record.segment_bytes)):
         raise ValueError("it has a size that is no number of bytes")
+    if max(sum(sizes), record.segment_bytes) > _MOST_BYTES:
+        raise ValueError("it has more bytes than any store")
 
 
 def _record_of(values: Mapping[str, Any]) -> StoreRecord:
