@@ -3,10 +3,9 @@ hears the other's engines, nor a stranger."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from engines.process import tcp_ports
 from engines.process.tcp_ports import PortReservation, reserve_port
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
+from tests.support.any_answer import any_answer_at
 from tests.support.builders import push, write_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,23 +25,6 @@ SAMPLING = rollout.SamplingParams(max_new_tokens=4)
 NUM_ROUNDS = 20
 NUM_PORTS = 8  # for four engines: two of each launch
 GROUPS = {"main": {"num_engines": 2, "engine": {"kind": "fake", "gpus": 0}}}
-
-
-class Stranger(BaseHTTPRequestHandler):
-    heard: list[str]
-
-    def do_GET(self) -> None:
-        self.heard.append(self.path)
-        body = b'{"status": "ok", "weight_version": "0", "text": "mine", "meta_info": {}}'
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 class Strangers:
@@ -55,10 +38,7 @@ class Strangers:
     def take(self, port: int) -> None:
         if self.left:
             self.left -= 1
-            handler = type("Handler", (Stranger,), {"heard": self.heard})
-            server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            self._servers.append(server)
+            self._servers.append(any_answer_at("127.0.0.1", port, self.heard))
 
     def close(self) -> None:
         for server in self._servers:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,28 +18,10 @@ from engines.process.tcp_ports import PortReservation
 from engines.protocol import Endpoint
 from engines.protocol.errors import EngineError, PortTaken
 from engines.protocol.spec import Invocation
+from tests.support.any_answer import any_answer_at
 from tests.support.engine_keys import client_of
 
 HOST = "127.0.0.1"
-
-
-class AnyAnswer(BaseHTTPRequestHandler):
-    """An old engine of others, for instance: 200 to everything."""
-
-    requests: list[str]
-
-    def do_GET(self) -> None:
-        self.requests.append(self.path)
-        body = b'{"status": "ok", "weight_version": "0", "model_path": "/models/other"}'
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 class Strangers:
@@ -58,10 +39,7 @@ class Strangers:
         self._bound: list[socket.socket] = []
 
     def listen(self, port: int, host: str = HOST) -> None:
-        handler = type("Handler", (AnyAnswer,), {"requests": self.requests})
-        server = ThreadingHTTPServer((host, port), handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self._servers.append(server)
+        self._servers.append(any_answer_at(host, port, self.requests))
         self.taken.append(port)
 
     def bind(self, port: int) -> None:
