@@ -108,6 +108,11 @@ def _unlocked(path: str) -> OwnFolder | None:
         return None
     try:
         folder.lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # its guard was killed before it had a lock; one that lives goes on
+        folder.close()
+        with suppress(OSError):
+            os.rmdir(path)
+        return None
     except OSError:
         folder.close()
         return None

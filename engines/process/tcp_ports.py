@@ -138,7 +138,7 @@ def who_listens(host: str, port: int, pids: Callable[[], Collection[int]]) -> Li
 
 
 def _not_of(sockets: dict[int, int], pids: Collection[int]) -> dict[int, int]:
-    """Those of the sockets that none of the processes holds."""
+    """The sockets among these that none of the processes holds."""
     foreign = dict(sockets)
     for pid in pids:
         try:

@@ -455,6 +455,13 @@ def test_of_an_engine_of_another_container_what_is_held_stays_until_it_is_let_go
     os.kill(held.orphan, signal.SIGKILL)
 
 
+def test_a_folder_whose_guard_was_killed_before_it_had_a_lock_is_cleared() -> None:
+    folder = Path(guard.folder_path(f"test{os.getpid()}"))
+    folder.mkdir(mode=0o700)
+    clear_crashed()
+    assert not folder.exists()
+
+
 def test_while_an_engine_starts_its_mappings_are_read_only_when_there_are_new_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
