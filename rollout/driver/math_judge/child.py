@@ -21,6 +21,15 @@ _MOST_KEPT_KB = 512 << 10
 """A process that has had more is replaced: caches may hold it, and the next text needs memory."""
 
 
+def _most_kb() -> int:
+    """The most memory that this program has had.
+
+    ``ru_maxrss`` begins with what the parent had: a driver with torch has more than the bound.
+    """
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+
+
 def _judge(text: str, answers: Sequence[str]) -> bool | None:
     """Whether the text has one of the answers; ``None`` if that cannot be found out."""
     from math_verify import parse, verify
@@ -66,7 +75,7 @@ def main(alarm_s: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, alarm_s)
         is_right = _judge(text, expected)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        is_last = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _MOST_KEPT_KB
+        is_last = _most_kb() > _MOST_KEPT_KB
         answers.write(json.dumps([is_right, is_last]).encode() + b"\n")
 
 

@@ -192,6 +192,16 @@ async def test_memory_is_bounded_and_what_took_much_is_replaced(tmp_path, monkey
     assert second.pid != first.pid
 
 
+async def test_the_memory_that_the_driver_has_had_replaces_no_process() -> None:
+    judge = rewards.math()
+    large = b"x" * (600 << 20)
+    assert await judge(said(FOUR)) == 1.0
+    del large
+    (first,) = children()
+    assert await judge(said(FOUR)) == 1.0
+    assert children() == [first]
+
+
 async def test_of_a_long_text_the_end_is_read(tmp_path, monkeypatch) -> None:
     library(
         tmp_path,
