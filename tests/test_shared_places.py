@@ -28,7 +28,7 @@ NAMES = {
 # Modules that make, rename or remove files, and where.
 EFFECTS = {
     OWN: "the helper",
-    "engines/process/engine_records.py": "an empty folder of ours, whose guard had not locked it yet",
+    "engines/process/engine_records.py": "an empty folder, not locked by its guard yet",
     "engines/process/locks.py": "an empty folder of ours, which its maker had not locked yet",
     "rollout/cli/lib/output.py": "the file that the user names",
     "rollout/control/engine/claim.py": "in the store's folder",

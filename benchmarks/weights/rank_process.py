@@ -24,13 +24,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import rollout
 from engines.http.client import EngineClient
-from engines.protocol import Endpoint
 from rollout.weights.tensors import PushPlanCache
 from rollout.weights.tensors.payload import flattened_bucket
 from rollout.weights.tensors.shard_gather import gathered_whole
 from rollout.weights.tensors.sources import PlannedSource
 
 _SAMPLE_S = 0.001
+
+
+def _client(engine: Any) -> EngineClient:
+    client = EngineClient(engine.endpoint)
+    client.authorize(engine.access)
+    return client
 
 
 class Rank:
@@ -42,7 +47,9 @@ class Rank:
         self.shards = {
             name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in self.whole.items()
         }
-        self.pusher = rollout.connect(run)["policy"].pusher()
+        server = rollout.connect(run)["policy"]
+        self.engines = server.status().result(60.0).groups[0].engines
+        self.pusher = server.pusher()
         self.bucket_bytes = self.pusher.rank.config.weights.bucket_bytes
         self.plans = PushPlanCache()
         self._groups: dict[int, Any] = {}
@@ -74,12 +81,12 @@ class Rank:
             "peak_rss_mib": memory.peak_bytes / 2**20,
         }
 
-    def peer(self, engines: list[tuple[str, int]]) -> dict[str, Any]:
+    def peer(self) -> dict[str, Any]:
         """As slime does: the ranks of an engine send pickled buckets to its first rank.
 
         With its CUDA handles the pickles are small; between CPUs they hold the tensors.
         """
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        rank, num_ranks, engines = dist.get_rank(), dist.get_world_size(), self.engines
         ranks_of = [
             [one for one in range(num_ranks) if one * len(engines) // num_ranks == engine]
             for engine in range(len(engines))
@@ -92,12 +99,11 @@ class Rank:
         # A single rank is the first rank of both engines.
         fed = [own] if num_ranks >= len(engines) else list(range(len(engines)))
         is_first = rank == ranks_of[own][0]
-        clients = [Endpoint(*engines[engine]) for engine in fed] if is_first else []
+        clients = [_client(engines[engine]) for engine in fed] if is_first else []
         sent = asyncio.run(self._feed(clients, ranks_of[own], self._groups[own]))
         return {"sent": sent}
 
-    async def _feed(self, endpoints: list[Endpoint], ranks: list[int], group: Any) -> int:
-        engines = [EngineClient(endpoint) for endpoint in endpoints]
+    async def _feed(self, engines: list[EngineClient], ranks: list[int], group: Any) -> int:
         sent = 0
         for engine in engines:
             await engine.begin_weight_update()

@@ -108,14 +108,12 @@ class _Ranks:
 
     def __init__(self, processes: list[subprocess.Popen[str]], engines: Any) -> None:
         self._processes = processes
-        self._endpoints = [[engine.endpoint.host, engine.endpoint.port] for engine in engines]
         self._pids = [process.pid for process in processes] + [engine.pid for engine in engines]
 
     def measure(self, num_bytes: int, repeats: int) -> dict[str, Any]:
-        ways: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": {}, "generator": {}}
         rows = {
-            name: self._row(name, num_bytes, repeats, **more)
-            for name, more in [*ways.items(), ("peer", {"engines": self._endpoints})]
+            name: self._row(name, num_bytes, repeats)
+            for name in ("replicated", "sharded", "generator", "peer")
         }
         rows["gather"] = self._timed("gather", num_bytes, repeats)
         memory = self.do("memory")
@@ -124,24 +122,24 @@ class _Ranks:
             for name in ("beyond_model_buckets", "peak_rss_mib")
         }
 
-    def _row(self, name: str, num_bytes: int, repeats: int, **more: Any) -> dict[str, Any]:
-        replies = self.do(name, **more)  # the first push takes new memory
+    def _row(self, name: str, num_bytes: int, repeats: int) -> dict[str, Any]:
+        replies = self.do(name)  # the first push takes new memory
         sent = {str(rank): one["sent"] for rank, one in enumerate(replies)}
-        return self._timed(name, num_bytes, repeats, **more) | {
+        return self._timed(name, num_bytes, repeats) | {
             "sent_bytes": sent,
             "largest_share": max(sent.values()) / num_bytes,
         }
 
-    def _timed(self, name: str, num_bytes: int, repeats: int, **more: Any) -> dict[str, Any]:
-        row = rate(lambda: self.do(name, **more), num_bytes, repeats, others=self._pids)
+    def _timed(self, name: str, num_bytes: int, repeats: int) -> dict[str, Any]:
+        row = rate(lambda: self.do(name), num_bytes, repeats, others=self._pids)
         return {
             "seconds": num_bytes / 2**30 / row["gib_per_s"],
             "cpu_s_per_gib": row["cpu_s_per_gib"],
         }
 
-    def do(self, command: str, **more: Any) -> list[dict[str, Any]]:
+    def do(self, command: str) -> list[dict[str, Any]]:
         """Every rank's answer to a command."""
-        line = json.dumps({"do": command, **more}) + "\n"
+        line = json.dumps({"do": command}) + "\n"
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(line)
