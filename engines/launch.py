@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from engines.http.key_check import CONTROL_KEY, SAMPLING_KEY, key_variables, new_access
 from engines.kinds import kind_of
+from engines.process.background import start_task
 from engines.process.cuda_runtime import LIBRARY_PATH
 from engines.process.engine_process import EngineProcess
 from engines.process.engine_records import clear_crashed
@@ -257,7 +258,7 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
 
 async def claimed(claim: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Claim an engine in a thread; returns what ends the claim.  A cancelled call ends it."""
-    taking = asyncio.ensure_future(asyncio.to_thread(claim))
+    taking = start_task(asyncio.to_thread(claim), "claim")
     try:
         return await asyncio.shield(taking)
     except asyncio.CancelledError:

@@ -20,8 +20,9 @@ import torch
 
 from benchmarks.report import Rows
 from benchmarks.weights.push import VERSIONS, Pushing, receiver, specs_of
+from engines.process.background import in_own_thread
 from rollout.config import Transport
-from rollout.core.pending import Pending, in_own_thread
+from rollout.core.pending import Pending
 from rollout.core.types import PushStage, StepReport
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import WeightPush

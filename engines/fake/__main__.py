@@ -15,6 +15,7 @@ from engines.fake.engine.faults import FaultSpec, parse_fault
 from engines.fake.http_fake import FakeHttpApp
 from engines.fake.nodes import Nodes, follower_app
 from engines.http.key_check import access_of
+from engines.process.background import start_task
 from engines.protocol import Endpoint
 
 # Broken calls must get their error before the process ends.
@@ -97,7 +98,7 @@ async def _serve(engine: FakeEngine, num_nodes: int, rank: int, address: str) ->
 
 
 async def _wait_for_end(engine: FakeEngine, nodes: Nodes) -> None:
-    ends = [asyncio.create_task(engine.died()), asyncio.create_task(nodes.lost())]
+    ends = [start_task(engine.died(), "died"), start_task(nodes.lost(), "lost")]
     done, running = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for task in running:
         task.cancel()

@@ -26,6 +26,7 @@ from engines.fake.engine.fake_weights import digest_of
 from engines.fake.engine.faults import CallGate, parse_fault
 from engines.fake.launcher import FakeRunningEngine, Make, make_engine
 from engines.http.key_check import Refusal, check, new_access
+from engines.process.background import start_task
 from engines.protocol import (
     NO_ACCESS,
     PROCESS_HEADER,
@@ -374,7 +375,7 @@ def _broken(request: web.Request) -> web.Response:
 
 async def _while_connected(request: web.Request, work: Awaitable[Any]) -> Any:
     """``work``, given up when the client of ``request`` has left."""
-    task = asyncio.ensure_future(work)
+    task = start_task(work, "call")
     try:
         while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
             if request.transport is None or request.transport.is_closing():

@@ -10,6 +10,8 @@ import asyncio
 
 from aiohttp import web
 
+from engines.process.background import start_task
+
 _RETRY_S = 0.05
 
 
@@ -53,7 +55,7 @@ class Nodes:
         """Wait until another node is lost; which end of the meeting this is."""
         if not self._met:
             await asyncio.Event().wait()
-        reads = [asyncio.create_task(reader.read()) for reader, _ in self._met]
+        reads = [start_task(reader.read(), "node") for reader, _ in self._met]
         try:
             await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
         finally:

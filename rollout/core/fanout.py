@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from engines.http.call_watcher import watch_engine
+from engines.process.background import start_task
 from engines.protocol.errors import NotEncodable
 from engines.protocol.plain_text import describe
 from rollout.core.errors import EngineFailure, PhaseTimeout
@@ -58,8 +59,8 @@ async def fan_out(
     if not calls:
         return {}
     tasks = {
-        engine_id: asyncio.create_task(
-            _call_one(engine_id, call, operation, budget_s), name=f"{operation}:{engine_id}"
+        engine_id: start_task(
+            _call_one(engine_id, call, operation, budget_s), f"{operation}:{engine_id}"
         )
         for engine_id, call in calls.items()
     }
@@ -70,7 +71,7 @@ async def fan_out(
     return {engine_id: task.result() for engine_id, task in tasks.items()}
 
 
-async def wait_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Wait until every task has ended; a cancellation in the meantime is raised afterwards."""
     waiting = all_tasks = set(tasks)
     cancelled: asyncio.CancelledError | None = None
@@ -89,7 +90,7 @@ async def wait_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end; a cancellation in the meantime is raised afterwards."""
-    task = asyncio.create_task(work)
+    task = start_task(work, "to-completion")
     await wait_all([task])
     return task.result()
 
@@ -140,7 +141,7 @@ async def barrier(
         Exception: the first other error; the remaining failures are notes on it.
     """
     tasks = {
-        name: asyncio.create_task(_limited(awaitable, budget_s))
+        name: start_task(_limited(awaitable, budget_s), f"{operation}:{name}")
         for name, awaitable in awaitables.items()
     }
     await wait_all(tasks.values())

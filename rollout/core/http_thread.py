@@ -13,9 +13,11 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from engines.http.uvicorn_server import HttpServer
+from engines.process.background import Then, keep_thread
 from engines.protocol import Endpoint
 from rollout.core.errors import ConfigError, RolloutError
 
@@ -75,13 +77,9 @@ class HttpThread:
             raise RolloutError(f"the {self._what} is started once")
         listener = bind(host, port, what=self._what)
         endpoint = Endpoint(host, listener.getsockname()[1])
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(listener, make),
-            name=f"{self._what}-{endpoint.port}",
-            daemon=True,
+        self._thread = keep_thread(
+            partial(self._run, listener, make), f"{self._what}-{endpoint.port}", Then.IS_OVER
         )
-        self._thread.start()
         await asyncio.wait_for(asyncio.wrap_future(self._started), timeout_s)
         return endpoint
 

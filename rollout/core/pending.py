@@ -19,6 +19,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 from pydantic import Field
 
+from engines.process.background import Then, keep_thread
 from engines.protocol.plain_text import describe
 from rollout.core.arguments import checked, wrong
 from rollout.core.errors import RolloutError
@@ -267,27 +268,6 @@ class PendingWithCallback(Pending[T]):
             self._future.set_result(self._merge(done, future.result()))
 
 
-def in_own_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """The result of ``work``, which blocks.
-
-    A new thread runs it, whatever other work waits for the threads of a pool, and Python can end
-    before it has.
-    """
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
 class LoopThread:
     """An event loop in a new thread, for callers without a loop.
 
@@ -302,8 +282,7 @@ class LoopThread:
         self._is_closing = False
         self._submit_lock = threading.Lock()
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = keep_thread(self._run, name, Then.IS_OVER)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

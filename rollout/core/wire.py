@@ -25,9 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 from engines.plain_json import read_json
+from engines.process.background import Then, keep_thread
 from engines.protocol.plain_text import describe
 from rollout.core import VERSION
 
@@ -277,9 +279,8 @@ class Listener:
         self._is_closed = threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
-        self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         try:
-            self._thread.start()
+            self._thread = keep_thread(self._accept, f"{name}-accept", Then.STARTS_AGAIN)
         except BaseException:
             self._socket.close()
             raise
@@ -329,17 +330,14 @@ class Listener:
 
     def _begin(self, connection: Connection) -> None:
         """Serve it in a thread; the caller holds the lock."""
-        thread = threading.Thread(
-            target=self._run, args=(connection,), name=self._name, daemon=True
-        )
-        self._served[thread] = connection
         try:
-            thread.start()
+            thread = keep_thread(partial(self._run, connection), self._name, Then.IS_OVER)
         except RuntimeError as error:  # the process has no more threads
             logger.warning("%s: a caller was not served: %s", self._name, describe(error))
-            del self._served[thread]
             connection.close()
             self._strangers.release()
+        else:
+            self._served[thread] = connection  # it waits for the lock before it forgets this
 
     def _run(self, connection: Connection) -> None:
         try:

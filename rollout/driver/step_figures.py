@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from engines.process.background import Then, keep_task
 from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.stream.user_code import CallEnded, user_code
 
@@ -33,7 +35,7 @@ class StepFigures:
             CallEnded: ``on_metrics`` raised ``SystemExit`` or ``KeyboardInterrupt``.
         """
         figures = {"step": step, "metrics": dict(metrics), **more}
-        task = asyncio.create_task(self._client.report(figures), name="driver-report")
+        task = keep_task(partial(self._client.report, figures), "driver-report", Then.IS_OVER)
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
         if self._on_metrics is None:

@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from engines.plain_json import read_json
+from engines.process.background import Then, keep_task
 from rollout.core.errors import ConfigError
 from rollout.router.engine_queries import (
     EngineQueryClient,
@@ -70,7 +71,9 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
         anyio.current_time()  # imports, for 20 ms, what the first streamed response needs
         proxy.open()
         await client.open()
-        loading = asyncio.create_task(_load_decode(proxy, find_folder), name="router-tokenizer")
+        loading = keep_task(
+            partial(_load_decode, proxy, find_folder), "router-tokenizer", Then.STARTS_AGAIN
+        )
         try:
             yield
         finally:

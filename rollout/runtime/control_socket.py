@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from engines.process.background import in_own_thread
 from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
 from rollout.core import wire
 from rollout.core.errors import ActorLost, ConfigError
-from rollout.core.pending import LoopThread, Pending, in_own_thread
+from rollout.core.pending import LoopThread, Pending
 from rollout.runtime.calls.caller import LAUNCH_NODE, node_without_ray
 from rollout.weights.push.weight_push import WeightPush
 

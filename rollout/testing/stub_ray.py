@@ -18,7 +18,6 @@ import gc
 import inspect
 import socket
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from engines.process.background import Then, keep_thread
 from rollout.testing import stub_refs
 from rollout.testing.stub_actors import PLACE, Actor, ActorCall, opened
 from rollout.testing.stub_cluster import Cluster, PlacementGroup
@@ -314,7 +314,7 @@ class _Remote(PassedAsIs):
             except BaseException as error:  # every error goes to the caller
                 ref.fail_in_task(error)
 
-        threading.Thread(target=run, name=self._target.__name__, daemon=True).start()
+        keep_thread(run, self._target.__name__, Then.IS_OVER)
         return ref
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.embedded.memory.batched_copy import Copy, copy_all
+from engines.process.background import Then, keep_thread
 from engines.tensors.file_mapping import FileMapping
 
 _LOOK_EVERY_S = 1.0
@@ -70,7 +71,7 @@ class MappedFiles:
             self._kept[path] = _identity(stat), mapped
             if not self._is_watched:
                 self._is_watched = True
-                threading.Thread(target=self._watch, name="mapped-files", daemon=True).start()
+                keep_thread(self._watch, "mapped-files", Then.STARTS_AGAIN)
         return mapped
 
     def num_kept(self) -> int:

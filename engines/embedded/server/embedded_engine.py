@@ -7,7 +7,6 @@ Always true: a request id is live at most once; commands run on the generation t
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +22,7 @@ from engines.embedded.memory.regions import Memory
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.lora_adapters import Adapters
 from engines.embedded.weights.model_weights import ModelWeights
+from engines.process.background import in_own_thread
 from engines.protocol import encoded_from
 
 
@@ -161,13 +161,4 @@ class EmbeddedEngine:
     async def run_blocking(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` that may block for long (a rendezvous, a broadcast) on its own daemon
         thread, so that it cannot delay the end of the process."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # any error belongs to the caller
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="aside").start()
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(in_own_thread(work, "aside"))

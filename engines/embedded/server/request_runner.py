@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ from engines.embedded.generation.generation import Generation
 from engines.embedded.generation.sampling_params import Params
 from engines.embedded.generation.tokenization import StreamText
 from engines.embedded.server.embedded_engine import EmbeddedEngine
+from engines.process.background import Then, keep_task
 
 _run_id = uuid.uuid4().hex[:12]
 _counter = itertools.count()
@@ -131,7 +133,9 @@ async def complete(
         EngineRefusal: one of them was not admitted.
     """
     engine.submit(generations)
-    watcher = asyncio.create_task(_drop_at_disconnect(engine, request, generations))
+    watcher = keep_task(
+        partial(_drop_at_disconnect, engine, request, generations), "client", Then.IS_OVER
+    )
     try:
         for generation in generations:
             while not generation.is_over:
@@ -165,18 +169,23 @@ async def follow(
 
     async def watch(index: int, generation: Generation) -> None:
         num_seen = 0
-        while not generation.is_over:
-            ids = generation.output_ids[:]
-            if len(ids) > num_seen:
-                num_seen = len(ids)
-                queue.put_nowait((index, ids))
-            await generation.wait()
-        queue.put_nowait((index, generation.output_ids))
-        queue.put_nowait((index, None))
+        try:
+            while not generation.is_over:
+                ids = generation.output_ids[:]
+                if len(ids) > num_seen:
+                    num_seen = len(ids)
+                    queue.put_nowait((index, ids))
+                await generation.wait()
+            queue.put_nowait((index, generation.output_ids))
+        finally:
+            queue.put_nowait((index, None))
 
     engine.submit(generations)
     texts = [StreamText(engine.text, generation.params) for generation in generations]
-    tasks = [asyncio.create_task(watch(*pair)) for pair in enumerate(generations)]
+    tasks = [
+        keep_task(partial(watch, *pair), "generation", Then.IS_OVER)
+        for pair in enumerate(generations)
+    ]
     num_running = len(tasks)
     try:
         while num_running:

@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
+from engines.process.background import Then, keep_thread
 from engines.tensors.collective.bucket import BroadcastRefused
 from engines.tensors.collective.buffers import finished
 from engines.tensors.collective.new_group import new_group
@@ -106,9 +108,7 @@ class UpdateGroups:
         with self._lock:
             self._groups[group_name] = joined
         if joined.line is not None:
-            threading.Thread(
-                target=self._watch, args=(group_name, joined), name="update-group", daemon=True
-            ).start()
+            keep_thread(partial(self._watch, group_name, joined), "update-group", Then.IS_OVER)
 
     def leave(self, group_name: str) -> None:
         with self._lock:

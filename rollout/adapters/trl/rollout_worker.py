@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engines.process.background import Then, keep_thread, start_task
 from rollout.adapters.trl.judged_groups import GroupSampler
 from rollout.adapters.trl.requests import check_policy
 from rollout.core.arguments import Count, Seconds, checked, wrong
@@ -86,8 +87,7 @@ class RolloutWorker:
         if self._thread is not None:
             raise LifecycleError("the rollout worker has been started", command="start")
         self._alive_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="trl-rollouts", daemon=True)
-        self._thread.start()
+        self._thread = keep_thread(self._run, "trl-rollouts", Then.IS_OVER)
 
     def stop(self) -> None:
         """Abort what is under way and wait for the end; for a minute, if a reward does not end."""
@@ -152,7 +152,7 @@ class RolloutWorker:
         try:
             while not self._stopping.is_set():
                 while len(groups) < num_groups:
-                    groups.add(asyncio.create_task(self._sampler.group(*next(rows))))
+                    groups.add(start_task(self._sampler.group(*next(rows)), "trl-group"))
                 self._alive_at = time.monotonic()
                 done, groups = await asyncio.wait(
                     groups, timeout=_HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED

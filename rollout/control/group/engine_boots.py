@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any
 
+from engines.process.background import start_task
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig
 from rollout.control.engine.catch_up import put_to_sleep
@@ -111,7 +112,7 @@ class EngineBoots:
         return engine_id in self._booted
 
     def _begin(self, engine_id: str, work: Coroutine[Any, Any, EngineState | None]) -> _Boot:
-        boot = asyncio.create_task(work, name=f"boot:{engine_id}")
+        boot = start_task(work, f"boot:{engine_id}")
         self._booting[engine_id] = boot
         boot.add_done_callback(partial(self._has_ended, engine_id))
         return boot

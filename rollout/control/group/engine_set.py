@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from engines.process.background import start_task
 from engines.protocol.plain_text import describe
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.start import Starter, start_deadline_s
@@ -158,7 +159,7 @@ class EngineSet:
 
     async def _in_task(self, work: Coroutine[Any, Any, None], engine_id: str) -> None:
         """In a separate task, so that a stop can cancel the start."""
-        task = asyncio.create_task(work, name=f"launch:{engine_id}")
+        task = start_task(work, f"launch:{engine_id}")
         self._launching.add(task)
         task.add_done_callback(self._launching.discard)
         await task

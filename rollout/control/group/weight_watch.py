@@ -15,7 +15,9 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
+from engines.process.background import Then, keep_task
 from engines.protocol.plain_text import describe
 from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.state import EngineState
@@ -104,7 +106,7 @@ class WeightWatch:
         check.why = ""
         if now() >= check.again_s:
             name = f"weights:{probe.engine_id}"
-            check.task = asyncio.create_task(self._run(check), name=name)
+            check.task = keep_task(partial(self._run, check), name, Then.IS_OVER)
         return probe
 
     async def _run(self, check: _Check) -> None:

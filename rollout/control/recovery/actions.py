@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from engines.process.background import start_task
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig
 from rollout.control.group.server_group import ServerGroup
@@ -72,7 +73,7 @@ class RecoveryActions:
         for engine in plan:
             key = engine.group, engine.engine_id
             self._tracker.change(*key, EngineHealth.booting)
-            boot = asyncio.create_task(self._boot(*key, memory_is_free), name=f"boot:{key[1]}")
+            boot = start_task(self._boot(*key, memory_is_free), f"boot:{key[1]}")
             self._boots[key] = boot
             boot.add_done_callback(partial(self._has_ended, key))
 

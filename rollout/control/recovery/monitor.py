@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
+from engines.process.background import Then, keep_task
 from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig
 from rollout.control.group.probe import GroupProbe
@@ -118,7 +119,7 @@ class RecoveryMonitor:
         """
         if self.is_on and self._task is None:
             self.tracker.add_all(engines)
-            self._task = asyncio.create_task(self._run(), name=f"recovery:{self._name}")
+            self._task = keep_task(self._run, f"recovery:{self._name}", Then.STARTS_AGAIN)
 
     async def stop(self) -> None:
         """Cancel the tasks and the restarts under way; returns when all have ended."""

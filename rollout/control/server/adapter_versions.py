@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
+from engines.process.background import Then, keep_task
 from engines.protocol.adapter_names import adapter_of, engine_name, version_of
 from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig
@@ -87,7 +88,7 @@ class AdapterVersions:
         """The router maps to these from now on; the others are unloaded when they are unused."""
         self._published = {engine_name(*one) for one in versions.items()}
         for name in self.pushes.keys() - self._published - self._tasks.keys():
-            task = asyncio.create_task(self._unload_unused(name), name=f"unload:{name}")
+            task = keep_task(partial(self._unload_unused, name), f"unload:{name}", Then.IS_OVER)
             self._tasks[name] = task
             task.add_done_callback(partial(self._forget, name))
 

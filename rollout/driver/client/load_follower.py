@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
+from engines.process.background import Then, keep_task
 from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.client.limiter import Limiter, next_limit
 
@@ -44,7 +46,9 @@ class LoadFollower:
     def start(self) -> None:
         """Begin, unless it has begun."""
         if self._every_s is not None and self._task is None:
-            self._task = asyncio.create_task(self._run(self._every_s))
+            self._task = keep_task(
+                partial(self._run, self._every_s), "driver-load", Then.STARTS_AGAIN
+            )
 
     async def close(self) -> None:
         if self._task is not None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from engines.process.background import start_timer
 from engines.protocol.plain_text import one_line
 
 _CHILD = Path(__file__).with_name("child.py")
@@ -171,9 +172,7 @@ class _Child:
             is_late.set()
             self._process.kill()
 
-        deadline = threading.Timer(timeout_s, kill)
-        deadline.daemon = True
-        deadline.start()
+        deadline = start_timer(timeout_s, kill, "math-judge-deadline")
         answer = b""
         try:
             with contextlib.suppress(BrokenPipeError):

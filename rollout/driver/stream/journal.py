@@ -18,11 +18,11 @@ from pathlib import Path
 import orjson
 
 from engines.plain_json import WRONG_FORM
+from engines.process.background import in_own_thread
 from engines.process.locks import FileLock
 from engines.process.own_files import make_folders, new_file
 from rollout.core.errors import ConfigError
 from rollout.core.machine import sync_folder
-from rollout.core.pending import in_own_thread
 from rollout.driver.data.prompt import PromptSource, checked_name
 from rollout.driver.stream.saved_state import Changes, SavedState, State
 from rollout.driver.stream.user_code import user_code

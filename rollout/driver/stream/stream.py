@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from engines.process.background import Then, keep_task, start_task
 from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
@@ -260,7 +261,9 @@ class Stream:
                 "choose another folder",
                 setting="journal",
             )
-        self._writer = asyncio.create_task(self._write_journal(journal), name="driver-journal")
+        self._writer = keep_task(
+            partial(self._write_journal, journal), "driver-journal", Then.STARTS_AGAIN
+        )
 
     async def _write_journal(self, journal: Journal) -> None:
         while True:
@@ -311,7 +314,7 @@ class Stream:
 
     def _begin(self, item: WorkItem) -> None:
         self._queue.begin(item)
-        task = asyncio.get_running_loop().create_task(self._runner.run(item))
+        task = start_task(self._runner.run(item), f"group:{item.serial}")
         self._tasks[item.serial] = task
         task.add_done_callback(partial(self._ended, item))
 

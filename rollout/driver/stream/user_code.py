@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engines.process.background import start_task
 from rollout.core.errors import RolloutError
 
 _LIBRARIES = (
@@ -79,7 +80,7 @@ async def result_of(what: str, call: Callable[[], Any]) -> Any:
         result = call()
         if not inspect.isawaitable(result):
             return result
-        return await asyncio.create_task(_awaited(what, result))
+        return await start_task(_awaited(what, result), what)
 
 
 async def _awaited(what: str, result: Awaitable[Any]) -> Any:

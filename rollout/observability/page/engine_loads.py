@@ -12,11 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
 
 from engines.kinds import kind_of
 from engines.plain_json import WRONG_FORM
+from engines.process.background import Then, keep_task
 from engines.protocol import Loads
 from engines.protocol.kind import Kind
 from rollout.core.types import ServerStatus
@@ -75,7 +77,7 @@ class EngineLoads:
         """Request all targets in the background, unless it is too soon or the last time runs."""
         if self._clock() < self._next_s or (self._task is not None and not self._task.done()):
             return
-        self._task = asyncio.create_task(self.request(list(targets)), name="page-loads")
+        self._task = keep_task(partial(self.request, list(targets)), "page-loads", Then.IS_OVER)
 
     async def aclose(self) -> None:
         """End what runs in the background."""

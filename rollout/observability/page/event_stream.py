@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from engines.process.background import Then, keep_task
 from rollout.observability.page.state_cache import IDLE_S, StateCache
 from rollout.observability.timeline.span import Kind
 
@@ -41,7 +42,7 @@ class EventStream:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Refresh the state during the block."""
-        task = asyncio.create_task(self._run(), name="page-feed")
+        task = keep_task(self._run, "page-feed", Then.STARTS_AGAIN)
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from engines.http.uvicorn_server import HttpServer
+from engines.process.background import start_task
 from engines.process.own_files import open_or_new_file
 from rollout.config import ServerConfig
 from rollout.config.run_dir import FIGURES_FILE, OLD_FIGURES_FILE, RunFolder
@@ -163,7 +164,7 @@ class PageHost:
         def begin() -> None:
             if not result.set_running_or_notify_cancel():
                 return
-            task = loop.create_task(run())
+            task = start_task(run(), "page-call")
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
 

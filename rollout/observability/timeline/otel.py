@@ -8,11 +8,11 @@ seconds at most.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from engines.process.background import Then, keep_thread
 from rollout.core.optional_deps import optional_import
 from rollout.observability.timeline.sink import SpanSink
 from rollout.observability.timeline.span import Kind, Outcome, Span
@@ -63,8 +63,7 @@ class OtelSink(SpanSink):
         if self._exporter is not None:
             # In a thread: if no collector answers, the SDK retries for longer than the end of a run
             # should take.
-            ending = threading.Thread(target=self._provider.shutdown, name="otel-end", daemon=True)
-            ending.start()
+            ending = keep_thread(self._provider.shutdown, "otel-end", Then.IS_OVER)
             ending.join(_CLOSE_S)
             if ending.is_alive():
                 logger.warning(

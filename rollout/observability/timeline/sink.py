@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import ClassVar
 
+from engines.process.background import Then, keep_thread
 from rollout.observability.timeline.span import Span
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,7 @@ class SpanSink(ABC):
         self._spans.append(span)
         if self._thread is None:
             self._is_closing.clear()
-            self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
-            self._thread.start()
+            self._thread = keep_thread(self._run, self.thread_name, Then.STARTS_AGAIN)
         if not self._has_some.is_set():
             self._has_some.set()
 

@@ -12,6 +12,7 @@ import resource
 from collections.abc import Callable
 from typing import NamedTuple
 
+from engines.process.background import start_task
 from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
 from rollout.router.http.engine_connection import (
@@ -111,7 +112,7 @@ class EnginePool:
         """Send on a new connection."""
         connecting = _Connecting()
         handler.upstream = connecting
-        task = asyncio.get_running_loop().create_task(self._connect(handler, outgoing, connecting))
+        task = start_task(self._connect(handler, outgoing, connecting), "router-connect")
         connecting.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

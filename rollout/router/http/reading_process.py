@@ -14,10 +14,11 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
+
+from engines.process.background import start_timer
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -61,8 +62,7 @@ class ReadingProcess:
         process = self._process = self._process or _start()
         assert process.stdin is not None
         assert process.stdout is not None
-        deadline = threading.Timer(self._deadline_s, process.kill)
-        deadline.start()
+        deadline = start_timer(self._deadline_s, process.kill, "reading-deadline")
         try:
             pickle.dump((function, arguments), process.stdin, pickle.HIGHEST_PROTOCOL)
             process.stdin.flush()

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
+from engines.process.background import Then, keep_task
 from engines.protocol.old_state import namespace
 from rollout.config import RouterConfig, is_loopback
 from rollout.router.continuation.core import Decode
@@ -149,7 +150,7 @@ class Proxy:
         self.call_later = loop.call_later
         self.gate.call_soon = loop.call_soon
         self.pool.open()
-        self._sweeping = loop.create_task(self._sweep(), name="router-sweep")
+        self._sweeping = keep_task(self._sweep, "router-sweep", Then.STARTS_AGAIN)
 
     def close(self) -> None:
         if self._sweeping is not None:

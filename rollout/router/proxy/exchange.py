@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVarTuple
 
+from engines.process.background import start_task
 from engines.protocol.adapter_names import Names
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from engines.protocol.plain_text import one_line
@@ -283,7 +284,7 @@ class Exchange:
             self._has_read(body, read_body(wanted, body, is_post=is_post))
         else:
             reading = proxy.reading.call(read_long_body, wanted, body, is_post)
-            self._reading = asyncio.ensure_future(reading)
+            self._reading = start_task(reading, "router-read")
             self._reading.add_done_callback(
                 lambda reading: self._handle(self._has_read_long, body, reading)
             )

@@ -10,6 +10,7 @@ from typing import TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from engines.process.background import start_task
 from rollout.core.errors import ConfigError
 from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
@@ -110,8 +111,8 @@ async def _parts(session_id: str, turns: list[Turn]) -> AsyncIterator[bytes]:
 
 async def _unless_left(request: Request, work: Awaitable[T]) -> T:
     """Do ``work``; when the client leaves, it ends, and so does the request on its engine."""
-    doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())
+    doing = start_task(work, "chat-turn")
+    leaving = start_task(request.receive(), "chat-client")
     try:
         await asyncio.wait([doing, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():

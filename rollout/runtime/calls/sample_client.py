@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+from engines.process.background import Then, keep_task, start_task
 from engines.protocol import FinishReason, GenerateReply
 from rollout.config import RouterConfig
 from rollout.core.errors import GenerationFailed
@@ -172,7 +173,7 @@ class SampleClient:
         """The connection to the router; the first request opens it."""
         opened = self._opened
         if opened is None or (opened.done() and (opened.cancelled() or opened.exception())):
-            opened = self._opened = asyncio.create_task(self._open())
+            opened = self._opened = start_task(self._open(), "samples-open")
         return await asyncio.shield(opened)
 
     async def _open(self) -> HttpGenerationClient:
@@ -265,7 +266,7 @@ def _loop(pid: int) -> LoopThread:
 
 def _close_soon(loop: asyncio.AbstractEventLoop, client: HttpGenerationClient) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(lambda: loop.create_task(client.close()))
+        loop.call_soon_threadsafe(keep_task, client.close, "samples-close", Then.IS_OVER)
 
 
 def _named(reply: GenerateReply, request_id: str) -> GenerateReply:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engines.process.background import Then, keep_thread
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
 from rollout.core.errors import ConfigError, LifecycleError, RolloutError
@@ -91,9 +92,7 @@ class DeploymentHandle(RunHandle):
             self._finish_start(starting)
             self._ready.result()
         else:
-            threading.Thread(
-                target=self._finish_start, args=(starting,), name="launch", daemon=True
-            ).start()
+            keep_thread(partial(self._finish_start, starting), "launch", Then.IS_OVER)
         return self
 
     def ready(self) -> Pending[dict[str, ServerStatus]]:

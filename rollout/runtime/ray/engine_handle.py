@@ -13,10 +13,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 from engines.launch import EngineLauncher, EngineSpec, NodeLauncher, RunningEngine
+from engines.process.background import Then, keep_task
 from engines.protocol import NO_ACCESS, Endpoint, EngineAccess, GpuMemory, ProcessIdentity
 
 from rollout.core.errors import ActorLost, ConfigError
@@ -74,7 +76,9 @@ class EngineActor:
 
     def __init__(self, launcher: EngineLauncher, name: ActorName, server: ActorName) -> None:
         self._launcher = launcher
-        self._watching = asyncio.create_task(self._end_with(server, name))
+        self._watching = keep_task(
+            partial(self._end_with, server, name), f"end-with:{server.name}", Then.STARTS_AGAIN
+        )
         self._engine: RunningEngine | None = None
 
     async def hold_address(self, host: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from engines.launch import EngineLauncher, LocalLauncher
+from engines.process.background import in_own_thread
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -20,7 +21,7 @@ from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError, EngineFailure, RolloutError
-from rollout.core.pending import LoopThread, in_own_thread
+from rollout.core.pending import LoopThread
 from rollout.core.types import EngineSlot
 from rollout.router.host import new_run
 from rollout.rules.deadlines import STOP_TIMEOUT_S, kill_timeout_s

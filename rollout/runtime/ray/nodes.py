@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from engines.process.background import start_task
 from engines.process.engine_records import end_and_clear
 from engines.process.process_identity import resident_bytes
 from engines.protocol import GpuId, ProcessIdentity, read_gpu_id
@@ -126,7 +127,7 @@ async def confirm_ended(
     try:
         async with asyncio.timeout(timeout_s):
             object_ref = task.remote(list(processes), timeout_s)
-            call = asyncio.ensure_future(RemoteCall[int](object_ref, f"node {node_id}"))
+            call = start_task(RemoteCall[int](object_ref, f"node {node_id}"), f"node:{node_id}")
             try:
                 while node_id in await node_addresses():
                     if call.done():

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import warnings
 from importlib import import_module
 from typing import Any
 
 import ray
+from engines.process.background import Then, keep_thread
 from engines.protocol import Endpoint
 
 from rollout.config import RouterConfig
 from rollout.core.errors import ConfigError
-from rollout.core.pending import in_own_thread
 from rollout.router.host import RouterHost
 from rollout.runtime.worker_process import (
     collect_in_sweeps,
@@ -62,15 +61,11 @@ class RouterActor(RouterHost):
         if is_successor:
             self.why_not_serving = "it has just been started again"
             # Ray may not carry out a call that an actor makes to itself while it starts.
-            in_own_thread(self._begin_again, "router-begin")
+            keep_thread(self._begin_again, "the start of this router", Then.PROCESS_ENDS)
 
     def _begin_again(self) -> None:
-        try:
-            import_module("rollout.router.control_api")  # ``start`` imports it
-            asyncio.run(self._serve_again())
-        except BaseException:
-            logger.critical("this router cannot start again; Ray starts another", exc_info=True)
-            os._exit(1)
+        import_module("rollout.router.control_api")  # ``start`` imports it
+        asyncio.run(self._serve_again())
 
     async def _serve_again(self) -> None:
         namespace, name = self._server

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from engines.process.background import in_own_thread
 from engines.protocol.plain_text import describe
 from rollout.core import wire
 from rollout.core.errors import WeightsUnavailable
-from rollout.core.pending import in_own_thread
 from rollout.weights.routes.route import BroadcastMember, Payload, to_json
 
 T = TypeVar("T")

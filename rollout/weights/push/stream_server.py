@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engines.process.background import Then, keep_thread
 from engines.protocol.plain_text import describe
 from rollout.core import wire
 from rollout.weights.push.stream_reader import PushStreamAddress, split_payload
@@ -85,11 +86,8 @@ class PushStreamServer:
             self._serve, token, name="push-stream", host=host, timeout_s=timeout_s
         )
         self.address = PushStreamAddress(host, self._listener.address[1], token, timeout_s)
-        self._make_thread = threading.Thread(
-            target=self._make, name="push-stream-make", daemon=True
-        )
         try:
-            self._make_thread.start()
+            self._make_thread = keep_thread(self._make, "push-stream-make", Then.IS_OVER)
         except BaseException:
             self._listener.close()
             raise

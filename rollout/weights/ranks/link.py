@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from engines.process.background import in_own_thread
 from engines.process.locks import make_held
 from rollout.core.errors import ConfigError, RankFailure
-from rollout.core.pending import in_own_thread
 from rollout.weights.ranks.messages import decode, encode
 from rollout.weights.ranks.protocol import Claim, Delete, Get, Put, Step, Steps
 from rollout.weights.routes.buffers import new_folder

@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from engines.process.background import in_own_thread
 from rollout.core.errors import RolloutError
-from rollout.core.pending import Pending, in_own_thread
+from rollout.core.pending import Pending
 from rollout.core.types import StepReport
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.push import PushRequest

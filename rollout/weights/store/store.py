@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from engines.process.background import Then, in_own_thread, keep_task
 from engines.process.locks import Hold
 from engines.protocol.plain_text import describe
 from rollout.config import WeightUpdate
@@ -140,8 +141,8 @@ class WeightStore:
             self._outcomes.switch_off(f"could not begin: {describe(error)}")
             return
         self._tasks = [
-            asyncio.create_task(self._write_offered(), name="store:write"),
-            asyncio.create_task(self._keep_lease(), name="store:lease"),
+            keep_task(self._write_offered, "store:write", Then.STARTS_AGAIN),
+            keep_task(self._keep_lease, "store:lease", Then.STARTS_AGAIN),
         ]
 
     async def stop(self) -> None:
@@ -271,7 +272,7 @@ class WeightStore:
                 push.version, push.manifest, buckets.one_by_one(), fingerprints, chain.after
             )
 
-        return await _in_own_thread(write, buckets.give_up)
+        return await _to_its_end(write, buckets.give_up)
 
     # -- lease, status -----------------------------------------------------------------------
 
@@ -348,29 +349,15 @@ async def _await(bucket: Awaitable[Any]) -> Any:
     return await bucket
 
 
-async def _in_own_thread(work: Callable[[], T], give_up: Callable[[], None]) -> T:
+async def _to_its_end(work: Callable[[], T], give_up: Callable[[], None]) -> T:
     """Run ``work`` in a new thread: a pool's thread would keep the niceness.
 
-    When cancelled it waits for the thread to end, so that two writes never overlap.
+    When cancelled it waits for ``work`` to end, so that two writes never overlap.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            value = work()
-        except BaseException as error:
-            loop.call_soon_threadsafe(done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(done.set_result, value)
-
-    thread = threading.Thread(target=run, name="store-write", daemon=True)
-    thread.start()
+    writing = asyncio.wrap_future(in_own_thread(work, "store-write"))
     try:
-        return await asyncio.shield(done)
+        return await asyncio.shield(writing)
     except asyncio.CancelledError:
         give_up()
-        await asyncio.to_thread(thread.join)
-        await asyncio.wait([done])
-        done.exception()  # retrieved, or asyncio would log it
+        await wait_all([writing])
         raise

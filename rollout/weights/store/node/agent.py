@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.process.background import Then, keep_thread
 from engines.process.locks import own_folder
 from engines.process.process_identity import boot_id
 from rollout.core.errors import WeightsUnavailable
@@ -111,8 +112,7 @@ class StoreAgent:
         )
         self._files.write(settings.folder / _MARK, secrets.token_hex(8).encode())
         self._assembler = Assembler(self._slots, settings.why_no_room)
-        self._reaper = threading.Thread(target=self._reap, name="store-lease", daemon=True)
-        self._reaper.start()
+        keep_thread(self._reap, "store-lease", Then.STARTS_AGAIN)
 
     # -- lease ------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from engines.process.background import in_own_thread
 from engines.protocol.plain_text import describe
 from rollout.core.errors import WeightsUnavailable
-from rollout.core.pending import in_own_thread
 
 _PIECE_BYTES = 16 << 20
 # For reads, as many as the streams of one assembly; and as many for exports.

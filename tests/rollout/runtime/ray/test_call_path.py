@@ -72,7 +72,8 @@ class Tracer:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             task = create_task(*args, **kwargs)
-            self._of_tasks[task] = self.chain(sys._getframe(1))
+            # ``start_task`` stands for ``asyncio.create_task``.
+            self._of_tasks[task] = self.chain(sys._getframe(2))
             return task
 
         patch.setattr(asyncio, "create_task", watched)
