@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engines.process.background import Then, in_own_thread, keep_task
+from engines.process.background import Then, keep_task, keep_thread
 from engines.process.locks import Hold
 from engines.protocol.plain_text import describe
 from rollout.config import WeightUpdate
@@ -272,7 +272,7 @@ class WeightStore:
                 push.version, push.manifest, buckets.one_by_one(), fingerprints, chain.after
             )
 
-        return await _to_its_end(write, buckets.give_up)
+        return await _in_own_thread(write, buckets.give_up)
 
     # -- lease, status -----------------------------------------------------------------------
 
@@ -349,15 +349,28 @@ async def _await(bucket: Awaitable[Any]) -> Any:
     return await bucket
 
 
-async def _to_its_end(work: Callable[[], T], give_up: Callable[[], None]) -> T:
+async def _in_own_thread(work: Callable[[], T], give_up: Callable[[], None]) -> T:
     """Run ``work`` in a new thread: a pool's thread would keep the niceness.
 
-    When cancelled it waits for ``work`` to end, so that two writes never overlap.
+    When cancelled it waits for the thread to end, so that two writes never overlap.
     """
-    writing = asyncio.wrap_future(in_own_thread(work, "store-write"))
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(done.set_result, value)
+
+    thread = keep_thread(run, "store-write", Then.IS_OVER)
     try:
-        return await asyncio.shield(writing)
+        return await asyncio.shield(done)
     except asyncio.CancelledError:
         give_up()
-        await wait_all([writing])
+        await asyncio.to_thread(thread.join)
+        await asyncio.wait([done])
+        done.exception()  # retrieved, or asyncio would log it
         raise
