@@ -87,8 +87,9 @@ def train(args: argparse.Namespace, model_path: Path, trainer: GrpoTrainer) -> N
             if args.checkpoint:
                 driver.state_of(data)  # the journal forgets what is older than the last two saves
                 save(args.checkpoint, trainer, step)
-        lags = {name: value for name, value in figures.items() if "version_lag" in name}
-        print(f"last batch: {lags}, waited {figures['rollout/seconds']:.2f} s for it")
+    # A driver that is closed has given all figures to on_metrics.
+    lags = {name: value for name, value in figures.items() if "version_lag" in name}
+    print(f"last batch: {lags}, waited {figures['rollout/seconds']:.2f} s for it")
 
 
 def save(folder: Path, trainer: GrpoTrainer, step: int) -> None:

@@ -29,6 +29,7 @@ EXCEPT = {
 }
 # Modules with a pool that lives as long as an object, and who takes its results.
 POOLS = {
+    "rollout/core/pending.py": "the calls that use the default pool of a loop",
     "rollout/driver/math_judge/judges.py": "the reward that waits for its judgement",
     "rollout/router/http/reading_process.py": "the request that is read",
     "rollout/router/sessions/chat_sessions.py": "the turn that waits for its template",

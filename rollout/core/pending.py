@@ -9,12 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
-from concurrent.futures import Future
+import traceback
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from concurrent.futures import CancelledError as FutureCancelled
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 from pydantic import Field
@@ -27,6 +32,10 @@ from rollout.core.errors import RolloutError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Timeout = Annotated[float, Field(ge=0)] | None
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
 
 
 def _unchanged(error: BaseException) -> BaseException:
@@ -95,13 +104,13 @@ class Pending(Generic[T]):
         """
         self._check_thread()
         self._is_read = True
-        try:
-            return self._future.result(timeout_s)
-        except FutureTimeout:
-            if self._future.done():
-                raise
+        with suppress(FutureTimeout, FutureCancelled):
+            self._future.exception(timeout_s)
+        if not self._future.done():
             parts = [f"no answer within {timeout_s:g} s", self._why_late(), "the call goes on"]
-            raise TimeoutError("; ".join(filter(None, parts))) from None
+            raise TimeoutError("; ".join(filter(None, parts)))
+        try:
+            return self._future.result()
         except Exception as error:
             self._raise(error)
 
@@ -282,6 +291,13 @@ class LoopThread:
         self._is_closing = False
         self._submit_lock = threading.Lock()
         self.loop = asyncio.new_event_loop()
+        # The loop's own, which can be left behind while a call in it goes on.
+        self._worker_threads: list[threading.Thread] = []
+        self._workers = ThreadPoolExecutor(
+            thread_name_prefix=f"{name}-worker",
+            initializer=lambda: self._worker_threads.append(threading.current_thread()),
+        )
+        self.loop.set_default_executor(self._workers)
         self._thread = keep_thread(self._run, name, Then.IS_OVER)
 
     def _run(self) -> None:
@@ -293,6 +309,7 @@ class LoopThread:
                 is_over = True
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them end its loop
                 logger.error("%s: a call raised %r; its others go on", self._name, error)
+        self.loop.close()
 
     def submit(self, awaitable: Awaitable[T], why_late: Callable[[], str] = str) -> Pending[T]:
         """Start ``awaitable`` on the loop; returns at once.
@@ -338,24 +355,73 @@ class LoopThread:
         return self._is_closing
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel all tasks and end the thread."""
+        """Cancel all tasks and end the thread; what does not end in time is logged, and left.
+
+        Raises nothing, so that it hides no error.
+        """
         if self.why_not_here:
             return
         with self._submit_lock:
             if self._is_closing:
                 return
             self._is_closing = True
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(timeout_s)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self.loop.close()
+        until_s = time.monotonic() + timeout_s
+        asyncio.run_coroutine_threadsafe(self._end(until_s), self.loop)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, *self._worker_threads):
+            if thread is threading.current_thread():
+                continue
+            thread.join(max(0.0, until_s - time.monotonic()))
+            if thread.is_alive():
+                logger.error(
+                    "%s is closed, and its thread %s still runs, %s",
+                    self._name,
+                    thread.name,
+                    place_of_thread(thread.ident),
+                )
+
+    async def _end(self, until_s: float) -> None:
+        """End all tasks, and the loop in any case."""
+        try:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                left_s = until_s - time.monotonic()
+                _, left = await asyncio.wait(tasks, timeout=max(0.1, 0.5 * left_s))
+                for task in left:
+                    place = place_of_task(task)
+                    logger.error("%s is closed, and its task goes on, %s", self._name, place)
+            await self.loop.shutdown_asyncgens()
+        finally:
+            self.loop.stop()
 
 
-async def _cancel_all() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
-    await asyncio.get_running_loop().shutdown_default_executor()
+def place_of_error(error: BaseException) -> str:
+    """File and line where it was raised, the last that is of no library; empty if there is none."""
+    return _own_place(traceback.extract_tb(error.__traceback__))
+
+
+def place_of_thread(thread: int | None) -> str:
+    """Where a thread is now, for a text."""
+    frame = sys._current_frames().get(thread or 0)
+    return _in_words("" if frame is None else _own_place(traceback.extract_stack(frame)))
+
+
+def place_of_task(task: asyncio.Task[Any]) -> str:
+    """Where a task waits, for a text."""
+    frames = list[traceback.FrameSummary]()
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, ""))
+        coroutine = getattr(coroutine, "cr_await", None)
+    return _in_words(_own_place(frames))
+
+
+def _in_words(place: str) -> str:
+    return f"at {place}" if place else "in code of a library"
+
+
+def _own_place(frames: Iterable[traceback.FrameSummary]) -> str:
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

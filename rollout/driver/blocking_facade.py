@@ -16,11 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import update_wrapper
+from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 from rollout.core.pending import LoopThread, Pending
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 4.5
+_LEAVE_S = 0.4
 
 
 class Closable(Protocol):
@@ -45,6 +53,7 @@ class BlockingFacade(Generic[D]):
     """
 
     def __init__(self, name: str, make: Callable[[], D]) -> None:
+        self._name = name
         self._loop = LoopThread(name)
         try:
             self._inner = self._loop.submit(_result_of(make)).result()
@@ -53,25 +62,53 @@ class BlockingFacade(Generic[D]):
             raise
 
     def close(self) -> None:
-        """Close the object and end the thread; again, it does nothing."""
+        """Close the object and end the thread, within five seconds; again, it does nothing.
+
+        What does not end in time is logged by name, and left behind.
+
+        Raises:
+            Exception: from the object's own ``close``.
+        """
         if self._loop.is_closed:
             return
+        closing = self._loop.submit(self._inner.close())
         try:
-            self._loop.submit(self._inner.close()).result()
+            closing.result(_CLOSE_S)
+        except TimeoutError as error:
+            if closing.done():
+                raise
+            logger.error("%s: close did not end; %s", self._name, error)
         finally:
-            self._loop.close()
+            self._loop.close(_LEAVE_S)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: object, raised: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with hiding_nothing(self._name, raised):
+            self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await asyncio.to_thread(self.close)
+    async def __aexit__(
+        self, kind: object, raised: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with hiding_nothing(self._name, raised):
+            await asyncio.to_thread(self.close)
+
+
+@contextmanager
+def hiding_nothing(name: str, raised: BaseException | None) -> Iterator[None]:
+    """A block that closes something; where its user has raised, its own error is only logged."""
+    try:
+        yield
+    except Exception:
+        if raised is None:
+            raise
+        logger.exception("%s: close failed, too", name)
 
 
 def arguments_of(

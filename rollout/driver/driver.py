@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
@@ -20,7 +21,13 @@ from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, all_samples
-from rollout.driver.blocking_facade import BlockingFacade, arguments_of, blocking, started
+from rollout.driver.blocking_facade import (
+    BlockingFacade,
+    arguments_of,
+    blocking,
+    hiding_nothing,
+    started,
+)
 from rollout.driver.client.completer import Completer
 from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.client.http_client import HttpGenerationClient
@@ -36,10 +43,12 @@ from rollout.driver.step_figures import OnMetrics, StepFigures
 from rollout.driver.stream.delivery import why_none_left
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.journal import JournalFiles, data_name
+from rollout.driver.stream.loop_watch import LoopWatch
 from rollout.driver.stream.options import BatchPlan, RolloutOptions
 from rollout.driver.stream.shown_samples import MOST, shown_samples
 from rollout.driver.stream.step_metrics import Progress, length_histogram, step_metrics
 from rollout.driver.stream.stream import Stream
+from rollout.driver.user_code import result_of
 from rollout.rules.diagnosis import JOURNAL_LOST
 
 logger = logging.getLogger(__name__)
@@ -47,6 +56,7 @@ logger = logging.getLogger(__name__)
 # What is full by this rule is so by all others.
 _ANY_RULE = LogprobRule(has_temperature=False, has_cuts=True)
 OnProgress = Callable[[Progress], None]
+_CLOSE_S = 0.5
 
 
 class RolloutDriver:
@@ -69,13 +79,14 @@ class RolloutDriver:
         control_key: the router's, for aborts and metrics; empty: ``key``.
         max_prompt_tokens: a longer prompt in a list raises before generation begins.
         retry_policy: how many failures one sample survives.
-        on_metrics: called with the metrics of every rollout and evaluation; its errors are logged.
+        on_metrics: called with the metrics of every rollout and evaluation, in order, in a thread
+            of its own; the call may have returned before.  Its errors are logged.
         journal: folder in which finished groups are kept, within 2 s, so that a new launch
             delivers them and generates only the others; for sources, each by its name, and a
             ``rollout_id`` that rises by step.  None keeps none.
         num_shown_samples: samples of each step that the server's page and the report show, from
             the highest reward to the lowest, at most 16; 0 sends none.
-        client: used instead of HTTP to ``url``.
+        client: used instead of HTTP to ``url``; ``request_timeout_s`` is its limit, too.
         clock: seconds for the use of slots; None: the event loop's.
     """
 
@@ -113,6 +124,7 @@ class RolloutDriver:
         self._num_shown_samples = num_shown_samples
         self._journal = None if journal is None else Path(journal)
         self._step = 0
+        limit_s = None if client is None else request_timeout_s  # HTTP keeps its own
         client = client or HttpGenerationClient(
             url,
             timeout_s=request_timeout_s,
@@ -122,29 +134,45 @@ class RolloutDriver:
             control_key=control_key,
         )
         limiter = Limiter(max_in_flight, clock=clock)
-        self._engines = Completer(client, limiter, retry_policy or RetryPolicy())
+        self._engines = Completer(client, limiter, retry_policy or RetryPolicy(), limit_s)
         self._load = LoadFollower(client, limiter, every_s=adapt_every_s, highest=max_in_flight)
         # By the id of the source, which is not reused because the stream keeps the source.
         self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
         self._data_names: set[str] = set()
         self._figures = StepFigures(client, on_metrics)
+        self._watch = LoopWatch()
         self._is_closed = False
 
     async def close(self) -> None:
-        """Abort all requests in flight and close the connections; for good."""
+        """Abort all requests in flight and close the connections, for good, within 5 seconds.
+
+        A hook that does not end then is logged, and left behind.
+
+        Raises:
+            Exception: from the client's ``close``.
+        """
         self._is_closed = True
-        await self._load.close()
         streams = [*self._streams.values(), *self._lists]
-        await asyncio.gather(*(stream.close() for stream in streams))
-        await self._figures.close()
-        await self._engines.client.close()
+        parts = [self._load.close(), self._figures.close(), *(stream.close() for stream in streams)]
+        ended = await asyncio.gather(*parts, return_exceptions=True)
+        try:
+            close = self._engines.client.close
+            await result_of("the generation client's close", close, limit_s=_CLOSE_S)
+        finally:
+            self._watch.close()
+            for error in ended:
+                if isinstance(error, BaseException):
+                    logger.error("a part of the driver could not be closed", exc_info=error)
 
     async def __aenter__(self) -> RolloutDriver:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
+    async def __aexit__(
+        self, kind: object, raised: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with hiding_nothing("driver", raised):
+            await self.close()
 
     # -- rollouts ---------------------------------------------------------------------------
 
@@ -184,9 +212,9 @@ class RolloutDriver:
                 of the launch).
             RolloutError: too many samples failed, or filters dropped too many groups; finished
                 groups of a source stay for the next call.  Or no token has the wanted weight
-                version.  Or a hook or callback raised ``SystemExit`` or ``KeyboardInterrupt``,
-                which is the cause, or ``on_sample`` or ``on_progress`` anything.  Or the driver is
-                closed.
+                version.  Or a hook raised ``SystemExit`` or ``KeyboardInterrupt``, or
+                ``on_sample``, ``on_progress`` or the source anything.  What was raised is the
+                cause.  Or the driver is closed.
         """
         self._check_open()
         options = self._options if options is None else options
@@ -195,6 +223,7 @@ class RolloutDriver:
             self.set_weight_version(weight_version)
         stream = self._stream_for(prompts, num_groups, group_size, sampling, options)
         self._load.start()
+        self._watch.start()
         if options.max_version_lag is not None:
             await self._refresh()
         batch = stream.batch(rollout_id, on_sample=on_sample, on_progress=on_progress)
@@ -204,23 +233,25 @@ class RolloutDriver:
                 if isinstance(prompts, Sequence) and not groups:
                     why = why_none_left(stream.stats, len(prompts), self.weight_version, options)
                     raise RolloutError(why)
-                await self._publish(rollout_id, groups, stream)
+                figures = await self._figures_of(rollout_id, groups, stream)
+            self._figures.publish(rollout_id, **figures)
         finally:
             if stream in self._lists:
                 await stream.close()
                 self._lists.discard(stream)
         return groups  # nothing of a source may be awaited between its delivery and here
 
-    async def _publish(
+    async def _figures_of(
         self, rollout_id: int, groups: Sequence[SampleGroup], stream: Stream
-    ) -> None:
+    ) -> dict[str, Any]:
         for sample in all_samples(groups):
             sample.metadata["rollout_id"] = rollout_id
         metrics = step_metrics(groups, stream.stats, weight_version=self.weight_version)
-        metrics |= await self._engines.client.server_metrics()
-        lengths = length_histogram(list(all_samples(groups)))
-        shown = shown_samples(groups, self._num_shown_samples)
-        self._figures.publish(rollout_id, metrics, lengths=lengths, samples=shown)
+        return {
+            "metrics": {**metrics, **await self._engines.server_metrics()},
+            "lengths": length_histogram(list(all_samples(groups))),
+            "samples": shown_samples(groups, self._num_shown_samples),
+        }
 
     @checked
     async def evaluate(self, rollout_id: Count, datasets: Mapping[str, EvalDataset]) -> EvalResult:
@@ -237,6 +268,7 @@ class RolloutDriver:
         """
         self._check_open()
         self._load.start()
+        self._watch.start()
         await self._refresh()
         result = await evaluate_datasets(
             rollout_id, datasets, self._engines, self._hooks, self._engines.weight_version
@@ -290,8 +322,9 @@ class RolloutDriver:
 
     @property
     def why_waiting(self) -> str:
-        """Why requests wait at the router's gate or are turned away, as last known; or empty."""
-        return self._load.why_waiting
+        """Why the driver waits: code of the user that stops it; or why requests wait at the
+        router's gate or are turned away, as last known; or empty."""
+        return self._watch.why_blocked or self._load.why_waiting
 
     @property
     def weight_version(self) -> int | None:
@@ -433,7 +466,7 @@ class RolloutDriver:
     # -- engines ----------------------------------------------------------------------------
 
     async def _refresh(self) -> None:
-        load = await self._engines.client.load()
+        load = await self._engines.load()
         if load is not None:
             self._engines.note_version(load.weight_version)
 
@@ -442,7 +475,7 @@ class RolloutDriver:
         wire = sampling.to_wire()
         if _ANY_RULE.kind_of(wire) is LogprobKind.FULL or self._hooks.generate is not None:
             return
-        load = await self._engines.client.load()
+        load = await self._engines.load()
         kinds = {rule.kind_of(wire) for rule in (() if load is None else load.logprobs)}
         if kinds and LogprobKind.FULL not in kinds:
             why = why_not_trained(kinds.pop(), sampling)
@@ -494,7 +527,8 @@ class Driver(BlockingFacade[RolloutDriver]):
     """The driver for training loops without an event loop: ``RolloutDriver`` on one of its own.
 
     Takes the arguments of ``RolloutDriver``, and has its methods with their arguments.  Use it as a
-    context manager, or call ``close``.  Hooks and callbacks are called on the driver's thread.
+    context manager, or call ``close``.  Hooks and callbacks are called on the driver's thread, and
+    one that does not return stops it; ``on_metrics`` has its own.
     """
 
     @arguments_of(RolloutDriver)

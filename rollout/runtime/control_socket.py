@@ -18,7 +18,6 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -177,7 +176,7 @@ def _ended_within(pending: Pending[Any], seconds: float) -> tuple[Any, BaseExcep
     """Result and error of a call; None while it runs."""
     try:
         return pending.result(seconds), None
-    except (TimeoutError, FutureTimeout) as error:
-        return (None, error) if pending.done() else None
     except Exception as error:
-        return None, error
+        if pending.done() and seconds:
+            return _ended_within(pending, 0.0)  # it may have ended just behind the wait
+        return (None, error) if pending.done() else None

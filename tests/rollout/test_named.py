@@ -246,7 +246,7 @@ def reasons() -> tuple[object, Callable[[str], object]]:
 
     def drop(value: str) -> None:
         group = SampleGroup(0, [Sample([1])])
-        why = why_dropped(Hooks(group_filter=lambda group: value), group)
+        why = why_dropped(Hooks(group_filter=lambda group: value), group, lambda *failure: None)
         stats.rejected[why] += 1
         auditor.drop(next(serial), why)
 
@@ -355,7 +355,9 @@ def test_the_reasons_of_filters_are_few_short_and_of_one_line() -> None:
         value = f"too long: {number if number > 99 else 7}\n{'x' * 5000}"
         group = SampleGroup(0, [Sample([1])])
         stats.rejected[
-            why_dropped(Hooks(group_filter=lambda group, value=value: value), group)
+            why_dropped(
+                Hooks(group_filter=lambda group, value=value: value), group, lambda *failure: None
+            )
         ] += 1
     metrics = step_metrics([], stats)
     named = {name: value for name, value in metrics.items() if "/rejected/" in name}

@@ -8,13 +8,16 @@ the scope with an error.  No token is generated twice, except after its engine w
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.core.errors import LifecycleError
 from rollout.core.samples import Sample, SampleStatus, version_number
 from rollout.driver.client.generation_client import (
+    EngineLoad,
     FailureKind,
     GenerationClient,
     GenerationError,
@@ -24,8 +27,21 @@ from rollout.driver.client.limiter import Limiter
 from rollout.driver.client.partial import extend, has_other_kind, remaining, restart
 from rollout.driver.client.retry import RetryPolicy, RetryState
 from rollout.driver.client.sampling_check import why_not_trained
+from rollout.driver.user_code import (
+    CallEnded,
+    HookError,
+    errors_of,
+    original,
+    raised_by,
+    result_of,
+    wrong_result,
+)
+
+logger = logging.getLogger(__name__)
 
 _HALF_RID_BYTES = 8
+_CLIENT = "the generation client"
+_CONTROL_S = 10.0
 
 
 class AbortScope:
@@ -79,11 +95,19 @@ class Completer:
 
     Attributes:
         weight_version: the newest version of the policy that is known.
+
+    Args:
+        limit_s: for one request; None: the client ends each itself.
     """
 
     def __init__(
-        self, client: GenerationClient, limiter: Limiter, retry_policy: RetryPolicy
+        self,
+        client: GenerationClient,
+        limiter: Limiter,
+        retry_policy: RetryPolicy,
+        limit_s: float | None = None,
     ) -> None:
+        self._limit_s = limit_s
         self.client = client
         self.limiter = limiter
         self.weight_version: int | None = None
@@ -99,10 +123,12 @@ class Completer:
         base: int = 0,
         affinity: str = "",
         is_training: bool = True,
+        on_failure: Callable[[Sample, BaseException], None] = lambda sample, cause: None,
     ) -> None:
         """Generate until ``sample`` ends or the scope stops.
 
         Args:
+            on_failure: called with what the client raised, if it is no ``GenerationError``.
             is_stale: called with a sample that was cut off; if True, its tokens are discarded.
             base: output tokens that do not count against the budget (earlier turns).
             is_training: the sample fails if its log-probs are not those that a trainer computes.
@@ -114,6 +140,9 @@ class Completer:
                     sample, sampling, scope, state, is_stale, base, affinity, is_training
                 ):
                     pass
+            except HookError as error:
+                sample.fail(str(error), traceback.format_exc())
+                on_failure(sample, original(error))
             except GenerationError as error:
                 sample.fail(str(error))
             except ValueError as error:
@@ -190,11 +219,60 @@ class Completer:
         affinity: str,
     ) -> GenerateReply:
         rid = scope.prefix + os.urandom(_HALF_RID_BYTES).hex()
+        request = GenerationRequest(rid, ids, sampling, affinity)
         scope.rids.add(rid)
         try:
-            return await self.client.generate(GenerationRequest(rid, ids, sampling, affinity))
+            async with asyncio.timeout(self._limit_s) as limit:
+                with errors_of(_CLIENT):
+                    reply = await self.client.generate(request)
+        except (GenerationError, HookError, CallEnded):
+            raise
+        except Exception as error:
+            if limit.expired() and isinstance(error, TimeoutError):
+                why = f"{_CLIENT} did not return within its limit of {self._limit_s:g} s"
+                raise GenerationError(why, kind=FailureKind.LOST) from None
+            raise HookError(raised_by(_CLIENT, error)) from error
         finally:
             scope.rids.remove(rid)
+        if not isinstance(reply, GenerateReply):
+            raise wrong_result(_CLIENT, self.client.generate, reply, "a GenerateReply")
+        return reply
+
+    # -- what costs no sample ---------------------------------------------------------------
+
+    async def abort(self, rids: Sequence[str], prefix: str, *, limit_s: float) -> None:
+        """Abort requests; an error is logged, because callers look whether they have ended."""
+        abort = self.client.abort
+        try:
+            await result_of(f"{_CLIENT}'s abort", abort, rids, prefix=prefix, limit_s=limit_s)
+        except Exception:
+            logger.exception("requests could not be aborted")
+
+    async def load(self) -> EngineLoad | None:
+        """How busy the engines are; None if that is unknown.
+
+        Raises:
+            CallEnded: the client raised something, or did not return.
+        """
+        try:
+            load = await result_of(f"{_CLIENT}'s load", self.client.load, limit_s=_CONTROL_S)
+        except CallEnded:
+            raise
+        except Exception as error:
+            why = raised_by(f"{_CLIENT}'s load", error)
+            raise CallEnded(why) from original(error)
+        if not isinstance(load, EngineLoad | None):
+            raise wrong_result(f"{_CLIENT}'s load", self.client.load, load, "an EngineLoad or None")
+        return load
+
+    async def server_metrics(self) -> Mapping[str, float]:
+        """Those of the client; none, and a line in the log, if it fails."""
+        try:
+            what = f"{_CLIENT}'s server_metrics"
+            return dict(await result_of(what, self.client.server_metrics, limit_s=_CONTROL_S))
+        except Exception:
+            logger.exception("this step has no metrics of the server")
+            return {}
 
     async def _wait_or_raise(
         self, error: GenerationError, scope: AbortScope, state: RetryState

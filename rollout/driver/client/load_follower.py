@@ -13,10 +13,12 @@ from functools import partial
 from engines.process.background import Then, keep_task
 from rollout.driver.client.generation_client import GenerationClient
 from rollout.driver.client.limiter import Limiter, next_limit
+from rollout.driver.user_code import result_of
 
 logger = logging.getLogger(__name__)
 
 _LONG_WAIT_S = 10.0
+_QUERY_S = 10.0
 
 
 class LoadFollower:
@@ -59,7 +61,7 @@ class LoadFollower:
         limiter = self._limiter
         while True:
             try:
-                load = await self._client.load()
+                load = await result_of("the client's load", self._client.load, limit_s=_QUERY_S)
             except Exception:  # the loop has to outlive one failed query
                 logger.warning("cannot read the engines' load", exc_info=True)
                 load = None

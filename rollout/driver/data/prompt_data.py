@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from operator import index
 from typing import Any, Protocol
 
 from pydantic import SkipValidation, TypeAdapter
@@ -16,6 +17,7 @@ from pydantic import SkipValidation, TypeAdapter
 from rollout.core.arguments import STRICT, Count, Whole, checked, checked_as
 from rollout.core.errors import ConfigError
 from rollout.driver.data.prompt import Prompt, checked_name
+from rollout.driver.user_code import callback, result_now, wrong_result
 
 Encode = Callable[[Any], Sequence[int]]
 _ID_KEYS = ("prompt_ids", "input_ids")
@@ -105,6 +107,7 @@ class PromptData:
 
         Raises:
             ConfigError: a row is unusable.  The error names it; the source stays before it.
+            RolloutError: the rows or ``encode`` raised something, which is the cause.
         """
         num_skipped = 0
         while True:
@@ -179,7 +182,9 @@ class PromptData:
         return order
 
     def _prompt(self, number: int) -> Prompt | None:
-        row = self._rows[number]
+        what = f"row {number} of the data set"
+        with callback(what):
+            row = result_now(what, self._rows.__getitem__, number)
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} is {type(row).__name__}, not a mapping")
         key = next((key for key in _ID_KEYS if key in row), self._key)
@@ -205,23 +210,39 @@ class PromptData:
         return Prompt(ids, {name: value for name, value in row.items() if name not in _ID_KEYS})
 
     def _ids(self, number: int, key: str, value: Any) -> tuple[int, ...]:
-        if key not in _ID_KEYS:
-            if self._encode is None:
-                raise ConfigError(
-                    f"row {number} has {key!r} and no token ids: "
-                    "set encode, for example to a tokenizer's encode",
-                    setting="encode",
-                )
-            value = self._encode(value)
-        try:
-            return tuple(int(token_id) for token_id in value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{key} of row {number} are not token ids: {error}") from None
+        if key in _ID_KEYS:
+            ids = _token_ids(value)
+            if ids is None:
+                raise ConfigError(f"{key} of row {number} are not token ids: {value!r:.80}")
+            return ids
+        if self._encode is None:
+            raise ConfigError(
+                f"row {number} has {key!r} and no token ids: "
+                "set encode, for example to a tokenizer's encode",
+                setting="encode",
+            )
+        what = f"encode of row {number}"
+        with callback(what):
+            encoded = result_now(what, self._encode, value)
+        ids = _token_ids(encoded)
+        if ids is None:
+            raise wrong_result(what, self._encode, encoded, "token ids")
+        return ids
+
+
+def _token_ids(value: Any) -> tuple[int, ...] | None:
+    """None if these are none."""
+    if isinstance(value, Mapping):
+        return None
+    try:
+        return tuple(map(index, value))
+    except TypeError:
+        return None
 
 
 def _name_of(rows: PromptRows) -> str:
     num = len(rows)
-    some = sorted({index * (num - 1) // _NUM_IN_NAME for index in range(_NUM_IN_NAME + 1)})
+    some = sorted({at * (num - 1) // _NUM_IN_NAME for at in range(_NUM_IN_NAME + 1)})
     text = repr((num, [_plain(rows[number], number) for number in some]))
     return f"rows-{blake2b(text.encode(errors='surrogatepass'), digest_size=8).hexdigest()}"
 

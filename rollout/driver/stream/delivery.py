@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rollout.core.errors import RolloutError
-from rollout.core.samples import SampleGroup, SampleStatus, all_samples
+from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope
 from rollout.driver.client.limiter import Limiter
 from rollout.driver.stream.options import RolloutOptions
@@ -84,21 +84,33 @@ def why_wrong_version(newest: int, wanted: int, served: int | None, options: Rol
     )
 
 
-def check_failures(groups: Sequence[SampleGroup], max_failed_share: float) -> None:
+def check_failures(
+    groups: Sequence[SampleGroup],
+    max_failed_share: float,
+    failures: Sequence[tuple[Sample, BaseException]],
+) -> None:
     """Reject a batch with too many failed samples.
 
+    Args:
+        failures: of samples, with what was raised.
+
     Raises:
-        RolloutError: with the error of the first failed sample.
+        RolloutError: with the error of the first failed sample; its cause is what was raised.
     """
-    samples = list(all_samples(groups))
-    failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
+    samples = [
+        (f"sample {index} of prompt {group.prompt_index}", sample)
+        for group in groups
+        for index, sample in enumerate(group.samples)
+    ]
+    failed = [(name, sample) for name, sample in samples if sample.status is SampleStatus.FAILED]
     if len(failed) > max_failed_share * len(samples):
+        name, first = failed[0]
         error = RolloutError(
-            f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0].error}"
+            f"{len(failed)} of {len(samples)} samples failed; the first, {name}: {first.error}"
         )
-        if failed[0].traceback:
-            error.add_note(f"The first failed with:\n{failed[0].traceback}")
-        raise error
+        if first.traceback:
+            error.add_note(f"The first failed with:\n{first.traceback}")
+        raise error from next((cause for sample, cause in failures if sample is first), None)
 
 
 def why_none_left(

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from engines.protocol import SamplingParams
+from rollout.core.errors import GenerationAborted
 from rollout.core.samples import Sample, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
 from rollout.driver.client.session import Session
@@ -30,8 +31,8 @@ from rollout.driver.stream.hooks import (
 )
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, is_stale
 from rollout.driver.stream.step_metrics import StepStats
-from rollout.driver.stream.user_code import CallEnded, callback
 from rollout.driver.stream.work_queue import WorkItem
+from rollout.driver.user_code import CallEnded, callback, result_now
 
 STALE = "stale"
 """The reason for which a group is dropped whose weights are too old."""
@@ -105,11 +106,12 @@ class GroupRunner:
             return STALE
         if item.num_unfinished or not item.rewarded.issuperset(range(len(item.samples))):
             return None
-        await apply_group_reward(self._hooks, item.group())
-        item.samples = [sample for sample in item.samples if keeps_sample(self._hooks, sample)]
+        hooks, note = self._hooks, item.note_failure
+        await apply_group_reward(hooks, item.group(), note)
+        item.samples = [sample for sample in item.samples if keeps_sample(hooks, sample, note)]
         if not item.samples:
             return "no sample left"
-        return why_dropped(self._hooks, item.group())
+        return why_dropped(hooks, item.group(), note)
 
     async def _run_sample(self, item: WorkItem, index: int) -> None:
         """Generate and reward a sample; what ends the call does not end the group's others."""
@@ -129,11 +131,11 @@ class GroupRunner:
         if sample.is_unfinished or self._is_stale(sample):
             return
         if index not in item.rewarded:
-            await apply_reward(self._hooks, sample)
+            await apply_reward(self._hooks, sample, item.note_failure)
             item.rewarded.add(index)
         if self.on_sample is not None:
             with callback("on_sample"):
-                self.on_sample(sample)
+                result_now("on_sample", self.on_sample, sample)
 
     async def _generate(self, item: WorkItem, index: int) -> None:
         sample, sampling = item.samples[index], self._sampling(item, index)
@@ -143,6 +145,7 @@ class GroupRunner:
             scope=self._scope,
             is_stale=is_stale,
             is_training=self._is_training,
+            on_failure=item.note_failure,
         )
         if self._hooks.generate is None:
             await complete(sample, sampling)
@@ -151,7 +154,12 @@ class GroupRunner:
         # Experts are of all tokens that were computed, and are not divided by turns.
         has_turns = bool(sample.output_ids) and sample.routed_experts is None
 
+        is_over = False
+
         async def beyond_earlier(of: Sample, sampling: SamplingParams, **more: Any) -> None:
+            task = asyncio.current_task()
+            if is_over or (task is not None and task.cancelling()):  # it swallows its cancel
+                raise GenerationAborted("this sample has ended", sample=of)
             item.sessions[index] = session
             await complete(of, sampling, **more)
 
@@ -160,11 +168,12 @@ class GroupRunner:
         if self._scope.is_stopping:
             return
         try:
-            await generate_with(self._hooks.generate, session)
+            await generate_with(self._hooks, session, item.note_failure)
         except (asyncio.CancelledError, CallEnded):
             fresh.status = SampleStatus.ABORTED  # of its last turn it may be another one
             raise
         finally:
+            is_over = True
             item.end_session(index, session)
 
     def _sampling(self, item: WorkItem, index: int) -> SamplingParams:

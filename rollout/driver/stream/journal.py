@@ -25,7 +25,7 @@ from rollout.core.errors import ConfigError
 from rollout.core.machine import sync_folder
 from rollout.driver.data.prompt import PromptSource, checked_name
 from rollout.driver.stream.saved_state import Changes, SavedState, State
-from rollout.driver.stream.user_code import user_code
+from rollout.driver.user_code import user_code
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 from engines.process.background import Then, keep_task, start_task
-from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
@@ -41,14 +40,14 @@ from rollout.driver.stream.journal import SWEEP_S, Journal, JournalFiles
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, capacity
 from rollout.driver.stream.saved_state import Changes, state_of
 from rollout.driver.stream.step_metrics import Progress, StepStats
-from rollout.driver.stream.user_code import callback, user_code
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
+from rollout.driver.user_code import callback, result_now, wrong_result
 
 logger = logging.getLogger(__name__)
 
 # An abort misses requests that are still on their way to their engine, so it is repeated.
 _ABORT_AGAIN_S = (0.1, 0.5)
-_CLOSE_TIMEOUT_S = 3.0
+_CLOSE_TIMEOUT_S = 1.5
 
 
 class Stream:
@@ -79,6 +78,7 @@ class Stream:
         self._writer: asyncio.Task[None] | None = None
         self._queue = WorkQueue()
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
+        self._cancelled: set[int] = set()
         self._is_requested = False
         self._is_exhausted = False
         self._is_closed = False
@@ -121,9 +121,8 @@ class Stream:
                 policy's weight version; then its groups are generated again.
             ConfigError: the journal does not fit, or does not reach back to this step.
             LifecycleError: the gate is closed, and only a push opens it.
-            CallEnded: a hook or callback raised ``SystemExit`` or ``KeyboardInterrupt``, or a
-                callback anything.
-            Exception: from the source.
+            CallEnded: a hook raised ``SystemExit`` or ``KeyboardInterrupt``, or a callback or the
+                source anything, which is the cause.
         """
         async with self._batch_lock:
             await self._begin_journal(step)
@@ -153,7 +152,7 @@ class Stream:
                 await self._changed.wait()
                 if on_progress is not None:
                     with callback("on_progress"):
-                        on_progress(self._progress())
+                        result_now("on_progress", on_progress, self._progress())
                 self._restart_stale_groups()
                 self._top_up()
             self._timer.end(self.stats, self._scope)
@@ -295,12 +294,12 @@ class Stream:
             self._drop(item, STALE)
         if self._is_exhausted:
             return None
+        name = f"the source of prompt {self._queue.num_taken}"
         try:
-            with user_code("the source"):
-                prompt: Any = self._source.take()
+            with callback(name):
+                prompt = result_now(name, self._source.take)
             if not isinstance(prompt, Prompt | None):
-                name = f"prompt {self._queue.num_taken} of the source"
-                raise wrong(name, prompt, "a Prompt(ids)")
+                raise wrong_result(name, self._source.take, prompt, "a Prompt(ids), or None")
         except Exception as error:
             self._fail(error)
             return None
@@ -329,7 +328,11 @@ class Stream:
         del self._tasks[item.serial]
         self._queue.end(item)
         outcome: str | None = None
-        if not task.cancelled():
+        if task.cancelled():
+            if item.serial not in self._cancelled:
+                why = f"code of the user has cancelled the driver's task of prompt {item.serial}"
+                self._fail(RolloutError(why))
+        else:
             error = task.exception()
             if error is not None:
                 logger.error("internal error in group %d", item.serial, exc_info=error)
@@ -414,7 +417,7 @@ class Stream:
         options = self._runner.options
         if wanted is None or options.pin is not None or max(versions, default=wanted) >= wanted:
             return
-        load = await self._engines.client.load()
+        load = await self._engines.load()
         served = None if load is None else load.weight_version
         if why := why_wrong_version(max(versions), wanted, served, options):
             for item in list(ready.values()):
@@ -427,15 +430,16 @@ class Stream:
         """The groups of a batch; ``post_process`` gets copies, because it may be called again."""
         most = self._runner.options.max_failed_share
         groups = [item.group() for item in items]
+        failures = [failure for item in items for failure in item.failures]
         try:
-            check_failures(groups, most)
+            check_failures(groups, most, failures)
         except RolloutError:
             self._restart_failed(items)
             raise
-        if self._hooks.post_process is not None:
+        if self._hooks.post_process is not None and groups:
             groups = [replace(group, samples=list(map(_copy_of, group))) for group in groups]
-            post_process(self._hooks, groups)
-            check_failures(groups, most)
+            post_process(self._hooks, groups, lambda *failure: failures.append(failure))
+            check_failures(groups, most, failures)
         return groups
 
     def _restart_failed(self, items: Sequence[WorkItem]) -> None:
@@ -478,7 +482,7 @@ class Stream:
         while self._queue.num_unfinished and loop.time() < deadline_s:
             self._changed.clear()
             if self._scope.rids:
-                await self._engines.client.abort(rids, prefix=prefix)
+                await self._engines.abort(rids, prefix, limit_s=deadline_s - loop.time())
             if self._queue.num_unfinished:
                 await self._wait_for_end(loop.time() + again_s)
             rids, prefix, again_s = list(self._scope.rids), "", _ABORT_AGAIN_S[1]
@@ -497,10 +501,12 @@ class Stream:
 
     async def _cancel(self, serials: list[int]) -> None:
         tasks = [self._tasks[serial] for serial in serials]
+        self._cancelled.update(serials)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self._cancelled.difference_update(serials)
 
     def _progress(self) -> Progress:
         return Progress(

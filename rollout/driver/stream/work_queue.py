@@ -34,6 +34,7 @@ class WorkItem:
         num_parked: how often it was interrupted unfinished.
         sessions: those that a generate hook has now, by the index of their sample.
         turns: of the samples of earlier sessions that were cut off, by index.
+        failures: samples that failed, each with what was raised.
     """
 
     serial: int
@@ -47,6 +48,7 @@ class WorkItem:
     num_parked: int = 0
     sessions: dict[int, Session] = field(default_factory=dict)
     turns: dict[int, list[Turn]] = field(default_factory=dict)
+    failures: list[tuple[Sample, BaseException]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, serial: int, prompt: Prompt, group_size: int) -> WorkItem:
@@ -64,10 +66,16 @@ class WorkItem:
     def restart(self, indices: Iterable[int]) -> None:
         """Discard the output and the reward of these samples."""
         for index in indices:
-            restart(self.samples[index])
+            sample = self.samples[index]
+            self.failures = [failure for failure in self.failures if failure[0] is not sample]
+            restart(sample)
             self.rewarded.discard(index)
             self.turns.pop(index, None)
         self.is_accepted = False
+
+    def note_failure(self, sample: Sample, cause: BaseException) -> None:
+        """Keep what was raised for a sample that failed, for a call that raises for it."""
+        self.failures.append((sample, cause))
 
     def end_session(self, index: int, session: Session) -> None:
         """Have the session's sample, unless that was cut off before it had new tokens."""

@@ -289,3 +289,51 @@ def test_what_exits_in_a_loop_thread_ends_its_own_call_and_no_other(
     loop.close()
     assert "work" not in {thread.name for thread in threading.enumerate()}
     assert f"work: a call raised {kind.__name__}('of the user'); its others go on" in caplog.text
+
+
+class EndsLate(Future[str]):
+    """Ends just behind the wait for it."""
+
+    def result(self, timeout: float | None = None) -> str:
+        self._end()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._end()
+        return super().exception(timeout)
+
+    def _end(self) -> None:
+        if not self.done():
+            self.set_result("whole")
+            raise TimeoutError
+
+
+def test_a_call_that_ends_just_behind_the_wait_has_its_result() -> None:
+    assert Pending(EndsLate()).result(0.01) == "whole"
+
+
+def test_a_close_leaves_threads_and_tasks_that_do_not_end_and_names_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop, may_end, has_begun = LoopThread("work"), threading.Event(), threading.Event()
+    never = asyncio.Event()
+
+    async def swallow() -> None:
+        while not may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await never.wait()
+
+    def wait() -> None:
+        has_begun.set()
+        may_end.wait(30)
+
+    async def wait_in_a_thread() -> None:
+        await asyncio.to_thread(wait)
+
+    loop.submit(swallow())
+    loop.submit(wait_in_a_thread())
+    assert has_begun.wait(10)
+    loop.close(0.5)
+    assert f"work is closed, and its task goes on, at {__file__}:" in caplog.text
+    assert f"work is closed, and its thread work-worker_0 still runs, at {__file__}:" in caplog.text
+    may_end.set()

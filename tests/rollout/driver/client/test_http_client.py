@@ -225,7 +225,7 @@ async def test_the_threaded_driver_returns_pendings_with_results_and_errors() ->
         def work() -> None:
             driver = Driver(url, lambda sample: float("nan"))
             pending = driver.rollout(0, [Prompt((1,))], group_size=1, sampling=SamplingParams(2))
-            with pytest.raises(RolloutError, match="the reward is nan; it must be a finite"):
+            with pytest.raises(RolloutError, match="reward returned nan, and must return a finite"):
                 pending.result()
             driver.close()
             driver.close()
