@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class JournalFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
+        self.folder = folder.resolve()
         self._file = -1
         self.num_bytes = 0
         try:
@@ -219,6 +220,7 @@ class Journal:
         self._changes: Changes | None = None
         self._step = -1
         self._lines: list[tuple[bytes, bool]] = []
+        self._thread: Future[None] | None = None  # of the newest write
         self._writing: asyncio.Future[None] | None = None
         self._most_bytes = _MAX_BYTES
         self._written_at_s = self._again_at_s = 0.0
@@ -267,7 +269,8 @@ class Journal:
             if self._writing is None:
                 lines, self._lines = self._lines, []
                 work = partial(self._files.write, lines)
-                self._writing = asyncio.wrap_future(in_own_thread(work, "driver-journal"))
+                self._thread = in_own_thread(work, "driver-journal")
+                self._writing = asyncio.wrap_future(self._thread)
                 self._writing.add_done_callback(self._has_written)
             writing = {self._writing}
             done, _ = await asyncio.wait(writing, timeout=max(0.0, until_s - self._now_s()))
@@ -276,10 +279,12 @@ class Journal:
                 return
 
     async def close(self) -> None:
-        """Write what was noted and give the files back."""
+        """Write what was noted and give the files back, where the disk is slow as it answers."""
         await self.write()
-        if self._writing is None:
+        if self._writing is None or self._thread is None:
             self._files.close()
+        else:  # in its thread, because this loop may have ended then
+            self._thread.add_done_callback(lambda _: self._files.close())
 
     def _has_written(self, writing: asyncio.Future[None]) -> None:
         self._writing = None

@@ -9,6 +9,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +19,13 @@ from rollout.core.errors import RolloutError
 from rollout.core.samples import Sample
 from rollout.driver import rewards
 from rollout.driver.driver import Driver, RolloutDriver
-from rollout.driver.stream import loop_watch
+from rollout.driver.stream import journal, loop_watch
 from rollout.driver.stream.hooks import Hooks
 from rollout.driver.stream.options import RolloutOptions
-from tests.support.driving import SAMPLING, always, driving, engines, prompts
+from tests.support.driving import SAMPLING, always, driving, engines, prompts, source
 from tests.support.fake_generation_client import FakeGenerationClient
 from tests.support.virtual_time import virtual_time
+from tests.support.waits import until
 
 pytestmark = pytest.mark.clock
 
@@ -206,3 +209,34 @@ async def test_metrics_that_take_their_time_stop_no_generation_and_stay_in_order
         assert seen == []
         gate.open()
     assert seen == [0, 1, 2]
+
+
+def test_a_journal_on_a_slow_disk_is_free_when_the_disk_has_answered(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_WITHIN_S", 0.1)
+    sync = journal.os.fsync
+    monkeypatch.setattr(journal.os, "fsync", lambda file: (gate.wait(), sync(file)))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "journal")
+
+    async def use(folder: Path) -> None:
+        async with driving(engines(0.001), always(1.0), journal=folder) as (driver, _):
+            data = source(3, name="rows")
+            assert await driver.rollout(0, data, num_groups=1, **BATCH)
+
+    asyncio.run(use(tmp_path / "journal"))
+    with pytest.raises(RolloutError, match="another driver has it"):
+        asyncio.run(use(link))
+    gate.open()
+
+    async def use_again() -> None:
+        async def is_free() -> bool:
+            with suppress(RolloutError):
+                await use(link)
+                return True
+            return False
+
+        await until(is_free)
+
+    asyncio.run(use_again())
