@@ -27,7 +27,7 @@ from rollout.core.pending import LoopThread, Pending
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 4.5
+_CLOSE_S = 4.2
 _LEAVE_S = 0.4
 
 

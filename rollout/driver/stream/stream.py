@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 # An abort misses requests that are still on their way to their engine, so it is repeated.
 _ABORT_AGAIN_S = (0.1, 0.5)
-_CLOSE_TIMEOUT_S = 1.5
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class Stream:

@@ -84,7 +84,7 @@ def test_close_waits_for_no_thread_of_the_user_and_hides_no_error(
 
     with pytest.raises(ValueError, match="of the trainer"):
         train()
-    assert time.monotonic() - began_s[0] < 5.0
+    assert time.monotonic() - began_s[0] < 10.0  # five, and what a busy machine adds
     (call,) = calls
     if way == "on_metrics":
         assert call.result(5)
