@@ -388,7 +388,10 @@ class LoopThread:
                 task.cancel()
             if tasks:
                 left_s = until_s - time.monotonic()
-                _, left = await asyncio.wait(tasks, timeout=max(0.1, 0.5 * left_s))
+                done, left = await asyncio.wait(tasks, timeout=max(0.1, 0.5 * left_s))
+                for task in done:  # the error of a call is in its future, too
+                    if not task.cancelled():
+                        task.exception()
                 for task in left:
                     place = place_of_task(task)
                     logger.error("%s is closed, and its task goes on, %s", self._name, place)

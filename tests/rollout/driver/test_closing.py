@@ -136,14 +136,14 @@ async def test_the_same_of_a_driver_of_coroutines() -> None:
 async def test_a_hook_that_swallows_its_cancel_delays_neither_the_call_nor_close(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_over = False
+    is_over, never = False, asyncio.Event()  # kept here: what waits for nothing else is collected
 
     async def stubborn(of: Any) -> float:
         if where == "generate":
             await of.generate()
         while not is_over:
             try:
-                await asyncio.Event().wait()
+                await never.wait()
             except asyncio.CancelledError:
                 if where == "generate":
                     with pytest.raises(RolloutError, match="this sample has ended"):
