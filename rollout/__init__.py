@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         WeightsUnavailable,
     )
     from rollout.core.pending import Pending
-    from rollout.core.samples import Sample, SampleGroup, SampleStatus
+    from rollout.core.samples import Sample, SampleFailure, SampleGroup, SampleStatus
     from rollout.core.types import EngineRank, ServerStatus, StepReport, TrainerSlot
     from rollout.driver import (
         Driver,
@@ -62,7 +62,7 @@ _HOMES = {
         " WeightError WeightMismatch WeightsUnavailable"
     ),
     "rollout.core.pending": "Pending",
-    "rollout.core.samples": "Sample SampleGroup SampleStatus",
+    "rollout.core.samples": "Sample SampleFailure SampleGroup SampleStatus",
     "rollout.core.types": "EngineRank ServerStatus StepReport TrainerSlot",
     "rollout.driver": (
         "Driver EvalDataset Hooks Prompt PromptData RolloutDriver RolloutOptions Session"
@@ -258,6 +258,7 @@ __all__ = [
     "RolloutOptions",
     "RunHandle",
     "Sample",
+    "SampleFailure",
     "SampleGroup",
     "SampleStatus",
     "SamplingParams",

@@ -29,7 +29,13 @@ from typing import Any
 
 
 class RolloutError(Exception):
-    """Base of all errors that this library raises."""
+    """Base of all errors that this library raises.
+
+    Attributes:
+        groups: of a ``rollout`` of a list that has failed: its samples that were finished.
+    """
+
+    groups: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)

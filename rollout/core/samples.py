@@ -28,6 +28,24 @@ class SampleStatus(StrEnum):
     FAILED = "failed"
 
 
+class SampleFailure(StrEnum):
+    """What a failed sample failed of, as far as a trainer would treat it differently.
+
+    ``too_long``: an engine's context has no room for its prompt, or for what its environment
+    added.  ``timeout``: a hook did not return in its time.  ``generate_error``: the ``generate``
+    hook, so a tool or an environment, raised.  ``reward_error``: so did the reward, or its value is
+    none.  ``filter_error``: so did a filter or ``post_process``.  ``engine``: no engine answered,
+    or no answer could be used.
+    """
+
+    TOO_LONG = "too_long"
+    TIMEOUT = "timeout"
+    GENERATE_ERROR = "generate_error"
+    REWARD_ERROR = "reward_error"
+    FILTER_ERROR = "filter_error"
+    ENGINE = "engine"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpan:
     """Output tokens ``start`` up to, not including, ``end`` came from engine ``engine_id``."""
@@ -51,6 +69,7 @@ class Sample:
         finish_reason: why generation ended, as the engine reports it; None for a failed sample.
         reward: None before the sample is rewarded.
         error: why a failed sample failed.
+        failure: the kind of it; None for a sample that has not failed.
         loss_mask: 1 for an output token that a policy generated, 0 for a token of a tool or an
             environment, shape ``[output_length]``; all ones if left out.
         traceback: traceback of the exception behind ``error``, if a hook raised one.
@@ -83,6 +102,7 @@ class Sample:
     engines: tuple[EngineSpan, ...] = ()
     routed_experts: bytes | None = None
     logprob_kind: LogprobKind | None = None
+    failure: SampleFailure | None = None
 
     def __post_init__(self) -> None:
         if self.loss_mask is None:
@@ -146,13 +166,15 @@ class Sample:
             if (number := version_number(span.version)) is not None
         ]
 
-    def fail(self, error: str, traceback: str = "") -> None:
+    def fail(self, error: str, traceback: str = "", *, failure: SampleFailure) -> None:
         """Mark the sample as failed; its tokens are kept, its reward is removed.
 
         Args:
             error: why, for its ``error``.
             traceback: of the exception behind it.
+            failure: of which kind it is; a sample that has failed before keeps its kind.
         """
+        self.failure = self.failure or failure
         self.status = SampleStatus.FAILED
         self.error = error
         self.traceback = traceback

@@ -211,9 +211,10 @@ class RolloutDriver:
             LifecycleError: the gate is closed until a push of a weight version (``expect_version``
                 of the launch).
             RolloutError: too many samples failed, or filters dropped too many groups; finished
-                groups of a source stay for the next call.  Or no token has the wanted weight
-                version.  Or a hook raised ``SystemExit`` or ``KeyboardInterrupt``, or
-                ``on_sample``, ``on_progress`` or the source anything.  What was raised is the
+                groups of a source stay for the next call, and those of a list are the error's
+                ``groups``, each with its finished samples and no others.  Or no token has the
+                wanted weight version.  Or a hook raised ``SystemExit`` or ``KeyboardInterrupt``,
+                or ``on_sample``, ``on_progress`` or the source anything.  What was raised is the
                 cause.  Or the driver is closed.
         """
         self._check_open()
@@ -235,6 +236,10 @@ class RolloutDriver:
                     raise RolloutError(why)
                 figures = await self._figures_of(rollout_id, groups, stream)
             self._figures.publish(rollout_id, **figures)
+        except RolloutError as error:
+            if stream in self._lists:
+                error.groups = stream.finished()
+            raise
         finally:
             if stream in self._lists:
                 await stream.close()

@@ -33,6 +33,10 @@ class HookError(RolloutError):
     """What code of the user did wrong, in words; its cause is what was raised, if anything was."""
 
 
+class HookLate(HookError):
+    """Code of the user did not return within its limit."""
+
+
 class CallEnded(RolloutError):
     """Code of the user has ended the call, with what is the cause of this."""
 
@@ -130,7 +134,7 @@ async def result_of(
         limit_s: seconds for an async hook; None for no limit.
 
     Raises:
-        HookError: it did not return within its limit.
+        HookLate: it did not return within its limit.
     """
     with user_code(what):
         result = hook(*of, **more)
@@ -144,7 +148,7 @@ async def result_of(
         raise
     if not done:
         await _end(what, task)
-        raise HookError(f"{what} did not return within its limit of {limit_s:g} s{_where(hook)}")
+        raise HookLate(f"{what} did not return within its limit of {limit_s:g} s{_where(hook)}")
     with errors_of(what):
         return task.result()
 

@@ -21,6 +21,7 @@ from rollout.driver.client.generation_client import (
     FailureKind,
     GenerationError,
     GenerationRequest,
+    kind_of_refusal,
 )
 
 
@@ -84,7 +85,7 @@ class FakeGenerationClient:
             return replace(reply, engine_id=engine.engine_id)
         except EngineRejected as error:
             is_final = 400 <= (error.status or 400) < 500
-            kind = FailureKind.REFUSED if is_final else FailureKind.LOST
+            kind = kind_of_refusal(error.body) if is_final else FailureKind.LOST
             raise GenerationError(f"HTTP {error.status}: {error.body}", kind=kind) from None
         except EngineUnreachable as error:
             raise GenerationError(f"HTTP 502: {error}", kind=FailureKind.LOST) from None

@@ -289,7 +289,8 @@ class FakeEngine(FakeEngineState):
         if self.settings.context_length is not None and len(prompt) >= self.settings.context_length:
             raise self._rejected(
                 "generate",
-                f"a prompt of {len(prompt)} tokens, of {self.settings.context_length} there are",
+                f"The input ({len(prompt)} tokens) is longer than the model's context length "
+                f"({self.settings.context_length} tokens).",
             )
         self._assert(not self.released & _NEEDED_TO_GENERATE, "generate while memory is released")
         inside = all(0 <= token < self.settings.vocab_size for token in prompt)

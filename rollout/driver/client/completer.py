@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.core.errors import LifecycleError
-from rollout.core.samples import Sample, SampleStatus, version_number
+from rollout.core.samples import Sample, SampleFailure, SampleStatus, version_number
 from rollout.driver.client.generation_client import (
     EngineLoad,
     FailureKind,
@@ -141,12 +141,14 @@ class Completer:
                 ):
                     pass
             except HookError as error:
-                sample.fail(str(error), traceback.format_exc())
+                sample.fail(str(error), traceback.format_exc(), failure=SampleFailure.ENGINE)
                 on_failure(sample, original(error))
             except GenerationError as error:
-                sample.fail(str(error))
+                is_too_long = error.kind is FailureKind.TOO_LONG
+                failure = SampleFailure.TOO_LONG if is_too_long else SampleFailure.ENGINE
+                sample.fail(str(error), failure=failure)
             except ValueError as error:
-                sample.fail(f"unusable reply: {error}")
+                sample.fail(f"unusable reply: {error}", failure=SampleFailure.ENGINE)
 
     async def _step(
         self,
@@ -278,7 +280,7 @@ class Completer:
         self, error: GenerationError, scope: AbortScope, state: RetryState
     ) -> None:
         """Wait until the next try, or raise ``error`` if there is none."""
-        if scope.is_stopping and error.kind is not FailureKind.REFUSED:
+        if scope.is_stopping and not error.is_final:
             return
         if error.kind is FailureKind.NEEDS_PUSH:
             scope.end(LifecycleError(str(error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -35,16 +36,27 @@ class GenerationRequest:
 class FailureKind(StrEnum):
     """Why a request had no reply.
 
-    ``refused`` is final.  ``unavailable``: try again later.  ``needs_push``: no request is answered
+    ``refused`` is final, and so is ``too_long``: an engine's context has no room for the prompt.
+    ``unavailable``: try again later.  ``needs_push``: no request is answered
     before a push of weights.  ``lost``: the connection or the engine ended, another engine may be
     tried.  ``aborted``: ended before its first token.
     """
 
     REFUSED = "refused"
+    TOO_LONG = "too_long"
     UNAVAILABLE = "unavailable"
     NEEDS_PUSH = "needs_push"
     LOST = "lost"
     ABORTED = "aborted"
+
+
+# In the refusals of the embedded engine, SGLang and vLLM, whose status is that of all bad requests.
+_HAS_NO_ROOM = re.compile(r"context length|maximum model length", re.IGNORECASE)
+
+
+def kind_of_refusal(text: str) -> FailureKind:
+    """``too_long`` or ``refused``, by the words of an engine that refuses a request."""
+    return FailureKind.TOO_LONG if _HAS_NO_ROOM.search(text) else FailureKind.REFUSED
 
 
 class GenerationError(Exception):
@@ -60,6 +72,11 @@ class GenerationError(Exception):
         super().__init__(message)
         self.kind = kind
         self.retry_after_s = retry_after_s
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another try would be answered alike."""
+        return self.kind in (FailureKind.REFUSED, FailureKind.TOO_LONG)
 
 
 class Disconnected(GenerationError):

@@ -33,6 +33,7 @@ from rollout.driver.client.generation_client import (
     FailureKind,
     GenerationError,
     GenerationRequest,
+    kind_of_refusal,
 )
 from rollout.driver.client.sample_requests import weights_field
 from rollout.rules.routing import JUST_STARTED
@@ -414,7 +415,8 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 def _error_of_status(status: int, content: bytes, retry_after: str) -> GenerationError:
-    kind = FailureKind.REFUSED
+    text = content[:500].decode(errors="replace")
+    kind = kind_of_refusal(text)
     if status in _AGAIN:
         kind = FailureKind.UNAVAILABLE
     elif status == _ABORTED:
@@ -427,7 +429,6 @@ def _error_of_status(status: int, content: bytes, retry_after: str) -> Generatio
         after_s = 0.0
     if status == 503 and (why := _why_push_needed(content)):
         return GenerationError(why, kind=FailureKind.NEEDS_PUSH)
-    text = content[:500].decode(errors="replace")
     if status == 503 and JUST_STARTED in text:
         return Disconnected(f"HTTP {status}: {text}", kind=kind)
     return GenerationError(f"HTTP {status}: {text}", kind=kind, retry_after_s=after_s)

@@ -72,6 +72,7 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
         sample.logprob_kind = joined(sample.logprob_kind, reply.logprob_kind)
     sample.finish_reason = reason
     sample.status = _STATUS[reason.kind]
+    sample.error, sample.failure = "", None  # of a turn before, after which its hook went on
     if sample.status is SampleStatus.ABORTED and budget is not None and length >= budget:
         sample.status = SampleStatus.TRUNCATED
 
@@ -134,6 +135,6 @@ def restart(sample: Sample) -> None:
     sample.text = sample.error = sample.traceback = ""
     sample.weight_versions = ()
     sample.engines = ()
-    sample.routed_experts = sample.logprob_kind = None
+    sample.routed_experts = sample.logprob_kind = sample.failure = None
     sample.finish_reason = sample.reward = None
     sample.status = SampleStatus.PENDING

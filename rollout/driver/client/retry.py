@@ -46,7 +46,7 @@ class RetryState:
 
     def wait_s(self, error: GenerationError, *, now_s: float, policy: RetryPolicy) -> float | None:
         """Count a failure.  Returns seconds until the next try, or None to give up."""
-        if error.kind in (FailureKind.REFUSED, FailureKind.NEEDS_PUSH):
+        if error.is_final or error.kind is FailureKind.NEEDS_PUSH:
             return None
         if error.kind is FailureKind.UNAVAILABLE:
             if self.unavailable_since_s is None:

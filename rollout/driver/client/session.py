@@ -3,7 +3,7 @@
 Always true: ids of earlier turns are sent as they were generated and never tokenised again; tokens
 of the environment have mask 0 and log-prob 0.0; all requests of a session prefer one engine.  A
 session that was cut off begins again, and its turns are those of before as long as the tokens in
-front of them are.
+front of them are.  What an engine's context has no room for is not kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from engines.protocol import FinishReason, SamplingParams
 from rollout.core.arguments import TokenId, checked
 from rollout.core.errors import GenerationAborted, RolloutError
-from rollout.core.samples import Sample, SampleStatus
+from rollout.core.samples import Sample, SampleFailure, SampleStatus
 from rollout.driver.client.partial import extend_from, is_begun_by
 from rollout.driver.client.sampling_check import check_sampling
 
@@ -74,7 +74,8 @@ class Session:
         Raises:
             GenerationAborted: the rollout ends now.  Not a failure: do not catch it.
             ConfigError: ``sampling`` is wrong.
-            RolloutError: the turn failed.
+            RolloutError: the turn failed, and ``sample.failure`` has its kind.  With ``too_long``
+                what was observed since the last turn is cut off, and the hook may go on.
         """
         if sampling is not None:
             check_sampling(sampling)
@@ -87,10 +88,23 @@ class Session:
         if sample.is_unfinished:
             raise GenerationAborted("the rollout ends before this turn did", sample=sample)
         if sample.status is SampleStatus.FAILED:
+            if sample.failure is SampleFailure.TOO_LONG:
+                self._take_back(base)
             raise RolloutError(f"turn failed: {sample.error}")
         length = len(sample.output_ids)
         self.turns.append(Turn(length, len(sample.text), sample.status, sample.finish_reason))
         return sample.output_ids[base:]
+
+    def _take_back(self, base: int) -> None:
+        """Cut off what was observed since the last turn, unless this one has tokens behind it."""
+        sample = self.sample
+        if len(sample.output_ids) > base:
+            return
+        last = self.turns[-1] if self.turns else Turn(0, 0, "", None)
+        del sample.output_ids[last.num_tokens :]
+        del sample.output_logprobs[last.num_tokens :]
+        del sample.mask[last.num_tokens :]
+        sample.text = sample.text[: last.num_characters]
 
     def _repeat_turn(self, base: int, *, may_continue: bool) -> bool:
         """Take the tokens of this turn that the earlier session had.

@@ -19,7 +19,7 @@ from typing import Any
 from engines.protocol import FinishReason, VersionSpan
 from engines.protocol.logprob_kind import read_kind
 from rollout.core.errors import ConfigError
-from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleFailure, SampleGroup, SampleStatus
 
 Row = dict[str, Any]
 
@@ -81,6 +81,7 @@ def sample_values(sample: Sample) -> Row:
         "engines": [asdict(span) for span in sample.engines],
         "finish_reason": None if reason is None else asdict(reason),
         "status": sample.status.value,
+        "failure": sample.failure and sample.failure.value,
         "logprob_kind": sample.logprob_kind and sample.logprob_kind.value,
         "routed_experts": None if experts is None else b64encode(experts).decode(),
         "metadata": sample.metadata,
@@ -90,6 +91,7 @@ def sample_values(sample: Sample) -> Row:
 def sample_of(values: Mapping[str, Any]) -> Sample:
     """The sample that ``sample_values`` made these of; more values change nothing."""
     reason, experts = values["finish_reason"], values["routed_experts"]
+    failure = values.get("failure")  # rows of older versions have none
     lists: dict[str, Any] = {name: list(values[name]) for name in _LISTS}
     return Sample(
         **lists,
@@ -99,6 +101,7 @@ def sample_of(values: Mapping[str, Any]) -> Sample:
         engines=tuple(EngineSpan(**span) for span in values["engines"]),
         finish_reason=None if reason is None else FinishReason(**reason),
         status=SampleStatus(values["status"]),
+        failure=None if failure is None else SampleFailure(failure),
         routed_experts=None if experts is None else b64decode(experts),
         metadata=dict(values["metadata"]),
     )

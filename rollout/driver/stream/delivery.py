@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollout.core.errors import RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope
 from rollout.driver.client.limiter import Limiter
 from rollout.driver.stream.options import RolloutOptions
-from rollout.driver.stream.step_metrics import StepStats, most_common
+from rollout.driver.stream.step_metrics import StepStats, kind_of, most_common
 
 _REJECTED_PER_GROUP = 10
 
@@ -84,9 +85,36 @@ def why_wrong_version(newest: int, wanted: int, served: int | None, options: Rol
     )
 
 
+def is_counted(sample: Sample, options: RolloutOptions) -> bool:
+    """Whether a sample has failed of a kind that was not expected."""
+    expected: Mapping[Any, str] = options.when_failed
+    return sample.status is SampleStatus.FAILED and kind_of(sample) not in expected
+
+
+def without_expected(
+    samples: Sequence[Sample], options: RolloutOptions, dropped: Counter[str]
+) -> list[Sample]:
+    """The samples of a group that ``when_failed`` leaves, masked where it masks them.
+
+    Args:
+        dropped: the kinds of the others are counted there.
+    """
+    expected: Mapping[Any, str] = options.when_failed
+    kept = []
+    for sample in samples:
+        act = expected.get(kind_of(sample)) if sample.status is SampleStatus.FAILED else "keep"
+        if act == "drop":
+            dropped[kind_of(sample)] += 1
+            continue
+        if act == "mask":
+            sample.loss_mask = [0] * len(sample.output_ids)
+        kept.append(sample)
+    return kept
+
+
 def check_failures(
     groups: Sequence[SampleGroup],
-    max_failed_share: float,
+    options: RolloutOptions,
     failures: Sequence[tuple[Sample, BaseException]],
 ) -> None:
     """Reject a batch with too many failed samples.
@@ -95,18 +123,23 @@ def check_failures(
         failures: of samples, with what was raised.
 
     Raises:
-        RolloutError: with the error of the first failed sample; its cause is what was raised.
+        RolloutError: with the kinds, and the error of the first failed sample; its cause is what
+            was raised.
     """
     samples = [
         (f"sample {index} of prompt {group.prompt_index}", sample)
         for group in groups
         for index, sample in enumerate(group.samples)
     ]
-    failed = [(name, sample) for name, sample in samples if sample.status is SampleStatus.FAILED]
-    if len(failed) > max_failed_share * len(samples):
+    failed = [(name, sample) for name, sample in samples if is_counted(sample, options)]
+    if len(failed) > options.max_failed_share * len(samples):
         name, first = failed[0]
+        kinds = Counter(kind_of(sample) for _, sample in failed).most_common()
         error = RolloutError(
-            f"{len(failed)} of {len(samples)} samples failed; the first, {name}: {first.error}"
+            f"{len(failed)} of {len(samples)} samples failed "
+            f"({', '.join(f'{kind}: {num}' for kind, num in kinds)}), of which max_failed_share = "
+            f"{options.max_failed_share:g} may, beside the kinds that RolloutOptions(when_failed="
+            f"...) names; the first, {name}: {first.error}"
         )
         if first.traceback:
             error.add_note(f"The first failed with:\n{first.traceback}")

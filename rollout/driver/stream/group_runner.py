@@ -20,6 +20,7 @@ from rollout.core.errors import GenerationAborted
 from rollout.core.samples import Sample, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
 from rollout.driver.client.session import Session
+from rollout.driver.stream.delivery import without_expected
 from rollout.driver.stream.hooks import (
     Hooks,
     OnSample,
@@ -108,6 +109,7 @@ class GroupRunner:
             return None
         hooks, note = self._hooks, item.note_failure
         await apply_group_reward(hooks, item.group(), note)
+        item.samples = without_expected(item.samples, self.options, self.stats.failed_dropped)
         item.samples = [sample for sample in item.samples if keeps_sample(hooks, sample, note)]
         if not item.samples:
             return "no sample left"

@@ -16,10 +16,11 @@ from typing import Any
 from engines.protocol.plain_text import one_line
 from rollout.core.arguments import Positive, Seconds, options
 from rollout.core.errors import GenerationAborted
-from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
+from rollout.core.samples import Sample, SampleFailure, SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.session import Session
 from rollout.driver.user_code import (
     CallEnded,
+    HookLate,
     original,
     raised_by,
     result_now,
@@ -96,7 +97,9 @@ async def generate_with(hooks: Hooks, session: Session, on_failure: OnFailure) -
             return
         sample.check()
         if sample.status is SampleStatus.PENDING:
-            sample.fail("the generate hook ended without a turn")
+            sample.fail(
+                "the generate hook ended without a turn", failure=SampleFailure.GENERATE_ERROR
+            )
 
 
 async def apply_reward(hooks: Hooks, sample: Sample, on_failure: OnFailure) -> None:
@@ -205,6 +208,17 @@ def _is_truth(value: Any) -> bool:
     return isinstance(value, bool | int)
 
 
+def _failure_of(hook: str, error: Exception) -> SampleFailure:
+    if isinstance(error, TimeoutError | HookLate):
+        return SampleFailure.TIMEOUT
+    kinds = {
+        "generate": SampleFailure.GENERATE_ERROR,
+        "reward": SampleFailure.REWARD_ERROR,
+        "group reward": SampleFailure.REWARD_ERROR,
+    }
+    return kinds.get(hook, SampleFailure.FILTER_ERROR)
+
+
 @contextmanager
 def _failing(hook: str, samples: Iterable[Sample], on_failure: OnFailure) -> Iterator[None]:
     """Fail ``samples`` if the block, which calls the hook, raises.
@@ -221,5 +235,7 @@ def _failing(hook: str, samples: Iterable[Sample], on_failure: OnFailure) -> Ite
         raise
     except Exception as error:
         for sample in samples:
-            sample.fail(raised_by(hook, error), traceback.format_exc())
+            sample.fail(
+                raised_by(hook, error), traceback.format_exc(), failure=_failure_of(hook, error)
+            )
             on_failure(sample, original(error))

@@ -6,6 +6,8 @@ Always true: the values of settings are checked when they are made.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -17,6 +19,9 @@ from rollout.driver.client.sampling_check import check_sampling
 
 Mode = Literal["sync", "one_ahead", "async"]
 WhenStale = Literal["redo", "drop"]
+# All of ``SampleFailure`` but ``filter_error``: what a filter would have kept is not known.
+ExpectedFailure = Literal["too_long", "timeout", "generate_error", "reward_error", "engine"]
+WhenFailed = Literal["keep", "mask", "drop"]
 
 
 @options
@@ -36,8 +41,13 @@ class RolloutOptions:
         when_stale: whether stale groups are generated again (``redo``) or dropped (``drop``).
         max_redone: how often a stale group is generated again before it is dropped.
         max_rejected: groups that filters may drop for one batch; None: 10 per wanted group.
-        max_failed_share: allowed share of failed samples in a batch; above it the call raises, and
-            the finished samples stay for the next call.
+        max_failed_share: allowed share of failed samples in a batch, without the kinds that
+            ``when_failed`` names; above it the call raises, and the finished samples stay for the
+            next call.
+        when_failed: what becomes of failed samples by their kind, ``Sample.failure``: ``keep`` as
+            they are, without a reward; ``mask``, which sets their loss mask to 0; or ``drop`` from
+            their group, and the group with its last one.  Kinds that are not named are kept within
+            ``max_failed_share``.
         abort_timeout_s: seconds in which aborted requests must end.
         pin: the only weight version that a token may have.
 
@@ -53,6 +63,7 @@ class RolloutOptions:
     max_redone: Count = 3
     max_rejected: Count | None = None
     max_failed_share: Share = 0.0
+    when_failed: Mapping[ExpectedFailure, WhenFailed] = field(default_factory=dict)
     abort_timeout_s: Seconds = 30.0
     pin: Count | None = None
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
+from rollout.core.samples import Sample, SampleFailure, SampleGroup, SampleStatus, all_samples
 
 # A text that zlib compresses to less than a tenth is repetitive.
 _REPETITION_RATIO = 10.0
@@ -40,6 +40,7 @@ class StepStats:
         num_redone: stale samples that were generated again.
         num_stale_dropped: groups dropped as stale.
         stale_versions: the weight versions of their tokens.
+        failed_dropped: failed samples that were dropped, by kind.
         num_lost: replies lost with their engine or connection.
         num_cut: replies that came back aborted.
         elapsed_s: seconds from the call until the batch was full.
@@ -53,6 +54,7 @@ class StepStats:
     num_redone: int = 0
     num_stale_dropped: int = 0
     stale_versions: set[int] = field(default_factory=set)
+    failed_dropped: Counter[str] = field(default_factory=Counter)
     num_lost: int = 0
     num_cut: int = 0
     elapsed_s: float = 0.0
@@ -66,6 +68,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Metrics named ``rollout/...``.
 
+    ``failed/KIND`` is the number of failed samples of a kind, with those that were dropped;
     ``engine_busy_share`` is the used share of the slots; ``boundary_s`` the idle time between
     batches; ``version_lag/N`` the number of samples whose oldest token is N versions behind.
 
@@ -77,6 +80,9 @@ def step_metrics(
     elapsed_s = stats.elapsed_s or float("inf")
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     num = max(1, len(samples))
+    failed = stats.failed_dropped + Counter(
+        kind_of(sample) for sample in samples if sample.status is SampleStatus.FAILED
+    )
     figures = {
         "num_groups": len(groups),
         "num_samples": len(samples),
@@ -101,10 +107,16 @@ def step_metrics(
         "samples_per_s": len(samples) / elapsed_s,
         "engine_busy_share": stats.slot_s / (max(1, stats.num_slots) * elapsed_s),
         "boundary_s": stats.boundary_s,
+        **{f"failed/{kind}": count for kind, count in failed.items()},
         **{f"rejected/{reason}": count for reason, count in most_common(stats.rejected)},
         **{f"version_lag/{lag}": count for lag, count in lags(samples, weight_version).items()},
     }
     return {f"rollout/{name}": float(value) for name, value in figures.items()}
+
+
+def kind_of(sample: Sample) -> str:
+    """Of what a failed sample failed; one that code of the user has marked failed has no kind."""
+    return sample.failure or SampleFailure.GENERATE_ERROR
 
 
 def most_common(rejected: Counter[str]) -> list[tuple[str, int]]:

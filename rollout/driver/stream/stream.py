@@ -32,6 +32,7 @@ from rollout.driver.stream.delivery import (
     BatchTimer,
     check_failures,
     check_rejections,
+    is_counted,
     why_wrong_version,
 )
 from rollout.driver.stream.group_runner import STALE, GroupRunner, Staleness
@@ -190,6 +191,21 @@ class Stream:
     def pending(self) -> list[int]:
         """Serials of the prompts that are taken and not yet delivered or dropped."""
         return [item.serial for item in self._queue.all()]
+
+    def finished(self) -> list[SampleGroup]:
+        """Groups of the samples that have ended and have their reward, without any others.
+
+        Filters and ``post_process`` have not changed those of a group that is not ready.
+        """
+        hooks = self._hooks
+        has_reward = hooks.reward is not None or hooks.group_reward is not None
+        groups = [
+            replace(
+                item.group(), samples=list(filter(partial(_is_finished, has_reward), item.samples))
+            )
+            for item in self._queue.all()
+        ]
+        return [group for group in groups if group.samples]
 
     async def close(self) -> None:
         """Abort all requests in flight and stop; everything pending is kept.
@@ -428,18 +444,18 @@ class Stream:
 
     def _groups(self, items: Sequence[WorkItem]) -> list[SampleGroup]:
         """The groups of a batch; ``post_process`` gets copies, because it may be called again."""
-        most = self._runner.options.max_failed_share
+        options = self._runner.options
         groups = [item.group() for item in items]
         failures = [failure for item in items for failure in item.failures]
         try:
-            check_failures(groups, most, failures)
+            check_failures(groups, options, failures)
         except RolloutError:
             self._restart_failed(items)
             raise
         if self._hooks.post_process is not None and groups:
             groups = [replace(group, samples=list(map(_copy_of, group))) for group in groups]
             post_process(self._hooks, groups, lambda *failure: failures.append(failure))
-            check_failures(groups, most, failures)
+            check_failures(groups, options, failures)
         return groups
 
     def _restart_failed(self, items: Sequence[WorkItem]) -> None:
@@ -447,7 +463,7 @@ class Stream:
             failed = [
                 index
                 for index, sample in enumerate(item.samples)
-                if sample.status is SampleStatus.FAILED
+                if is_counted(sample, self._runner.options)
             ]
             if failed:
                 del self._queue.ready[item.serial]
@@ -515,6 +531,11 @@ class Stream:
             len(self._queue.running),
             self.stats.rejected.total(),
         )
+
+
+def _is_finished(has_reward: bool, sample: Sample) -> bool:
+    is_rewarded = sample.reward is not None or not has_reward
+    return not sample.is_unfinished and sample.status is not SampleStatus.FAILED and is_rewarded
 
 
 def _copy_of(sample: Sample) -> Sample:

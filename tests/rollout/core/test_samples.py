@@ -3,7 +3,14 @@
 import pytest
 
 from engines.protocol import VersionSpan
-from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus, version_number
+from rollout.core.samples import (
+    EngineSpan,
+    Sample,
+    SampleFailure,
+    SampleGroup,
+    SampleStatus,
+    version_number,
+)
 
 
 def test_a_sample_has_a_mask_of_ones_by_default() -> None:
@@ -74,6 +81,6 @@ def test_a_group_of_equal_rewards_has_zero_std(rewards, is_zero: bool) -> None:
 
 def test_a_failed_sample_keeps_its_tokens_and_no_reward() -> None:
     sample = Sample([1], [2], [-1.0], reward=1.0)
-    sample.fail("reward raised", "Traceback ...")
+    sample.fail("reward raised", "Traceback ...", failure=SampleFailure.REWARD_ERROR)
     assert (sample.status, sample.reward, sample.output_ids) == (SampleStatus.FAILED, None, [2])
     assert sample.traceback == "Traceback ..."

@@ -90,7 +90,7 @@ async def test_what_is_the_full_distribution_is_taken(
 
 async def test_where_some_engines_have_it_each_sample_is_judged() -> None:
     async with driven("vllm", "sglang") as (driver, _):
-        with pytest.raises(RolloutError, match=r"of 4 samples failed; .*top_p=0.5"):
+        with pytest.raises(RolloutError, match=r"of 4 samples failed .*; .*top_p=0.5"):
             await rolled(driver, CUT)
         samples = await rolled(driver, CUT, options=RolloutOptions(max_failed_share=1.0))
         failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]

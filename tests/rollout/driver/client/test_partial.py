@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, GenerateReply, SamplingParams, VersionSpan
-from rollout.core.samples import EngineSpan, Sample, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleFailure, SampleStatus
 from rollout.driver.client.partial import extend, remaining, restart
 
 
@@ -144,7 +144,7 @@ def test_versions_are_unknown_if_those_of_one_part_are() -> None:
 def test_a_restarted_sample_is_as_new() -> None:
     sample = pending()
     extend(sample, reply(3))
-    sample.fail("no")
+    sample.fail("no", failure=SampleFailure.ENGINE)
     restart(sample)
     assert sample == pending()
 

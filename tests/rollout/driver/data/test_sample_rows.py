@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engines.protocol import FinishReason, VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError
-from rollout.core.samples import EngineSpan, Sample, SampleGroup, SampleStatus
+from rollout.core.samples import EngineSpan, Sample, SampleFailure, SampleGroup, SampleStatus
 from rollout.driver.data.sample_rows import groups_of, sample_rows
 from tests.support.pages import run_code
 
@@ -39,6 +39,7 @@ def samples(draw) -> Sample:
         status=draw(st.sampled_from(list(SampleStatus))),
         reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         error=draw(st.sampled_from(["", "HTTP 400: no"])),
+        failure=draw(st.none() | st.sampled_from(SampleFailure)),
         metadata={"answer": draw(st.text(st.characters(exclude_categories=["Cs"])))},
         loss_mask=draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)),
         engines=(EngineSpan("main-0", 0, cut),) if cut else (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from engines.protocol import VersionSpan
-from rollout.core.samples import EngineSpan, Sample, SampleGroup
+from rollout.core.samples import EngineSpan, Sample, SampleFailure, SampleGroup
 from rollout.driver.stream.shown_samples import MOST, shown_samples
 from rollout.router.proxy.figures import StepMetrics
 
@@ -46,7 +46,7 @@ def test_one_has_what_people_ask_of_it() -> None:
         "status": "",
     }
     sample.metadata["question"] = "why?"
-    sample.fail("reward raised KeyError('x')")
+    sample.fail("reward raised KeyError('x')", failure=SampleFailure.REWARD_ERROR)
     (shown,) = shown_samples([SampleGroup(0, [sample])], 1)
     assert (shown["prompt"], shown["status"]) == ("why?", "reward raised KeyError('x')")
 
