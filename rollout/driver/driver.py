@@ -222,12 +222,14 @@ class RolloutDriver:
         self._step = rollout_id
         if weight_version is not None:
             self.set_weight_version(weight_version)
-        stream = self._stream_for(prompts, num_groups, group_size, sampling, options)
+        stream, plan = self._stream_for(prompts, num_groups, group_size, sampling, options)
         self._load.start()
         self._watch.start()
         if options.max_version_lag is not None:
             await self._refresh()
-        batch = stream.batch(rollout_id, on_sample=on_sample, on_progress=on_progress)
+        batch = stream.batch(
+            rollout_id, of=(plan, options), on_sample=on_sample, on_progress=on_progress
+        )
         try:
             await self._check_logprob_kinds(sampling)
             async with batch as groups:
@@ -402,7 +404,7 @@ class RolloutDriver:
         _check_source("source", source)
         options = self._options if options is None else options
         batch = BatchPlan(num_groups, group_size, sampling)
-        self._stream(source, batch, options).load_state_dict(state)
+        self._stream(source, batch, options).load_state_dict(state, batch, options)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -415,13 +417,14 @@ class RolloutDriver:
         group_size: int,
         sampling: SamplingParams,
         options: RolloutOptions,
-    ) -> Stream:
-        """The stream of a source, or a new one for a list."""
+    ) -> tuple[Stream, BatchPlan]:
+        """The stream of a source, or a new one for a list, and the batch to take of it."""
         _check_prompts(prompts, self._max_prompt_tokens)
         if not isinstance(prompts, Sequence):
             if num_groups is None:
                 raise ConfigError("num_groups is needed to roll out from a source")
-            return self._stream(prompts, BatchPlan(num_groups, group_size, sampling), options)
+            batch = BatchPlan(num_groups, group_size, sampling)
+            return self._stream(prompts, batch, options), batch
         if self._journal is not None:
             raise ConfigError(
                 "a journal is of sources: give PromptData([...]) instead of a list of prompts",
@@ -431,7 +434,7 @@ class RolloutDriver:
         batch = BatchPlan(len(prompts), group_size, sampling)
         stream = Stream(FixedPrompts(prompts), self._engines, self._hooks, batch, options)
         self._lists.add(stream)
-        return stream
+        return stream, batch
 
     def _stream(self, source: PromptSource, batch: BatchPlan, options: RolloutOptions) -> Stream:
         stream = self._streams.get(id(source))
@@ -441,8 +444,6 @@ class RolloutDriver:
                 source, self._engines, self._hooks, batch, options, files, self._report_loss
             )
             self._streams[id(source)] = stream
-        else:
-            stream.change(batch, options)
         return stream
 
     def _files_of(self, source: PromptSource, journal: Path) -> JournalFiles:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -27,6 +27,7 @@ from rollout.driver.stream.step_metrics import is_repetitive, length_figures
 from rollout.driver.stream.stream import Stream
 
 _TRIES = 3
+T = TypeVar("T")
 
 
 @options
@@ -125,8 +126,8 @@ async def evaluate_datasets(
     """
     pin = version
     for _ in range(_TRIES):
-        results = await asyncio.gather(
-            *(_run_dataset(dataset, engines, hooks, pin) for dataset in datasets.values())
+        results = await _all(
+            _run_dataset(dataset, engines, hooks, pin) for dataset in datasets.values()
         )
         samples = [sample for groups in results for sample in all_samples(groups)]
         seen = {number for sample in samples for number in sample.versions}
@@ -148,6 +149,17 @@ async def evaluate_datasets(
         f"evaluation {rollout_id}: the weight version changed in each of {_TRIES} tries; "
         f"the last saw {', '.join(map(str, sorted(seen)))}"
     )
+
+
+async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return; the first error ends the others before it is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run) for run in runs]
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
 
 
 async def _run_dataset(

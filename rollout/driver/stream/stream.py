@@ -106,6 +106,7 @@ class Stream:
         self,
         step: int = 0,
         *,
+        of: tuple[BatchPlan, RolloutOptions] | None = None,
         on_sample: OnSample | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> AsyncIterator[list[SampleGroup]]:
@@ -116,16 +117,21 @@ class Stream:
         Args:
             step: of the trainer; the journal offers its groups again to a trainer that has this
                 step, or an earlier one, before it.
+            of: its settings, and those of what runs ahead of the batch after it; None for those of
+                the batch before.  A batch that is under way keeps its own.
 
         Raises:
             RolloutError: too many samples failed, filters dropped too much, or no token has the
                 policy's weight version; then its groups are generated again.
-            ConfigError: the journal does not fit, or does not reach back to this step.
+            ConfigError: pending groups have another size; or the journal does not fit, or does not
+                reach back to this step.
             LifecycleError: the gate is closed, and only a push opens it.
             CallEnded: a hook raised ``SystemExit`` or ``KeyboardInterrupt``, or a callback or the
                 source anything, which is the cause.
         """
         async with self._batch_lock:
+            if of is not None:
+                self._use(*of)
             await self._begin_journal(step)
             self._runner.on_sample = on_sample
             wanted = self._engines.weight_version
@@ -167,12 +173,7 @@ class Stream:
             if has_failed:
                 self._error = None  # others of the call that has failed
 
-    def change(self, batch: BatchPlan, options: RolloutOptions) -> None:
-        """Use these settings from the next batch on.
-
-        Raises:
-            ConfigError: pending groups have another size.
-        """
+    def _use(self, batch: BatchPlan, options: RolloutOptions) -> None:
         if batch.group_size != self._runner.batch.group_size and self.pending:
             raise ConfigError(
                 f"group_size = {batch.group_size}: {len(self.pending)} groups of "
@@ -233,8 +234,10 @@ class Stream:
         assert line is not None  # the first one has everything
         return deepcopy(state_of([line]))  # the caller of a batch may change its samples
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; only before the first batch.
+    def load_state_dict(
+        self, state: Mapping[str, Any], batch: BatchPlan, options: RolloutOptions
+    ) -> None:
+        """Continue from ``state`` with these settings; only before the first batch.
 
         Raises:
             ConfigError: it has groups larger than ``group_size``, it is no such state, or a batch
@@ -248,6 +251,7 @@ class Stream:
             )
         if self._queue.num_taken or self._tasks:
             raise ConfigError("a stream can be restored only before its first batch")
+        self._use(batch, options)
         self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import sys
 
 import pytest
 
@@ -148,6 +149,27 @@ async def test_failed_samples_do_not_end_an_evaluation() -> None:
         result = await driver.evaluate(0, {"K": EvalDataset(prompts(4), SAMPLING)})
     assert result.metrics["eval/K"] == 1.0
     assert result.metrics["eval/K/none_reward_ratio"] == 0.25
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_the_first_error_ends_the_other_data_sets_before_it_is_raised(which: str) -> None:
+    def leaves(sample: Sample) -> float:
+        sys.exit(3)
+
+    @virtual_time
+    async def run() -> None:
+        fine = EvalDataset(prompts(4), SamplingParams(max_new_tokens=1000))
+        datasets = {"fine": fine, "other": fine, "leaves": EvalDataset(prompts(2), reward=leaves)}
+        if which == "first":
+            datasets = dict(reversed(datasets.items()))
+        async with driving(engines(0.01), always(1.0)) as (driver, client):
+            before = asyncio.all_tasks()
+            with pytest.raises(RolloutError, match=r"reward raised SystemExit\(3\)"):
+                await driver.evaluate(0, datasets)
+            assert client.num_in_flight == 0
+            assert asyncio.all_tasks() == before
+
+    run()
 
 
 @virtual_time

@@ -423,6 +423,16 @@ async def test_samples_of_a_seeded_rollout_have_distinct_reproducible_seeds() ->
 
 
 @virtual_time
+async def test_a_second_call_does_not_change_the_batch_that_is_under_way() -> None:
+    data = source(9)
+    async with driving(engines(0.01)) as (driver, _):
+        first = asyncio.create_task(driver.rollout(0, data, **BATCH | {"num_groups": 4}))
+        await pass_time(0.015)
+        second = driver.rollout(1, data, **BATCH | {"num_groups": 1})
+        assert list(map(numbers, await asyncio.gather(first, second))) == [[1, 2, 3, 4], [5]]
+
+
+@virtual_time
 async def test_another_group_size_is_rejected_while_groups_are_pending() -> None:
     async with driving(engines(*UNLIKE)) as (driver, _):
         data, options = source(100), RolloutOptions(over_sampling=2.0)
