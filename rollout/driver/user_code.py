@@ -145,6 +145,8 @@ async def result_of(
         done, _ = await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
         await _end(what, task)
+        if inspect.iscoroutine(result) and task.done():
+            result.close()  # a task that is cancelled before its first step leaves it
         raise
     if not done:
         await _end(what, task)
