@@ -50,17 +50,19 @@ class GroupSampler:
         self._args = args
         self._sampling = sampling_of(args, end_ids)
         self._metrics = metrics
-        # The trainer counts its versions from 0, the server from its launch.
-        self._model_version = self._server_version = 0
+        # The trainer's version, counted from 0, and the server's, from its launch: one value,
+        # because another thread reads it.
+        self._versions = (0, 0)
 
     def set_model_version(self, model_version: int) -> None:
         """The trainer has pushed, under this number of its own."""
-        self._model_version, self._server_version = model_version, self._policy.weight_version
+        self._versions = (model_version, self._policy.weight_version)
 
     async def group(self, group_id: int, row: dict[str, Any]) -> list[Any]:
         """The judged completions of one prompt."""
         prompt_ids = self._tokenised(row["prompt"])
-        served, lag = self._server_version, self._server_version - self._model_version
+        trained, served = self._versions
+        lag = served - trained
         num_samples = self._args.num_generations
         request_id = os.urandom(12).hex()
         self.under_way.add(request_id)

@@ -11,13 +11,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engines.process.background import Then, keep_thread, start_task
+from engines.process.background import Then, in_own_thread, keep_thread, start_task
 from rollout.adapters.trl.judged_groups import GroupSampler
 from rollout.adapters.trl.requests import check_policy
 from rollout.core.arguments import Count, Seconds, checked, wrong
-from rollout.core.errors import LifecycleError, RolloutError
+from rollout.core.errors import ConfigError, LifecycleError, RolloutError
 
 if TYPE_CHECKING:
     from rollout.runtime.handle import ServerHandle
@@ -36,7 +37,8 @@ class RolloutWorker:
 
     Args:
         dataset: rows with a ``prompt``, a text or messages; the other columns go to the reward
-            functions.  After the last row comes the first.
+            functions.  After the last row comes the first, so a generator, which ends for good,
+            is an error at its end.
         reward_funcs: called as TRL calls them; they may be ``async``.
         processing_class: the tokenizer.
         args: the ``AsyncGRPOConfig`` of the trainer.
@@ -145,14 +147,14 @@ class RolloutWorker:
                 self._error = error
 
     async def _produce(self) -> None:
-        args, rows = self._args, enumerate(self._rows())
+        args, rows, is_free = self._args, enumerate(self._rows()), asyncio.Lock()
         num_groups = max(1, args.max_inflight_tasks // args.num_generations)
         groups: set[asyncio.Task[list[Any]]] = set()
         done: set[asyncio.Task[list[Any]]] = set()
         try:
             while not self._stopping.is_set():
                 while len(groups) < num_groups:
-                    groups.add(start_task(self._sampler.group(*next(rows)), "trl-group"))
+                    groups.add(start_task(self._group(rows, is_free), "trl-group"))
                 self._alive_at = time.monotonic()
                 done, groups = await asyncio.wait(
                     groups, timeout=_HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
@@ -165,9 +167,35 @@ class RolloutWorker:
             # Their errors are taken: the first one is raised already.
             await asyncio.gather(*done, *groups, return_exceptions=True)
 
+    async def _group(
+        self, rows: Iterator[tuple[int, dict[str, Any]]], is_free: asyncio.Lock
+    ) -> list[Any]:
+        """The judged completions of the next row, which may take its time."""
+        async with is_free:
+            row = in_own_thread(partial(next, rows), "trl-rows")
+            number, values = await asyncio.wrap_future(row)
+        return await self._sampler.group(number, values)
+
     def _rows(self) -> Iterator[dict[str, Any]]:
+        """The rows, over and over.
+
+        Raises:
+            ConfigError: there is none in the data set, or none any more.
+        """
+        num_passes = 0
         while True:
-            yield from self._dataset
+            has_row = False
+            for row in self._dataset:
+                has_row = True
+                yield row
+            if not has_row:
+                why = "it gave no row when it was read again, as a generator does"
+                raise ConfigError(
+                    f"dataset: {why if num_passes else 'it has no rows'}; give a list or a "
+                    "datasets.Dataset with rows",
+                    setting="dataset",
+                )
+            num_passes += 1
 
     async def _deliver(self, samples: list[Any]) -> None:
         for sample in samples:

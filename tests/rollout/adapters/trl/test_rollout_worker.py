@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,9 +15,10 @@ import pytest
 from engines.protocol import FinishReason, GenerateReply
 from engines.protocol.types import VersionSpan
 from rollout.adapters.trl import RolloutWorker, WeightTransfer
-from rollout.adapters.trl.judged_groups import oldest_version
-from rollout.core.errors import LifecycleError, RolloutError, WeightMismatch
+from rollout.adapters.trl.judged_groups import GroupSampler, oldest_version
+from rollout.core.errors import ConfigError, LifecycleError, RolloutError, WeightMismatch
 from rollout.core.pending import LoopThread, Pending
+from tests.support.waits import until
 
 REPLY = GenerateReply(
     "1", "", (5, 6), (-0.5, -0.25), FinishReason("stop"), weight_versions=(VersionSpan("7", 0, 2),)
@@ -73,22 +75,26 @@ class Tokenizer:
         return " ".join(map(str, ids))
 
 
-def worker(policy: Policy, reward: Callable[..., Any], prompt: Any = "ask") -> RolloutWorker:
-    args = SimpleNamespace(
-        queue_maxsize=4,
-        num_generations=2,
-        max_inflight_tasks=4,
-        request_timeout=60,
-        chat_template_kwargs=None,
-        max_completion_length=8,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=None,
-        repetition_penalty=1.0,
-    )
-    rows = [{"prompt": prompt, "answer": "5 6"}]
-    made = RolloutWorker(policy, rows, reward, Tokenizer(), args)  # type: ignore[arg-type]
+ARGS = SimpleNamespace(
+    queue_maxsize=4,
+    num_generations=2,
+    max_inflight_tasks=4,
+    request_timeout=60,
+    chat_template_kwargs=None,
+    max_completion_length=8,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=None,
+    repetition_penalty=1.0,
+)
+
+
+def worker(
+    policy: Policy, reward: Callable[..., Any], prompt: Any = "ask", rows: Any = None
+) -> RolloutWorker:
+    rows = [{"prompt": prompt, "answer": "5 6"}] if rows is None else rows
+    made = RolloutWorker(policy, rows, reward, Tokenizer(), ARGS)  # type: ignore[arg-type]
     made.update_model_version(2)
     return made
 
@@ -170,6 +176,82 @@ def test_an_error_of_a_reward_function_reaches_the_trainer(
     with pytest.raises(ValueError, match="no judge today"):
         one.check_health(60)
     assert "the rollout worker has failed" in caplog.text
+
+
+def stories(num: int) -> Iterator[dict[str, str]]:
+    for _ in range(num):
+        yield {"prompt": "ask", "answer": "5 6"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([], "dataset: it has no rows; give a list"),
+        (stories(0), "dataset: it has no rows; give a list"),
+        (stories(1), "dataset: it gave no row when it was read again, as a generator does"),
+    ],
+    ids=["an empty list", "an empty generator", "a generator that ends"],
+)
+def test_a_data_set_that_ends_reaches_the_trainer_by_name(
+    running: Callable[..., RolloutWorker], rows: Any, why: str
+) -> None:
+    one = running(worker(Policy(), always_right, rows=rows))
+    assert one._thread is not None
+    one._thread.join(10)
+    with pytest.raises(ConfigError, match=why):
+        one.check_health(60)
+    one.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trl-")]
+
+
+def test_a_data_set_that_takes_its_time_holds_no_other_group_up(
+    running: Callable[..., RolloutWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, is_judged = threading.Event(), threading.Event()
+
+    async def judged(*_: Any) -> list[Any]:
+        is_judged.set()
+        return []
+
+    monkeypatch.setattr(GroupSampler, "_judged", judged)
+
+    def slow() -> Iterator[dict[str, str]]:
+        yield from stories(1)
+        may_end.wait()
+        yield from stories(1)
+
+    try:
+        one = running(worker(Policy(), always_right, rows=slow()))
+        assert is_judged.wait(30)
+        before = one._alive_at
+        asyncio.run(until(lambda: one._alive_at > before))
+    finally:
+        may_end.set()
+
+
+def test_a_group_in_the_middle_of_a_push_has_one_of_the_two_pairs_of_versions() -> None:
+    """The trainer's thread writes the versions, and the worker's reads them at any moment."""
+
+    class Watched(GroupSampler):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if self.__dict__.get("is_watched"):
+                asyncio.run(self.group(0, {"prompt": "ask", "answer": "5 6"}))
+
+        async def _judged(self, *of: Any) -> list[Any]:
+            seen.extend(of[-1])
+            return []
+
+    seen: list[int] = []
+    policy = Policy()
+    sampler = Watched(policy, [always_right], Tokenizer(), ARGS, [], queue.Queue())  # type: ignore[arg-type]
+    sampler.set_model_version(2)
+    policy.weight_version = 8
+    policy.reply = replace(REPLY, weight_versions=(VersionSpan("8", 0, 2),))
+    vars(sampler)["is_watched"] = True
+    sampler.set_model_version(3)
+    assert seen
+    assert set(seen) == {3}
 
 
 def test_an_engine_with_old_weights_reaches_the_trainer(
