@@ -94,9 +94,7 @@ async def _in_task(call: Coroutine[Any, Any, T], cut: Cut) -> T:
     return await cut_off(call, cut)
 
 
-def each_cut(
-    name: str, run: Callable[[Cut], None], *, is_whole: bool, with_late: bool = True
-) -> int:
+def each_cut(name: str, run: Callable[[Cut], None], *, is_whole: bool) -> int:
     """Runs a case without a cut, and then with a cut at each await.
 
     Args:
@@ -110,7 +108,7 @@ def each_cut(
     whole = Cut(0)
     run(whole)
     num_run = 0
-    for cut in _cuts(name, whole.num_awaits, is_whole=is_whole, with_late=with_late):
+    for cut in _cuts(name, whole.num_awaits, is_whole=is_whole):
         num_run += 1
         try:
             run(cut)
@@ -120,9 +118,9 @@ def each_cut(
     return num_run
 
 
-def _cuts(name: str, num_awaits: int, *, is_whole: bool, with_late: bool) -> Iterator[Cut]:
+def _cuts(name: str, num_awaits: int, *, is_whole: bool) -> Iterator[Cut]:
     for number in range(1, num_awaits + 1):
-        for is_late in (False, True) if with_late else (False,):
+        for is_late in (False, True):
             cut = Cut(number, is_late)
             if is_whole or zlib.crc32(f"{name}, {cut}".encode()) % _SHARE == 0:
                 yield cut
@@ -133,19 +131,21 @@ def others() -> set[asyncio.Task[Any]]:
     return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
 
-def async_methods(kind: type, *, with_sync: str = "") -> set[str]:
-    """The public methods of a class that give other tasks their turn.
+def public_methods(kind: type) -> set[str]:
+    """The names of the methods of a class, but for those of its bases."""
+    return {
+        name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")
+    }
 
-    Args:
-        with_sync: names of methods that begin a call and return at once.
-    """
-    found = set(with_sync.split())
-    for name, value in vars(kind).items():
-        of = inspect.unwrap(value) if callable(value) else value
-        is_async = inspect.iscoroutinefunction(of) or inspect.isasyncgenfunction(of)
-        if is_async and not name.startswith("_"):
-            found.add(name)
-    return found
+
+def async_methods(kind: type) -> set[str]:
+    """Those that give other tasks their turn."""
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in public_methods(kind)}
+    return {
+        name
+        for name, method in methods.items()
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+    }
 
 
 async def inline(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
