@@ -1,7 +1,8 @@
 """Sample groups as rows of plain values, one for each sample, which any library of tables saves.
 
 Always true: groups that are made of rows equal the groups that the rows were made of, floats bit
-for bit.  Groups keep their order.  Metadata is stored as JSON text, so it must be JSON.
+for bit.  Groups keep their order.  Metadata is stored as JSON text: of the values of
+``plain_values``, and no others.
 
     datasets.Dataset.from_list(sample_rows(groups)).to_parquet("step-3.parquet")
     groups = groups_of(datasets.Dataset.from_parquet("step-3.parquet"))
@@ -20,6 +21,7 @@ from engines.protocol import FinishReason, VersionSpan
 from engines.protocol.logprob_kind import read_kind
 from rollout.core.errors import ConfigError
 from rollout.core.samples import EngineSpan, Sample, SampleFailure, SampleGroup, SampleStatus
+from rollout.driver.data.plain_values import NotPlainError, from_plain, to_plain
 
 Row = dict[str, Any]
 
@@ -40,7 +42,7 @@ def sample_rows(groups: Sequence[SampleGroup], rollout_id: int = 0) -> list[Row]
         rollout_id: the step; rows of several steps may stand in one table.
 
     Raises:
-        ConfigError: metadata of a sample is not JSON.
+        ConfigError: metadata of a sample has a value that cannot be saved.
         ValueError: a sample is damaged.
     """
     return [
@@ -64,7 +66,7 @@ def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
         for _, members in groupby(rows, key=lambda row: (row["rollout_id"], row["group"])):
             of_group = list(members)
             first = of_group[0]
-            metadata = json.loads(first["group_metadata"])
+            metadata = from_plain(json.loads(first["group_metadata"]))
             samples = [_sample(row) for row in of_group]
             found.append(SampleGroup(int(first["prompt_index"]), samples, metadata))
     except KeyError as error:
@@ -115,17 +117,17 @@ def _row(rollout_id: int, index: int, group: SampleGroup, sample: Sample) -> Row
         "group": index,
         "prompt_index": group.prompt_index,
         **values,
-        **{name: _json(values[name]) for name in _AS_TEXT},
-        "group_metadata": _json(group.metadata),
+        **{name: _json(values[name], name) for name in _AS_TEXT},
+        "group_metadata": _json(group.metadata, "metadata"),
     }
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
-    return sample_of({**row, **{name: json.loads(row[name]) for name in _AS_TEXT}})
+    return sample_of({**row, **{name: from_plain(json.loads(row[name])) for name in _AS_TEXT}})
 
 
-def _json(value: Any) -> str:
+def _json(value: Any, name: str) -> str:
     try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"metadata of a saved sample must be JSON: {error}") from None
+        return json.dumps(to_plain(value, name))
+    except NotPlainError as error:
+        raise ConfigError(f"a sample cannot be saved: {error}") from None

@@ -38,7 +38,6 @@ _MAX_BYTES = 1 << 30
 _SUFFIX = ".jsonl"
 _NAME = "name"
 """The key in the first line of a file: of which data set it is."""
-_AS_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 Line = Callable[[Changes, int], State | None]
 
@@ -224,7 +223,7 @@ class Journal:
         self._writing: asyncio.Future[None] | None = None
         self._most_bytes = _MAX_BYTES
         self._written_at_s = self._again_at_s = 0.0
-        self._is_lost = False
+        self._is_lost = self._has_unkept = False
         self._now_s = asyncio.get_running_loop().time
 
     async def read(self, from_step: int) -> SavedState:
@@ -247,15 +246,15 @@ class Journal:
             return
         is_first = self._changes is None or self._files.num_bytes > self._most_bytes
         if self._changes is None or is_first:
-            self._changes = Changes(self._step)
+            self._changes = Changes(self._step, self._note_unkept)
         try:
             with user_code("the source"):
                 line = self._line(self._changes, step)
             if line is not None and is_first:
                 line[_NAME] = self._files.folder.name
-            data = b"" if line is None else orjson.dumps(line, option=_AS_JSON)
-        except Exception as error:  # of the user's metadata, which can be anything
-            self._lose(f"a group cannot be written as JSON: {error!r:.500}")
+            data = b"" if line is None else orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+        except Exception as error:  # of the user's source, whose state can be anything
+            self._lose(f"it cannot be written as JSON: {error!r:.500}")
             return
         if is_first:
             self._most_bytes = max(_MAX_BYTES, 2 * len(data))
@@ -285,6 +284,17 @@ class Journal:
             self._files.close()
         else:  # in its thread, because this loop may have ended then
             self._thread.add_done_callback(lambda _: self._files.close())
+
+    def _note_unkept(self, what: str) -> None:
+        """Report the first group that is not kept whole; there may be as many as groups."""
+        if not self._has_unkept:
+            self._has_unkept = True
+            logger.error(
+                "driver's journal in %s: %s; a crash now loses them or has them generated again; "
+                "others alike are not reported",
+                self._files.folder,
+                what,
+            )
 
     def _has_written(self, writing: asyncio.Future[None]) -> None:
         self._writing = None

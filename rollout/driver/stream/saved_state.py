@@ -2,22 +2,26 @@
 
 Always true: lines in order give the state as of the last one; a first line alone gives all of it.
 A group is there with its samples once it is finished, and as its prompt before.  A group that was
-delivered in a step is offered again to a trainer that has that step still before it.
+delivered in a step is offered again to a trainer that has that step still before it.  A group whose
+metadata is no JSON is not kept, or its samples are not, and every other group is.
 
 Pure: ``journal`` has the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from rollout.driver.data.plain_values import NotPlainError, as_it_is, refuse, to_plain
 from rollout.driver.data.prompt import PromptSource
 from rollout.driver.stream.audit import Auditor
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 
 State = dict[str, Any]
+NOT_KEPT = "not in the journal"
+"""The reason for which a group is dropped after a restart whose prompt was no JSON."""
+_UNKEPT = "unkept"
 
 
 class Changes:
@@ -25,10 +29,14 @@ class Changes:
 
     Args:
         step: groups delivered up to this step are not in these lines, but for their serials.
+        on_unkept: called with what is not kept, and why; None: values that are no JSON stay as they
+            are.
     """
 
-    def __init__(self, step: int = -1) -> None:
+    def __init__(self, step: int = -1, on_unkept: Callable[[str], None] | None = None) -> None:
         self._step = step
+        self._on_unkept = on_unkept
+        self._unknown = as_it_is if on_unkept is None else refuse
         self._next_serial: int | None = None
         self._works: dict[int, tuple[int, ...]] = {}
 
@@ -58,7 +66,8 @@ class Changes:
             if not (works or gone):
                 return None
         self._next_serial = queue.num_taken
-        return line | {"source": dict(source.state_dict())}
+        of_source = dict(source.state_dict())
+        return line | {"source": to_plain(of_source, "the source's state", self._unknown)}
 
     def _work(self, item: WorkItem) -> State | None:
         """What has changed of an item; None if nothing has."""
@@ -66,8 +75,22 @@ class Changes:
         if before == now:
             return None
         self._works[item.serial] = now
-        prompt = {} if before is not None else {"prompt": asdict(item.prompt)}
-        return {"serial": item.serial, **prompt, **item.state_dict()}
+        state: State = {"serial": item.serial, "num_redone": item.num_redone, "samples": None}
+        try:
+            if before is None:
+                state["prompt"] = item.prompt_state(self._unknown)
+        except NotPlainError as error:
+            self._report(f"group {item.serial} is not kept: its prompt's {error}")
+            return state | {_UNKEPT: str(error)}
+        try:
+            state["samples"] = item.samples_state(self._unknown)
+        except NotPlainError as error:
+            self._report(f"the samples of group {item.serial} are not kept: {error}")
+        return state
+
+    def _report(self, what: str) -> None:
+        if self._on_unkept is not None:
+            self._on_unkept(what)
 
 
 class SavedState:
@@ -127,7 +150,9 @@ class SavedState:
 
     def state(self) -> State:
         """What a stream continues from: every group that is not delivered or dropped."""
-        works = [*self._works.values(), *self._given.values()]
+        all_works = [*self._works.values(), *self._given.values()]
+        works = [work for work in all_works if _UNKEPT not in work]
+        unkept = [[work["serial"], NOT_KEPT] for work in all_works if _UNKEPT in work]
         return {
             "source": self._source,
             "next_serial": self._next_serial,
@@ -135,7 +160,7 @@ class SavedState:
             "audit": {
                 "num_taken": self._next_serial,
                 "delivered": sorted(self._delivered - self._given.keys()),
-                "dropped": self._dropped,
+                "dropped": [*self._dropped, *unkept],
             },
         }
 

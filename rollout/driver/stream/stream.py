@@ -26,6 +26,7 @@ from engines.process.background import Then, keep_task, start_task
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
+from rollout.driver.data.plain_values import from_plain
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.stream.audit import Auditor
 from rollout.driver.stream.delivery import (
@@ -256,7 +257,7 @@ class Stream:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         queue = WorkQueue.of_state(state, self._runner.batch.group_size)
-        self._source.load_state_dict(state["source"])
+        self._source.load_state_dict(from_plain(state["source"]))
         self._queue = queue
         self.auditor.load_state_dict(state["audit"])
 

@@ -8,8 +8,9 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,13 @@ from rollout.core.errors import ConfigError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.partial import restart
 from rollout.driver.client.session import Session, Turn
+from rollout.driver.data.plain_values import from_plain, to_plain
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.sample_rows import sample_of, sample_values
+
+Unknown = Callable[[Any, str], Any]
+# Values of a sample that code of the user has made, or an engine's text.
+_FREE = ("metadata", "reward", "text", "error", "traceback")
 
 
 @dataclass(slots=True, eq=False)
@@ -94,21 +100,39 @@ class WorkItem:
         """Equal as long as nothing of ``state_dict`` has changed."""
         return self.num_accepted if self.is_accepted else 0, self.num_redone
 
-    def state_dict(self) -> dict[str, Any]:
-        """What continues it, beside its prompt, as JSON; no samples before all are finished."""
-        samples = [sample_values(sample) for sample in self.samples] if self.is_accepted else None
-        return {"samples": samples, "num_redone": self.num_redone}
+    def prompt_state(self, unknown: Unknown) -> dict[str, Any]:
+        """Its prompt as JSON; ``unknown`` as ``to_plain`` takes it."""
+        metadata = to_plain(self.prompt.metadata, "metadata", unknown)
+        return {"ids": self.prompt.ids, "metadata": metadata}
+
+    def samples_state(self, unknown: Unknown) -> list[dict[str, Any]] | None:
+        """Its samples as JSON; None before all are finished."""
+        if not self.is_accepted:
+            return None
+        return [_state_of(sample, unknown) for sample in self.samples]
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], group_size: int) -> WorkItem:
         """The item of a saved state."""
-        prompt = Prompt(tuple(state["prompt"]["ids"]), state["prompt"]["metadata"])
+        prompt = Prompt(tuple(state["prompt"]["ids"]), from_plain(state["prompt"]["metadata"]))
         item = cls.begin(state["serial"], prompt, group_size)
         item.num_redone = state["num_redone"]
         if state["samples"] is not None:
-            item.samples = [sample_of(values) for values in state["samples"]]
+            item.samples = [sample_of(_from_state(values)) for values in state["samples"]]
             item.rewarded = set(range(len(item.samples)))
         return item
+
+
+def _state_of(sample: Sample, unknown: Unknown) -> dict[str, Any]:
+    values = sample_values(sample)
+    is_finite = all(map(math.isfinite, sample.output_logprobs))
+    free = _FREE if is_finite else (*_FREE, "output_logprobs")
+    return values | {name: to_plain(values[name], name, unknown) for name in free}
+
+
+def _from_state(values: Mapping[str, Any]) -> dict[str, Any]:
+    free = {name: from_plain(values[name]) for name in (*_FREE, "output_logprobs")}
+    return {**values, **free}
 
 
 class WorkQueue:

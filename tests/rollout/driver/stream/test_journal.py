@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +171,86 @@ async def test_a_disk_that_fails_delays_no_sample_and_is_reported_once(
     assert trained == list(range(1, 13))
 
 
-async def test_metadata_that_is_no_json_is_reported_and_delays_nothing(
+# Values that JSON has not, or that a writer of JSON refuses for all that is in the same line.
+ODD: dict[Any, Any] = {
+    1: "a key that is a number",
+    "pair": (1, (2.5, None)),
+    "nan": [math.nan, math.inf, -math.inf],
+    "large": [1 << 64, -(1 << 80)],
+    "half": "\ud800",
+    "bytes": b"\0\xff",
+    ("a", 1): {"$python": "tuple"},
+    "day": datetime(2026, 2, 3, tzinfo=UTC),
+}
+
+
+def odd_source(num: int, **more: Any) -> PromptData:
+    rows = [{"input_ids": [n], "number": n, "odd": ODD, **more} for n in range(1, num + 1)]
+    return PromptData(rows, seed=None, name="odd")
+
+
+async def test_what_is_offered_again_has_the_same_metadata(tmp_path: Path, disk: Disk) -> None:
+    """Of prompts and of samples, finished or not, delivered or not; and texts of any kind."""
+
+    def reward(sample: Any) -> float:
+        sample.metadata["judged"] = ODD
+        sample.text = "\udfff"
+        return 1.0
+
+    seen = []
+    for _ in range(2):
+        async with driving(engines(0.001), reward, journal=tmp_path) as (driver, client):
+            groups = await driver.rollout(0, odd_source(8), options=AHEAD, **BATCH)
+            seen.append((repr(groups), len(client.requests)))
+    assert seen[0][0] == seen[1][0], "delivered in step 0, and offered again"
+    assert repr(ODD) in seen[0][0]
+    async with driving(engines(0.001), reward, journal=tmp_path) as (driver, _):
+        data = odd_source(8)
+        assert numbers(await driver.rollout(1, data, **BATCH)) == [3, 4]
+        state = orjson.loads(orjson.dumps(driver.state_of(data)))
+    async with driving(engines(0.001), reward) as (driver, _):
+        data = odd_source(8)
+        driver.restore(data, state, **BATCH)
+        (first, _) = await driver.rollout(2, data, **BATCH)
+        assert repr(first.metadata["odd"]) == repr(ODD)
+
+
+async def test_samples_that_are_no_json_are_generated_again_and_others_are_kept(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     def reward(sample: Any) -> float:
-        sample.metadata["at"] = object()
+        if sample.prompt_ids == [2]:
+            sample.metadata["at"] = {"deep": [object()]}
         return 1.0
 
     async with driving(engines(0.001), reward, journal=tmp_path) as (driver, client):
-        await driver.rollout(0, source(8), **BATCH)
-        await until_reported(client, 1)
-    assert "a group cannot be written as JSON" in caplog.text
+        assert numbers(await driver.rollout(0, source(8), **BATCH)) == [1, 2]
+        assert not [report for report in client.reports if LOST in report["metrics"]]
+    why = "the samples of group 1 are not kept: metadata['at']['deep'][0] is a object, which is not"
+    assert why in caplog.text
+    async with driving(engines(0.001), reward, journal=tmp_path) as (driver, client):
+        assert numbers(await driver.rollout(0, source(8), **BATCH)) == [1, 2]
+        assert [request.input_ids for request in client.requests] == [[2], [2]]
+
+
+async def test_a_prompt_that_is_no_json_is_dropped_after_a_restart_and_no_other_is(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> PromptData:
+        of = [{"input_ids": [n], "number": n} for n in range(1, 7)]
+        of[1]["image"] = object()  # type: ignore[assignment]
+        return PromptData(of, seed=None, name="images", num_epochs=1)
+
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        assert numbers(await driver.rollout(0, rows(), **BATCH)) == [1, 2]
+    assert "group 1 is not kept: its prompt's metadata['image'] is a object" in caplog.text
+    async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
+        data = rows()
+        assert numbers(await driver.rollout(0, data, **BATCH)) == [1, 3]
+        stream = driver.stream_of(data)
+        assert stream.auditor.dropped == {1: "not in the journal"}
+        assert stream.auditor.findings(stream.pending) == []
+        assert numbers(await driver.rollout(1, data, **BATCH)) == [4, 5]
 
 
 async def test_the_files_stay_within_their_bound(
