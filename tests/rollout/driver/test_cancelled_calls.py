@@ -228,9 +228,12 @@ async def of_evaluate(
     async with new_world(folder) as world:
         for step in range(num_before):
             given.append(numbers(await world.driver.rollout(step, data, **BATCH, **batch)))
+        before = others()
         await called(world.driver.evaluate(0, datasets), cut)
         if mode == "sync":
             world.check_quiet()
+            reports = {task for task in others() if task.get_name() == "driver-report"}
+            assert others() - reports <= before
         result = await world.driver.evaluate(0, datasets)
         assert (result.metrics["eval/one"], result.metrics["eval/two"]) == (2.0, 1.5)
         given += await steps_of(world.driver, data, len(given), **batch)
