@@ -2,7 +2,8 @@
 
 Always true: the file always holds one whole record, the newest or an older one, and only its user
 can read it.  The record names a command before any engine gets it.  Only the server writes the
-file; a reader also checks which processes still exist.
+file; a reader also checks which processes still exist.  No server continues from a record after
+which one could not be written.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 _READABLE = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+# Of equal length; the quotes of a text are escaped, so no value has these bytes.
+_IS_CURRENT = b'"is_behind": false'
+_IS_BEHIND = b'"is_behind": true '
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class JournalRecord:
         has_pushed, has_served, has_adapters, base_version: of the last push; see ``LastPush``.
         expected_version: see ``PhaseRunner``.
         is_ended: it was stopped in order, and has no leftovers.
+        is_behind: a later record could not be written: what it says of engines may be wrong.
         written_at_s: seconds since 1970.
     """
 
@@ -120,6 +125,7 @@ class JournalRecord:
     router_url: str = ""
     engines: tuple[EngineEntry, ...] = ()
     is_ended: bool = False
+    is_behind: bool = False
     written_at_s: float = 0.0
     format: int = FORMAT
 
@@ -128,6 +134,8 @@ class JournalRecord:
         """Why no other process can continue this server; empty if one can."""
         if self.is_ended:
             return "it was stopped before"
+        if self.is_behind:
+            return "commands ran after its journal could not be written"
         if self.has_adapters:
             return "the adapters that it had got were in its memory"
         is_starting = Phase.STARTING in self.phases.values()
@@ -194,7 +202,8 @@ class ServerJournal:
     async def write(self, *, durable: bool = True, **now: Any) -> None:
         """Write the fields ``now``; the other fields are those of the first record, or ``keep``.
 
-        If the record cannot be written, that is logged once, and the server continues.
+        If the record cannot be written, that is logged once, and the server continues; the record
+        before it is marked.
 
         Args:
             durable: flush to disk, to survive a power failure.  Not worth its time for every
@@ -213,7 +222,13 @@ class ServerJournal:
                 self._num_written, self._is_broken = number, False
             except (OSError, TypeError) as error:  # no disk, or a value that JSON cannot have
                 if not self._is_broken:
-                    logger.error("journal %s cannot be written: %s", self.path, error)
+                    logger.error(
+                        "journal %s cannot be written: %s; until it can, no other process "
+                        "continues this server if its own is lost",
+                        self.path,
+                        error,
+                    )
+                    _mark_behind(self.path)
                 self._is_broken = True
 
 
@@ -237,6 +252,22 @@ def _replace(path: Path, content: bytes, durable: bool) -> None:
     part.replace(path)
     if durable:
         sync_folder(path.parent)
+
+
+def _mark_behind(path: Path) -> None:
+    """Mark the record in its place, which needs no room; else remove it."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            at = file.read().index(_IS_CURRENT)
+            file.seek(at)
+            file.write(_IS_BEHIND)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("journal %s is behind, and cannot be removed: %s", path, error)
 
 
 def read(path: Path) -> JournalRecord:

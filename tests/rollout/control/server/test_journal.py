@@ -101,6 +101,44 @@ async def test_a_server_that_cannot_write_goes_on_and_says_so_once(
     assert [one.levelname for one in caplog.records] == ["ERROR"]
 
 
+@pytest.mark.parametrize("removes", [False, True])
+async def test_no_server_continues_from_a_record_after_which_one_could_not_be_written(
+    tmp_path: Path, removes: bool
+) -> None:
+    written = journal(tmp_path)
+    written.keep(page="http://127.0.0.1:2")
+    await written.write(phases={"main": "serving"}, gate="open", engines=(ENTRY,))
+    assert not read(written.path).why_lost
+    part = tmp_path / ".journal.json.part"
+    (part / "full").mkdir(parents=True)  # no file can be made, as on a full disk
+    if removes:  # a record of another form
+        written.path.write_bytes(written.path.read_bytes().replace(b'"is_behind": false,', b""))
+    await written.write(phases={"main": "offloaded"}, gate="holding", engines=(ENTRY,))
+    if removes:
+        assert not written.path.exists()
+    else:
+        found = read(written.path)
+        assert found.why_lost == "commands ran after its journal could not be written"
+        # People still find what runs.
+        assert (found.page, found.engines) == ("http://127.0.0.1:2", (ENTRY,))
+    (part / "full").rmdir()
+    part.rmdir()
+    await written.write(phases={"main": "offloaded"}, gate="holding", engines=(ENTRY,))
+    assert not read(written.path).why_lost
+    assert read(written.path).phases == {"main": "offloaded"}
+
+
+async def test_a_text_in_a_record_is_not_taken_for_its_mark(tmp_path: Path) -> None:
+    written = journal(tmp_path)
+    text = '"is_behind": false'
+    await written.write(engines=(replace(ENTRY, fence_reason=text),))
+    (tmp_path / ".journal.json.part").mkdir()
+    await written.write()
+    found = read(written.path)
+    assert found.is_behind
+    assert found.engines[0].fence_reason == text
+
+
 async def test_a_value_that_json_cannot_have_stops_no_command(tmp_path: Path) -> None:
     written = journal(tmp_path)
     await written.write(weight_version=2**70)
