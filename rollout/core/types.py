@@ -250,6 +250,7 @@ class EngineStatus:
     Attributes:
         is_stale: it was restarted and lacks the published weights, so it serves nothing.
         is_verified: its weights were verified after their last change.
+        is_paused: it may generate nothing, because its generation was paused.
         resident_bytes: host memory of its processes; None if not measured.
         gpus: memory of its GPUs, with what other programs use; empty if it has none or unmeasured.
         num_gpus: its GPUs; 0 for an engine on the CPU.
@@ -281,6 +282,7 @@ class EngineStatus:
     fence_reason: str = ""
     is_stale: bool = False
     is_verified: bool = True
+    is_paused: bool = False
     processes: tuple[ProcessIdentity, ...] = ()
     gpus: tuple[GpuMemory, ...] = ()
     fingerprints: str = ""

@@ -206,6 +206,8 @@ class RecoveryEvent(StrEnum):
     """Its boot was ended, because its group needs the memory for the trainer."""
     ADMITTED = "admitted"
     VERIFIED = "verified"
+    LAGGED = "lagged"
+    """It serves by our record, and its group knows that it lacks the published weights."""
 
 
 EDGES: Mapping[tuple[RecoveryState, RecoveryEvent], RecoveryState] = {
@@ -219,6 +221,7 @@ EDGES: Mapping[tuple[RecoveryState, RecoveryEvent], RecoveryState] = {
     (RecoveryState.BOOTED, RecoveryEvent.INTERRUPTED): RecoveryState.DEAD,
     (RecoveryState.BOOTED, RecoveryEvent.ADMITTED): RecoveryState.STALE,
     (RecoveryState.STALE, RecoveryEvent.VERIFIED): RecoveryState.SERVING,
+    (RecoveryState.SERVING, RecoveryEvent.LAGGED): RecoveryState.STALE,
 }
 
 
@@ -308,6 +311,10 @@ class EngineHealth:
 
     def verified(self, now_s: float) -> EngineHealth:
         return replace(self._moved(RecoveryEvent.VERIFIED, now_s), is_readmission_due=False)
+
+    def stale(self, now_s: float) -> EngineHealth:
+        """The health of one that its group calls stale: what let it join was cut short."""
+        return replace(self._moved(RecoveryEvent.LAGGED, now_s), is_readmission_due=True)
 
     def not_readmitted(self) -> EngineHealth:
         """The health after a readmission that found no source of the weights."""
@@ -446,6 +453,19 @@ def unfenced_dead(groups: Iterable[GroupHealth]) -> list[tuple[str, str]]:
 def stale_engines(groups: Iterable[GroupHealth]) -> list[tuple[str, str]]:
     """Group and id of each stale engine that may restore its weights now."""
     return engines_in(RecoveryState.STALE, filter(may_use_memory, groups))
+
+
+def is_any_readmission_due(groups: Iterable[GroupHealth], *, can_restore: bool) -> bool:
+    """Whether recovery has to try to readmit a stale engine.
+
+    Args:
+        can_restore: a source has the published weights, and is tried again and again.
+    """
+    return any(
+        engine.state is RecoveryState.STALE and (can_restore or engine.is_readmission_due)
+        for group in filter(may_use_memory, groups)
+        for engine in group.engines.values()
+    )
 
 
 def due_restarts(group: GroupHealth, now_s: float) -> list[str]:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from engines.protocol import WorkerType
 from rollout.config import LifecycleConfig, WeightUpdate
 from rollout.core.errors import LifecycleError
-from rollout.core.types import GroupStatus
+from rollout.core.types import EngineStatus, GroupStatus
 
 
 class Phase(StrEnum):
@@ -289,6 +289,23 @@ def check_restorable(
                 phase=phases[name],
                 legal=legal_commands(phases[name], traits[name]),
             )
+
+
+def why_unfit(engine: EngineStatus, version: int) -> str:
+    """Why an engine must get no request, whatever else is recorded of it; empty if it may.
+
+    Args:
+        version: the published one of what engines report, which adapters leave as it is.
+    """
+    if engine.released:
+        return f"it has {', '.join(engine.released)} released"
+    if engine.is_paused:
+        return "its generation is paused"
+    if not engine.is_verified:
+        return "its weights are not verified"
+    if engine.weight_version != version:
+        return f"it holds weight version {engine.weight_version}, and {version} is published"
+    return ""
 
 
 def why_none_serves(groups: Iterable[GroupStatus], version: int, update: WeightUpdate) -> str:

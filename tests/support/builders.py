@@ -14,6 +14,7 @@ from engines.fake.engine.fake_weights import DEFAULT_TENSORS, SAVED
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, Transport, WeightUpdate
 from rollout.control.group.server_group import GroupSettings, ServerGroup
+from rollout.control.server.journal import ServerJournal
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import PhaseTimeout
 from rollout.core.types import EngineSlot
@@ -265,6 +266,8 @@ def make_server(
     health: Mapping[str, Any] | None = None,
     launcher: FakeLauncher | None = None,
     not_pushed: Sequence[str] = (),
+    router: RecordingRouter | None = None,
+    journal: ServerJournal | None = None,
 ) -> ServerBench:
     """A server that is not started, over a checkpoint with the fake's tensors."""
     config = server_config(
@@ -295,8 +298,9 @@ def make_server(
         )
         for name, group in config.groups.items()
     }
-    router = RecordingRouter()
-    return ServerBench(RolloutServer("policy", config, made, router), router, launcher, made)
+    router = router or RecordingRouter()
+    server = RolloutServer("policy", config, made, router, journal=journal)
+    return ServerBench(server, router, launcher, made)
 
 
 async def started_server(folder: Path, *args: Any, **kwargs: Any) -> ServerBench:

@@ -36,9 +36,9 @@ async def bring_to_phase(member: EngineState, phase: Phase, memory: EngineMemory
     if member.is_asleep:
         await _wake(member, memory, stays)
         if phase is Phase.SERVING:
-            await member.engine.continue_generation()
+            await member.continue_generation()
     elif phase is not Phase.SERVING:
-        await member.engine.pause_generation(PauseMode.ABORT)
+        await member.pause(PauseMode.ABORT)
         if phase is not Phase.PAUSED:
             await member.engine.flush_cache(timeout_s=None)
             await memory.release(member, stays)

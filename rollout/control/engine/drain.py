@@ -26,18 +26,18 @@ _NOT_IDLE = 400
 async def pause(member: EngineState, drain: Drain, budget_s: float) -> None:
     """Stop generation.  With ``retract``, requests in flight continue later."""
     if drain is Drain.RETRACT:
-        await member.engine.pause_generation(PauseMode.RETRACT)
+        await member.pause(PauseMode.RETRACT)
         return
     try:
         async with asyncio.timeout(budget_s * _FIRST_TRY):
-            await member.engine.pause_generation(PauseMode.ABORT)
+            await member.pause(PauseMode.ABORT)
     except TimeoutError:
         logger.warning(
             "engine %s: still busy %g s after an abort; aborting again",
             member.engine_id,
             budget_s * _FIRST_TRY,
         )
-        await member.engine.pause_generation(PauseMode.ABORT)
+        await member.pause(PauseMode.ABORT)
 
 
 async def flush(member: EngineState, drain: Drain, budget_s: float) -> None:
@@ -51,7 +51,7 @@ async def flush(member: EngineState, drain: Drain, budget_s: float) -> None:
             raise
         logger.warning("engine %s: %s; aborting again", member.engine_id, error)
         if drain is Drain.RETRACT:
-            await member.engine.pause_generation(PauseMode.ABORT)
+            await member.pause(PauseMode.ABORT)
         else:
             await member.engine.abort_request()
         await member.engine.flush_cache(timeout_s=_wait_s(budget_s * (1 - _FIRST_TRY)))

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.launch import RunningEngine
-from engines.protocol import Engine, EngineAccess, GpuMemory, MemoryTag, TensorInfo, WeightsReport
+from engines.protocol import (
+    Engine,
+    EngineAccess,
+    GpuMemory,
+    MemoryTag,
+    PauseMode,
+    TensorInfo,
+    WeightsReport,
+)
 from engines.protocol.errors import EngineRejected
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 from rollout.control.engine.stale_answers import Answers
@@ -50,6 +58,8 @@ class EngineState:
         why_partial: why its last fingerprints are not of all its ranks; empty if they are.
         moves_experts: it places its experts by their load, so they are not compared.
         reports_memory: it reports the memory of each tag.
+        is_paused: it may generate nothing, because it was given a pause and has not answered a
+            continue.
         released_bytes: what each tag held when it was released, as far as it reported that, and
             at most what was freed.
         used_after: memory in use after its last release or resume; None if not measured.
@@ -87,6 +97,7 @@ class EngineState:
     bootstrap_port: int = 0
     update_group: str = ""
     released: set[MemoryTag] = field(default_factory=set)
+    is_paused: bool = False
     released_bytes: dict[MemoryTag, int] = field(default_factory=dict)
     is_verified: bool = True
     fence_reason: str = ""
@@ -173,6 +184,16 @@ class EngineState:
         """Why ``fingerprints`` returned None."""
         refusal = self.checker_refusal
         return f"its weights checker refuses: {refusal}" if refusal else _NO_CHECKER
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop its generation."""
+        self.is_paused = True
+        await self.engine.pause_generation(mode)
+
+    async def continue_generation(self) -> None:
+        """Let it generate again."""
+        await self.engine.continue_generation()
+        self.is_paused = False
 
     async def fingerprints(self) -> WeightsReport | None:
         """Fingerprints of its current base; None if it does not report them.
@@ -276,6 +297,7 @@ class EngineState:
             fence_reason=self.fence_reason,
             is_stale=self.is_stale,
             is_verified=self.is_verified and not self.needs_logprob_check,
+            is_paused=self.is_paused,
             processes=tuple(self.process.processes),
             gpus=tuple(await self.gpu_memory()),
             fingerprints=self.fingerprint_method if self.has_checker else "",

@@ -349,6 +349,7 @@ async def _reuse(
             raise RolloutError(why)
         member.process_name = known.process_name
         member.released = await _released(member, lost, tags, traits, may_have_moved)
+        member.is_paused = lost.phase is not Phase.SERVING
         if lost.unfinished is None and await member.engine.is_ready() != (
             lost.phase is Phase.SERVING
         ):

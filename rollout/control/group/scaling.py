@@ -84,20 +84,25 @@ class EngineScaling:
         member, started = self._engines[engine_id], now()
         keeps = self._settings.group.engine.is_attached
         await self._boots.end([engine_id])
-        if member.fence_reason:
-            await confirm_gone(member, self._engines.kill_timeout_s)
-            freed, keeps = 0, False
-        else:
-            # Not cancellable: the released tags would be unknown.
-            freed = await run_to_completion(self._empty(member, keeps))
-        if self._engines.get(engine_id) is None:
-            raise LifecycleError(f"engine {engine_id}: its group was stopped meanwhile")
-        self._engines.vacate(engine_id)
-        if keeps:
-            self._boots.add_sleeping(member)
+        # Not cancellable: an engine without its memory would be one of the others.
+        freed = await run_to_completion(self._leave(member, keeps))
         report = EngineReport(engine_id, now() - started, freed_bytes=freed)
         logger.info("engine %s left its group after %.1f s", engine_id, report.elapsed_s)
         return report
+
+    async def _leave(self, member: EngineState, keeps_process: bool) -> int:
+        """Empty an engine and vacate its slot; the bytes that it has freed."""
+        if member.fence_reason:
+            await confirm_gone(member, self._engines.kill_timeout_s)
+            freed, keeps_process = 0, False
+        else:
+            freed = await self._empty(member, keeps_process)
+        if self._engines.get(member.engine_id) is None:
+            raise LifecycleError(f"engine {member.engine_id}: its group was stopped meanwhile")
+        self._engines.vacate(member.engine_id)
+        if keeps_process:
+            self._boots.add_sleeping(member)
+        return freed
 
     async def _empty(self, member: EngineState, keeps_process: bool) -> int:
         budgets, started = self._settings.lifecycle, now()

@@ -257,7 +257,9 @@ class ServerGroup:
                     _RESUMED_BY.get(command, ()), self._engines.unfenced()
                 )
                 target = self._commands.target(command, why_not)
-                if command is Command.UPDATE_WEIGHTS and push is not None:
+                if command is Command.UPDATE_WEIGHTS and push is not None and push.checks_path:
+                    work = self._check_path(push, target, ends_s, started)
+                elif command is Command.UPDATE_WEIGHTS and push is not None:
                     answers = await self._update_weights(push, ends_s)
                     work = self._commands.conclude(command, target, answers, started)
                 else:
@@ -339,18 +341,27 @@ class ServerGroup:
     async def _update_weights(
         self, push: WeightPush, ends_s: float
     ) -> dict[str, EngineReply[None]]:
+        self._check_canary(push)
+        return await self._weight_updater.push(push, left_until(ends_s))
+
+    async def _check_path(
+        self, push: WeightPush, target: Phase, ends_s: float, started: float
+    ) -> PhaseReport:
+        """After half of it the weights are random, and at its end those that differ are fenced."""
+        self._check_canary(push)
+        answers = await self._path_check.run(push, ends_s)
+        return await self._commands.conclude(Command.UPDATE_WEIGHTS, target, answers, started)
+
+    def _check_canary(self, push: WeightPush) -> None:
         if push.canary and self._logprob_check.prompts:
             check_expected(push.canary, self._logprob_check.prompts)
-        if push.checks_path:  # not cancellable: after half of it the weights are random
-            return await run_to_completion(self._path_check.run(push, ends_s))
-        return await self._weight_updater.push(push, left_until(ends_s))
 
     async def _restore(self, member: EngineState, version: int | None) -> None:
         assert version is not None, "update_weights needs a push or a version"
         await self._recovery.restore(member, version)
 
     async def _continue(self, member: EngineState, *, with_check: bool) -> Verification | None:
-        await member.engine.continue_generation()
+        await member.continue_generation()
         if member.is_stale:
             return None
         await self._sentinel.check(member)
@@ -515,6 +526,10 @@ class ServerGroup:
             return False
         with self.timeline.span(Kind.ENGINE, "boot", engine_id=engine_id):
             return await self._boots.boot(engine_id, is_lent=is_lent)
+
+    async def end_boot(self, engine_id: str) -> None:
+        """End an engine that boots or has booted there, and that nothing will let join."""
+        await self._boots.end([engine_id], keeps_asleep=True)
 
     async def admit(self, engine_id: str) -> bool:
         """Bring an engine that has booted to this phase; it joins the others, and is stale.

@@ -155,7 +155,7 @@ class RecoveryActions:
             self._mark_dead(group, engine_id, what, error)
             return
         if serves:
-            self._tracker.change(group, engine_id, EngineHealth.verified)
+            self._tracker.mark_verified(group, engine_id)
             logger.info("engine %s serves again at weight version %d", engine_id, version)
         else:
             self._tracker.change(group, engine_id, lambda one, _: one.not_readmitted())

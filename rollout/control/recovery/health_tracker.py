@@ -135,6 +135,10 @@ class HealthTracker:
         engines = self._engines[group]
         self.standbys[group] = probe.standbys
         now_s = self._clock()
+        is_there = {found.engine_id for found in probe.engines}
+        for engine_id in before.keys() - is_there:
+            if engine_id in engines and engines[engine_id].is_same_life(before[engine_id]):
+                del engines[engine_id]  # it was removed, and the call that did it was late
         for found in probe.engines:
             if found.engine_id in before and found.engine_id not in engines:
                 continue  # it was removed meanwhile
@@ -152,6 +156,8 @@ class HealthTracker:
             ):
                 logger.info("engine %s has the published weights again", found.engine_id)
                 health = health.verified(now_s)
+            elif health.state is RecoveryState.SERVING and found.is_stale:
+                health = health.stale(now_s)
             engines[found.engine_id] = health
             self._update_liveness(group, found.engine_id, found.reason)
 
@@ -193,7 +199,15 @@ class HealthTracker:
         if engine_id in self._engines[group]:
             self.change(group, engine_id, EngineHealth.interrupted)
 
+    def mark_verified(self, group: str, engine_id: str) -> None:
+        """It serves again, unless a probe has seen that, or its death, meanwhile."""
+        if self._engines[group][engine_id].state is RecoveryState.STALE:
+            self.change(group, engine_id, EngineHealth.verified)
+
     def mark_dead(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
+        """An action on it has failed, unless a probe has seen its death meanwhile."""
+        if self._engines[group][engine_id].state is RecoveryState.DEAD:
+            return
         reason = f"engine {engine_id} {what}: {describe(error)}"
         logger.error("%s", reason, extra={"engine_id": engine_id})
         self.change(

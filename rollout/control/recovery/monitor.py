@@ -34,10 +34,10 @@ from rollout.rules.health import (
     RecoveryState,
     Restart,
     engines_in,
+    is_any_readmission_due,
     next_retry_s,
     plan_for_short,
     plan_recovery,
-    stale_engines,
     unfenced_dead,
 )
 from rollout.rules.lifecycle import Phase
@@ -255,7 +255,7 @@ class RecoveryMonitor:
             or unfenced_dead(groups)
             or self._plan()
             or engines_in(RecoveryState.BOOTED, groups)
-            or (self.tracker.has_sources and stale_engines(groups))
+            or is_any_readmission_due(groups, can_restore=self.tracker.has_sources)
         )
 
     def _plan(self) -> list[Restart]:

@@ -1,15 +1,17 @@
 """Controls the router of a server: the gate, and which engines get requests.
 
-Always true: an older list of members never replaces a newer one.  ``state`` changes only after the
-router confirmed it.
+Always true: an engine that has released memory, is paused, is not verified or has other weights
+than the published ones gets no requests, whatever else is recorded of it.  An older list of members
+never replaces a newer one.  ``state`` is open only after the router confirmed it, and shut as soon
+as the router may be.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from engines.protocol import WorkerType
 from engines.protocol.adapter_names import table_of
@@ -19,11 +21,12 @@ from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.router_client import RouterClient
 from rollout.core.errors import PhaseFailed, PhaseTimeout
+from rollout.core.fanout import run_to_completion
 from rollout.core.types import EngineStatus, GroupStatus
 from rollout.observability.timeline.analysis import step_metrics, steps
 from rollout.observability.timeline.recorder import Timeline
 from rollout.rules.health import Liveness
-from rollout.rules.lifecycle import why_none_serves
+from rollout.rules.lifecycle import why_none_serves, why_unfit
 from rollout.rules.routing import DEFAULT_BOOTSTRAP_PORT, Backend, BackendState
 from rollout.weights.push.push_version import LastPush
 
@@ -31,11 +34,19 @@ Out = Mapping[str, tuple[Liveness, str]]
 """Engines without requests, also if their group reports them as serving, and why."""
 
 
+class Published(Protocol):
+    """A server, by what it has published."""
+
+    @property
+    def base_version(self) -> int: ...
+
+
 class GateControl:
     """The gate and the members of one server.
 
     Args:
         recovery: decides which engines are out of routing; gets what was published.
+        published: has the weight version that engines report.
 
     Attributes:
         state: open, holding or closed, as the lifecycle has set it.
@@ -51,7 +62,9 @@ class GateControl:
         recovery: RecoveryMonitor,
         config: ServerConfig,
         timeline: Timeline,
+        published: Published,
     ) -> None:
+        self._published = published
         self.state = "closed"
         self.paused_s = 0.0
         self.leaving: set[str] = set()
@@ -94,13 +107,25 @@ class GateControl:
         weights, weight_version = self._config.weights, served.version
         if why := why_none_serves(statuses.values(), served.base_version, weights.update):
             raise PhaseFailed(f"the gate stays {self.state}: {why}", phase="continue_generation")
+        candidates = [
+            engine
+            for group in statuses.values()
+            for engine in group.engines
+            if not (engine.fence_reason or engine.is_stale)
+        ]
+        unfit = [(one.engine_id, why_unfit(one, served.base_version)) for one in candidates]
+        if unfit and all(why for _, why in unfit):
+            reasons = "; ".join(f"engine {name}: {why}" for name, why in unfit)
+            raise PhaseFailed(
+                f"the gate stays {self.state}: no engine may serve: {reasons}",
+                phase="continue_generation",
+            )
         for name, group in statuses.items():
             num_left = sum(not engine.fence_reason for engine in group.engines)
             budgets = self._config.lifecycle
             fewest = fewest_engines(self._config.groups[name], budgets, len(group.engines))
             if num_left < fewest:
-                reasons = (engine.fence_reason for engine in group.engines)
-                fenced = "; ".join(reason for reason in reasons if reason)
+                fenced = "; ".join(filter(None, (one.fence_reason for one in group.engines)))
                 raise PhaseFailed(
                     f"group {name}: {num_left} of {len(group.engines)} engines left, {fewest} "
                     f"needed; the gate stays {self.state}: {fenced}",
@@ -136,8 +161,8 @@ class GateControl:
             needs_push: only a push of this weight version or a newer one opens it.
         """
         more = {} if needs_push is None else {"needs_push": needs_push}
-        await self._router.set_gate(state, reason=reason, phase=phase, **more)
         self.state = state
+        await run_to_completion(self._router.set_gate(state, reason=reason, phase=phase, **more))
         self._timeline.event("gate", f"{state}: {reason}")
 
     async def drain(self, timeout_s: float, engine_id: str = "") -> str:
@@ -158,10 +183,11 @@ class GateControl:
             statuses = await self._registry.statuses()
             routing = out, returning = self._recovery.routing()
             self.epoch += 1
+            version = self._published.base_version
             members = [
                 replace(
-                    self._member(status.worker_type, engine, out),
-                    may_return=engine.engine_id in returning,
+                    self._member(status.worker_type, engine, out, version),
+                    may_return=may_return(engine, returning, version),
                     kind=status.kind,
                 )
                 for status in statuses.values()
@@ -183,15 +209,27 @@ class GateControl:
             self._timeline.event("gate", text)
         self._waits_for_recovery = is_waiting
 
-    def _member(self, worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
-        made = member(worker_type, engine, out)
+    def _member(
+        self, worker_type: WorkerType, engine: EngineStatus, out: Out, version: int
+    ) -> Backend:
+        made = member(worker_type, engine, out, version)
         if engine.engine_id in self.leaving and made.state is BackendState.SERVING:
             return replace(made, state=BackendState.DRAINING, reason="it is being removed")
         return made
 
 
-def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
-    """The router's view of an engine."""
+def may_return(engine: EngineStatus, returning: Collection[str], version: int) -> bool:
+    """Whether recovery may make it serve without a command; what is paused needs one."""
+    is_other = bool(engine.fence_reason or engine.is_stale)
+    return engine.engine_id in returning and (is_other or not why_unfit(engine, version))
+
+
+def member(worker_type: WorkerType, engine: EngineStatus, out: Out, version: int) -> Backend:
+    """The router's view of an engine.
+
+    Args:
+        version: the published one.
+    """
     state, reason = BackendState.SERVING, ""
     if engine.fence_reason:
         state, reason = BackendState.FENCED, engine.fence_reason
@@ -200,6 +238,10 @@ def member(worker_type: WorkerType, engine: EngineStatus, out: Out) -> Backend:
     elif engine.engine_id in out:
         liveness, reason = out[engine.engine_id]
         state = BackendState.DEAD if liveness is Liveness.DEAD else BackendState.DRAINING
+    elif why := why_unfit(engine, version):
+        # Requests that it holds in a pause are finished later; without its memory it has none.
+        state = BackendState.ASLEEP if engine.released else BackendState.DRAINING
+        reason = why
     return Backend(
         engine.engine_id,
         engine.endpoint,

@@ -1,7 +1,9 @@
 """Runs one command of the lifecycle on the groups of a server, on all at the same time.
 
-Always true: a command ends after every group has replied or is late.  After a failed command, a
-gate that was not open is closed: requests get 503 with the reason.  No ``finally`` opens it.
+Always true: a command ends after every group has replied or is late.  What it did to the groups,
+the record of it and what the router is given are one unit, which no cancel cuts.  After a failed or
+cancelled command, a gate that was not open is closed: requests get 503 with the reason.  No
+``finally`` opens it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from engines.protocol.plain_text import describe
 from rollout.config import Drain, LifecycleConfig, WeightUpdate
@@ -19,7 +22,7 @@ from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.journal import JournalRecord, ServerJournal, entries_of
 from rollout.core.errors import ActorLost, LifecycleError, PhaseFailed
-from rollout.core.fanout import barrier
+from rollout.core.fanout import barrier, run_to_completion
 from rollout.core.types import PhaseReport, StepReport
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
@@ -213,13 +216,19 @@ class PhaseRunner:
         for name, phase in self._registry.phases.items():
             lifecycle.next_phase(phase, Command.UPDATE_WEIGHTS, self._registry.traits[name])
         read = push.read_by(len(self._registry.groups))
-        report = await self.run(Command.UPDATE_WEIGHTS, self._registry.groups, read)
+        return await self.run(
+            Command.UPDATE_WEIGHTS,
+            self._registry.groups,
+            read,
+            note=partial(self._note_pushed, push),
+        )
+
+    async def _note_pushed(self, push: WeightPush) -> None:
         contents = push.contents_under(self._update)
         self._last_push = self._last_push.then(push.version, push.manifest, contents, push.adapter)
         self._pushed = push
         await self._read_fingerprints()
         self._note_changes()
-        return replace(report, unchanged=self.changes.findings)
 
     def _note_changes(self, adapter: str = "") -> None:
         """Note what the last push has changed, and log once what it should have changed."""
@@ -264,33 +273,48 @@ class PhaseRunner:
     # -- one command ------------------------------------------------------------------------
 
     async def run(
-        self, command: Command, names: Iterable[str], push: WeightPush | None = None
+        self,
+        command: Command,
+        names: Iterable[str],
+        push: WeightPush | None = None,
+        *,
+        note: Callable[[], Awaitable[None]] | None = None,
     ) -> StepReport:
         """Run one command on these groups; returns when each has replied or is late.
 
         Args:
             push: the new weights, for ``update_weights``.
+            note: records what the groups have done.
         """
         names = list(names)
-        await self._prepare(command, names, is_restore=push is None)
+        try:
+            await self._prepare(command, names, is_restore=push is None)
+            return await run_to_completion(self._run(command, names, push, note))
+        except BaseException as error:
+            await run_to_completion(self._after_failure(command, error))
+            raise
+
+    async def _run(
+        self,
+        command: Command,
+        names: Sequence[str],
+        push: WeightPush | None,
+        note: Callable[[], Awaitable[None]] | None,
+    ) -> StepReport:
         self._order += 1
         for name in names:
             before = self.unfinished.get(name)
             self.unfinished[name] = lifecycle.least_known(before, command)
         self.doing = command.value
         started = asyncio.get_running_loop().time()
-        try:
-            reports = await self._run_on_groups(command, names, push)
-            if any(report.failures for report in reports):
-                await self._gate.publish_members()
-                self._recovery.probe_soon()
-            if command is Command.CONTINUE_GENERATION:
-                await self.open_gate()
-        except BaseException as error:  # also after a cancel: the groups continue
-            await self._after_failure(command, error)
-            self.doing = ""
-            await self.write_journal()
-            raise
+        reports = await self._run_on_groups(command, names, push)
+        if note is not None:
+            await note()
+        if any(report.failures for report in reports):
+            await self._gate.publish_members()
+            self._recovery.probe_soon()
+        if command is Command.CONTINUE_GENERATION:
+            await self._open_gate()
         self.doing = ""
         await self.write_journal(durable=False)
         return StepReport(
@@ -376,6 +400,9 @@ class PhaseRunner:
 
     async def open_gate(self) -> None:
         """Open the gate after all engines can serve."""
+        await run_to_completion(self._open_gate())
+
+    async def _open_gate(self) -> None:
         before = self._last_push
         self._last_push = replace(before, has_served=True)
         # First: a server that continues this one has to know that the version may have served.
@@ -442,6 +469,8 @@ class PhaseRunner:
                     "server %s: after a failed %s: %s", self._name, command, describe(more)
                 )
         self._registry.use_last_known_phases()
+        self.doing = ""
+        await self.write_journal()
         # The error of one group does not name engines that another group fenced.
         for engine_id, fence_reason in self._registry.fenced().items():
             if engine_id not in before and fence_reason not in str(error):

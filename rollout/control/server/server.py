@@ -16,6 +16,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -34,8 +35,14 @@ from rollout.control.server.phase_runner import PhaseRunner
 from rollout.control.server.router_client import RouterClient
 from rollout.control.server.snapshot import take_snapshot
 from rollout.core.command_lock import CommandLock
-from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightMismatch
-from rollout.core.fanout import barrier
+from rollout.core.errors import (
+    ConfigError,
+    LifecycleError,
+    PhaseFailed,
+    RolloutError,
+    WeightMismatch,
+)
+from rollout.core.fanout import barrier, run_to_completion
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.recorder import Timeline
@@ -132,7 +139,7 @@ class RolloutServer:
         )
         margin_s = max(group_margin_s(group.engine) for group in config.groups.values())
         self._adapters = AdapterVersions(config, registry, client, margin_s)
-        gate = self._gate = GateControl(client, registry, recovery, config, self.timeline)
+        gate = self._gate = GateControl(client, registry, recovery, config, self.timeline, self)
         self._phase_runner = PhaseRunner(
             name,
             config.lifecycle,
@@ -148,7 +155,7 @@ class RolloutServer:
             frozen=config.weights.frozen,
         )
         self._journal = journal
-        self._elastic = ElasticSlots(name, config, registry, gate, recovery)
+        self._elastic = ElasticSlots(name, config, registry, gate, recovery, self.publish_members)
         self._expected: Manifest | None = None
 
     # -- start and stop ---------------------------------------------------------------------
@@ -170,10 +177,11 @@ class RolloutServer:
                 await self._phase_runner.write_journal(durable=False)
                 self._adopt_start_version(await self._start_parts(self._router.start()))
                 await self._open_or_expect(expect_version)
+                started = await self.status()
             except BaseException:
                 await self.stop()
                 raise
-        return await self.status()
+        return replace(started, lock_owner="")
 
     async def continue_lost(self, record: JournalRecord) -> None:
         """Continue in the place of a lost server of the same run.
@@ -470,8 +478,13 @@ class RolloutServer:
                 hold the weights that it reports, and it is fenced.
         """
         await self._elastic.boot(engine_id)
-        async with self._lock.held("engines.add"):
-            return await self._elastic.add(engine_id, self.base_version)
+        try:
+            async with self._lock.held("engines.add"):
+                return await self._elastic.add(engine_id, self.base_version)
+        except BaseException:
+            with suppress(RolloutError, TimeoutError):  # it has joined, or its group has stopped
+                await run_to_completion(self._elastic.end_boot(engine_id))
+            raise
 
     # -- status -----------------------------------------------------------------------------
 
@@ -512,9 +525,14 @@ class RolloutServer:
 
         Works also while a command hangs on it.
         """
-        await self._registry.groups[self._registry.group_of(engine_id)].fence(engine_id, reason)
-        await self.publish_members()
-        self._recovery.probe_soon()
+        group = self._registry.groups[self._registry.group_of(engine_id)]
+
+        async def fence() -> None:
+            await group.fence(engine_id, reason)
+            self._recovery.probe_soon()
+            await self.publish_members()
+
+        await run_to_completion(fence())
 
     @property
     def weight_version(self) -> int:

@@ -145,6 +145,7 @@ LEGAL = {
     (RecoveryState.BOOTING, RecoveryEvent.DIED),
     (RecoveryState.BOOTED, RecoveryEvent.DIED),
     (RecoveryState.STALE, RecoveryEvent.DIED),
+    (RecoveryState.SERVING, RecoveryEvent.LAGGED),
     (RecoveryState.DEAD, RecoveryEvent.BOOT),
     (RecoveryState.BOOTING, RecoveryEvent.BOOTED),
     (RecoveryState.BOOTING, RecoveryEvent.INTERRUPTED),

@@ -1,6 +1,7 @@
 """Every phase x every command x every kind of group, against a table written by hand."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -230,6 +231,27 @@ def group(worker_type: WorkerType, *states: str) -> GroupStatus:
         for index, state in enumerate(states)
     )
     return GroupStatus(worker_type.value, worker_type, "serving", True, engines)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"state": "paused"}, ""),  # what its group is in decides nothing
+        ({"released": ("weights",)}, "it has weights released"),
+        ({"released": ("cuda_graph", "kv_cache")}, "it has cuda_graph, kv_cache released"),
+        ({"is_paused": True}, "its generation is paused"),
+        ({"is_verified": False}, "its weights are not verified"),
+        ({"weight_version": 2}, "it holds weight version 2, and 3 is published"),
+        ({"weight_version": 4}, "it holds weight version 4, and 3 is published"),
+        ({"weight_version": None}, "it holds weight version None, and 3 is published"),
+    ],
+)
+def test_an_engine_that_lacks_anything_is_unfit_whatever_is_recorded_of_it(
+    change: Mapping[str, object], why: str
+) -> None:
+    (engine,) = group(REGULAR, "serving").engines
+    assert lifecycle.why_unfit(replace(engine, **change), 3) == why
 
 
 REGULAR, PREFILL, DECODE = WorkerType.REGULAR, WorkerType.PREFILL, WorkerType.DECODE

@@ -603,7 +603,7 @@ async def test_the_router_gets_the_bootstrap_port_that_a_prefill_engine_reports(
     group, _ = make_group(1, launcher=FakeLauncher(make))
     await group.start()
     (engine,) = (await group.status()).engines
-    assert member(WorkerType.PREFILL, engine, {}).bootstrap_port == expected
+    assert member(WorkerType.PREFILL, engine, {}, 0).bootstrap_port == expected
     await group.stop()
 
 

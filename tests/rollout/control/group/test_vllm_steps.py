@@ -188,7 +188,7 @@ async def test_the_router_gets_the_mode_that_a_server_reports(mode: str, kinds: 
     group, _ = make_group(1, launcher=in_mode(mode))
     await group.start()
     (engine,) = (await group.status()).engines
-    rule = member(WorkerType.REGULAR, engine, {}).logprobs
+    rule = member(WorkerType.REGULAR, engine, {}, 0).logprobs
     assert [rule.kind_of(one) for one in ({"top_p": 0.5}, {"temperature": 0.3})] == kinds
 
 

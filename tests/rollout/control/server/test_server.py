@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.fake import FakeEngine
-from engines.protocol import MemoryTag
+from engines.protocol import Endpoint, MemoryTag, WorkerType
 from engines.protocol.errors import EngineNotReady, EngineUnreachable
 from rollout.control.server import server as server_module
+from rollout.control.server.gate_control import may_return, member
 from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightMismatch
-from rollout.rules.lifecycle import Command
+from rollout.core.types import EngineStatus
+from rollout.rules.lifecycle import Command, Phase
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
 from tests.support.builders import (
@@ -249,6 +252,96 @@ async def test_no_engine_is_paused_when_the_gate_cannot_be_shut(
     assert engines_that_got(bench, "pause_generation") == set()
 
 
+async def test_a_gate_of_which_it_is_not_known_whether_it_was_shut_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await started_server(tmp_path)
+    set_gate = bench.router.set_gate
+
+    async def lose_reply(state: str, **why: Any) -> None:
+        await set_gate(state, **why)
+        monkeypatch.undo()
+        raise ConnectionError("the reply is lost")
+
+    monkeypatch.setattr(bench.router, "set_gate", lose_reply)
+    with pytest.raises(ConnectionError):
+        await bench.server.offload()
+    assert bench.router.gates[-1]["state"] == (await bench.server.status()).gate == "closed"
+    assert "the reply is lost" in bench.router.gates[-1]["reason"]
+    await bench.server.serve()
+    assert bench.router.gate == (await bench.server.status()).gate == "open"
+
+
+async def test_what_fails_before_a_command_closes_the_gate_as_the_command_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await started_server(tmp_path)
+    await bench.server.offload()
+
+    async def fail(names: Any) -> None:
+        raise PhaseFailed("no engine could be started", phase="onload_weights")
+
+    monkeypatch.setattr(bench.server._recovery, "restart_if_short", fail)
+    with pytest.raises(PhaseFailed, match="no engine could be started"):
+        await bench.server.run(Command.ONLOAD_WEIGHTS)
+    assert bench.router.gates[-1] == {
+        "state": "closed",
+        "reason": "no engine could be started",
+        "phase": "onload_weights",
+    }
+    refreshed: list[str] = []
+    monkeypatch.undo()
+    refresh = bench.server._registry.refresh_phases
+    monkeypatch.setattr(
+        bench.server._registry, "refresh_phases", lambda: refreshed.append("yes") or refresh()
+    )
+    await bench.server.push(push(1))
+    assert refreshed
+    assert bench.router.gate == "open"
+
+
+ENGINE = EngineStatus("a", Endpoint("127.0.0.1", 1), "serving", 3, (), "local")
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        ({}, "serving"),
+        ({"state": "paused"}, "serving"),
+        ({"released": ("weights", "kv_cache")}, "asleep"),
+        ({"released": ("cuda_graph",)}, "asleep"),
+        ({"is_paused": True}, "draining"),
+        ({"is_verified": False}, "draining"),
+        ({"weight_version": None}, "draining"),
+        ({"weight_version": 2}, "draining"),
+        ({"is_stale": True, "is_paused": True}, "fenced"),
+        ({"fence_reason": "it died", "released": ("weights",)}, "fenced"),
+    ],
+)
+def test_only_an_engine_that_lacks_nothing_is_given_to_the_router_as_serving(
+    change: dict[str, Any], state: str
+) -> None:
+    engine = replace(ENGINE, **change)
+    made = member(WorkerType.REGULAR, engine, {}, 3)
+    assert made.state == state
+    assert bool(made.reason) == (state != "serving")
+    # Recovery brings back what it has to restart or restore, and nothing that waits for a command.
+    assert may_return(engine, {"a"}, 3) == (state in ("serving", "fenced"))
+
+
+async def test_the_gate_does_not_open_over_engines_that_may_not_serve(tmp_path: Path) -> None:
+    """Whatever the records of phases say."""
+    bench = await started_server(tmp_path, {"main": {"num_engines": 1}})
+    await bench.server.run(Command.PAUSE_GENERATION)
+    (engine,) = bench.groups["main"]._engines.members()
+    engine.released.add(MemoryTag.CUDA_GRAPH)
+    bench.groups["main"]._commands.phase = Phase.SERVING
+    with pytest.raises(PhaseFailed, match="no engine may serve: engine main-0: it has cuda_graph"):
+        await bench.server.serve()
+    assert bench.router.gate == "closed"
+    assert bench.router.states == {"main-0": "asleep"}
+
+
 async def _fail(*args: Any, **kwargs: Any) -> None:
     raise ConnectionError("the router is gone")
 
@@ -302,11 +395,11 @@ async def test_the_gate_stays_shut_after_a_failure_and_says_why(
         "reason": str(caught.value),
         "phase": during,
     }
-    assert bench.router.states == {
-        "shared-0": "serving",
-        "shared-1": "fenced",
-        "apart-0": "serving",
-    }
+    states = dict(bench.router.states)
+    assert states.pop("shared-1") == "fenced"
+    # The others may generate nothing either, until a command leads on; all but those that do.
+    generates = operation == "continue_generation"
+    assert [state == "serving" for state in states.values()] == [generates, generates]
     assert (await bench.server.status()).gate == "closed"
 
 
@@ -332,7 +425,7 @@ async def test_a_command_refused_while_serving_leaves_the_gate_open(tmp_path: Pa
 # -- an engine fails ----------------------------------------------------------------------------
 
 
-async def test_an_engine_that_fails_is_fenced_in_the_membership_and_the_rest_serve(
+async def test_an_engine_that_fails_is_fenced_in_the_membership_and_the_rest_goes_on(
     tmp_path: Path,
 ) -> None:
     bench = await started_server(tmp_path)
@@ -340,13 +433,18 @@ async def test_an_engine_that_fails_is_fenced_in_the_membership_and_the_rest_ser
     await bench.server.offload()
     assert bench.router.states == {
         "shared-0": "fenced",
+        "shared-1": "draining",
+        "apart-0": "draining",
+    }
+    assert "connection broke" in bench.router.members[0].reason
+    assert bench.router.members[1].reason == "its generation is paused"
+    await bench.server.push(push(1))
+    assert bench.router.gate == "open"
+    assert bench.router.states == {
+        "shared-0": "fenced",
         "shared-1": "serving",
         "apart-0": "serving",
     }
-    assert "connection broke" in bench.router.members[0].reason
-    await bench.server.push(push(1))
-    assert bench.router.gate == "open"
-    assert bench.router.states["shared-0"] == "fenced"
     assert bench.launcher.processes["shared-0"].num_kills == 1
     assert bench.router.epochs == sorted(set(bench.router.epochs))
 
