@@ -51,19 +51,19 @@ KINDS["fake"] = dataclasses.replace(KINDS["fake"], invocation=with_file)
 config = rollout.RolloutConfig.from_dict(json.loads(sys.argv[2]))
 deployment = rollout.launch(config, backend=sys.argv[3])
 policy = deployment["policy"]
-print("up", flush=True)
+print("driver: up", flush=True)
 
 def wait_for(name):
     assert wait_until((folder / name).exists, 600)
 
 wait_for("offload")
 policy.offload().result()
-print("offloaded", flush=True)
+print("driver: offloaded", flush=True)
 wait_for("push")
 policy.push(push(1)).result()
-print("pushed", flush=True)
+print("driver: pushed", flush=True)
 wait_for("stop")
-print("stopping", flush=True)
+print("driver: stopping", flush=True)
 deployment.stop()
 threading.Event().wait()
 """
@@ -89,6 +89,10 @@ class Crash:
 
     def tell(self, what: str) -> None:
         (self.folder / what).touch()
+
+    def wait_for(self, what: str) -> None:
+        """No other line has these words: "up" is in every one of a group's actor."""
+        self.driver.wait_for(f"driver: {what}", TIMEOUT_S)
 
     def kill(self) -> None:
         self.driver.process.kill()
@@ -169,7 +173,7 @@ def driven(tmp_path: Path, backend: str, *, is_up: bool = True) -> Iterator[Cras
             attached.hold("is_ready")
         with program("-c", DRIVER, str(tmp_path), json.dumps(config), backend) as driver:
             if is_up:
-                driver.wait_for("up", 2 * TIMEOUT_S)
+                driver.wait_for("driver: up", 2 * TIMEOUT_S)
             else:
                 attached.wait_entered("is_ready")
                 assert wait_until(lambda: driver.descendants("engines.fake"), TIMEOUT_S)
@@ -219,7 +223,7 @@ def test_killed_while_it_serves_an_engine_whose_guard_fails_too_is_ended_by_clea
 @pytest.mark.slow
 def test_killed_when_offloaded_an_attached_engine_is_listed_as_it_is(crash: Crash) -> None:
     crash.tell("offload")
-    crash.driver.wait_for("offloaded", TIMEOUT_S)
+    crash.wait_for("offloaded")
     crash.kill()
     assert wait_until(lambda: own_has_ended(crash), TIMEOUT_S)
     (server,) = crash.attach()["servers"]
@@ -242,13 +246,13 @@ def starting(crash: Crash) -> None:
 
 def offloaded(crash: Crash) -> None:
     crash.tell("offload")
-    crash.driver.wait_for("offloaded", TIMEOUT_S)
+    crash.wait_for("offloaded")
 
 
 def stopping(crash: Crash) -> None:
     for command, done in (("offload", "offloaded"), ("push", "pushed"), ("stop", "stopping")):
         crash.tell(command)
-        crash.driver.wait_for(done, TIMEOUT_S)
+        crash.wait_for(done)
 
 
 def held_in(operation: str) -> Callable[[Crash], None]:
@@ -360,7 +364,7 @@ def test_a_driver_killed_after_its_server_had_come_back_leaves_nothing(tmp_path:
         assert crash.own() == own
         assert is_running(own)
         crash.tell("offload")
-        crash.driver.wait_for("offloaded", TIMEOUT_S)
+        crash.wait_for("offloaded")
         crash.kill()
         assert wait_until(lambda: not is_running(own), TIMEOUT_S)
         assert wait_until(lambda: not any(path.exists() for path in files), TIMEOUT_S)
