@@ -172,10 +172,16 @@ def _charts(figures: list[dict[str, Any]], all_steps: list[Step]) -> list[_Chart
 
 
 def _curves(title: str, figures: list[dict[str, Any]], names: Mapping[str, str]) -> _Chart:
-    """One line for each of ``names`` (shown name -> key of the figure) that has points."""
+    """One line for each of ``names`` (shown name -> key of the figure) that has points, the last
+    of each step."""
     lines = {
         name: [
-            [entry["step"], entry["metrics"][key]] for entry in figures if key in entry["metrics"]
+            [step, value]
+            for step, value in sorted(
+                {
+                    one["step"]: one["metrics"][key] for one in figures if key in one["metrics"]
+                }.items()
+            )
         ]
         for name, key in names.items()
     }

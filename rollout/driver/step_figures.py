@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
@@ -33,6 +34,7 @@ class StepFigures:
     def __init__(self, client: GenerationClient, on_metrics: OnMetrics | None) -> None:
         self._client = client
         self._on_metrics = on_metrics
+        self._driver = secrets.token_hex(8)
         self._reports: set[asyncio.Task[None]] = set()
         # Steps with their metrics; None is the end.
         self._calls: Queue[tuple[int, dict[str, float]] | None] = Queue()
@@ -40,7 +42,7 @@ class StepFigures:
 
     def publish(self, step: int, metrics: Mapping[str, float], **more: Any) -> None:
         """Give them on, without waiting; ``more`` is shown on the page.  Raises nothing."""
-        figures = {"step": step, "metrics": dict(metrics), **more}
+        figures = {"driver": self._driver, "step": step, "metrics": dict(metrics), **more}
         task = keep_task(partial(self._report, figures), "driver-report", Then.IS_OVER)
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)

@@ -6,13 +6,13 @@ the last.
 
 from __future__ import annotations
 
-import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.plain_json import WRONG_FORM, read_json
 from rollout.config.run_dir import FIGURES_FILE, SPANS_SUFFIX, RunFolder
+from rollout.observability.step_reports import last_lines, parsed, standing
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind
 from rollout.observability.timeline.span_file import read_lines
@@ -33,10 +33,15 @@ Points = list[tuple[int, float]]
 
 
 def read_figures(run: Path) -> list[dict[str, Any]]:
-    """The figures that drivers reported, by time; lines that are no report are skipped."""
+    """The figures that drivers reported, by time; lines that are no report are skipped, and
+    reports in whose place there are those of a driver that was started again."""
     figures = []
     for file in RunFolder(run, run.name).figure_files():
-        figures += _parsed(file.read_text(errors="replace").splitlines())
+        by_launch = defaultdict(list)
+        for report in parsed(file.read_text(errors="replace").splitlines()):
+            by_launch[report.get("launch", "")].append(report)
+        for reports in by_launch.values():
+            figures += [dict(one) for one in standing(reports)]
     return sorted(figures, key=lambda entry: entry["at_s"])
 
 
@@ -48,7 +53,7 @@ def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
         launch: the launch of the run; empty for one without an id.
     """
     found: dict[str, dict[int, float]] = {}
-    for report in _parsed(last_lines(server / FIGURES_FILE, _MAX_BYTES)):
+    for report in parsed(last_lines(server / FIGURES_FILE, _MAX_BYTES)):
         if report.get("launch", "") != launch:
             continue
         for name in COMPARED:
@@ -59,34 +64,6 @@ def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
     phases = [one for one in read_lines(lines) if one.kind is Kind.PHASE and one.launch == launch]
     lost = {number: step.lost_s for number, step in enumerate(steps(phases), 1)}
     return {name: _points(values) for name, values in (found | {LOST: lost}).items() if values}
-
-
-def last_lines(file: Path, max_bytes: int) -> list[str]:
-    """The whole lines in the last ``max_bytes`` of a file; none if it does not exist."""
-    try:
-        with file.open("rb") as lines:
-            size = lines.seek(0, os.SEEK_END)
-            lines.seek(max(0, size - max_bytes))
-            raw = lines.read(min(size, max_bytes))
-    except FileNotFoundError:
-        return []
-    if size > max_bytes:
-        raw = raw.partition(b"\n")[2]
-    return raw.decode(errors="replace").splitlines()
-
-
-def _parsed(lines: list[str]) -> list[dict[str, Any]]:
-    figures = []
-    for line in lines:
-        try:
-            report = read_json(line)
-            at_s, step, metrics = report["at_s"], report["step"], report["metrics"]
-        except WRONG_FORM:
-            continue
-        values = (at_s, step, *metrics.values()) if isinstance(metrics, Mapping) else ("",)
-        if all(isinstance(value, int | float) for value in values):
-            figures.append(report)
-    return figures
 
 
 def _points(values: Mapping[int, Any]) -> Points:

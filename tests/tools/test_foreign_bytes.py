@@ -105,7 +105,7 @@ READ_BY = {
     "rollout/core/wire.py": "wire_frames",
     "rollout/driver/client/http_client.py": "driver_stream",
     "rollout/observability/page/runs.py": "the page of another run in the same folder",
-    "rollout/observability/recorded.py": "recorded",
+    "rollout/observability/step_reports.py": "recorded",
     "rollout/router/control_api.py": "step_figures",
     "rollout/router/engine_queries.py": "abort_order",
     "rollout/router/sessions/chat_tokenizer.py": "a template is a program: every error is one",

@@ -23,7 +23,9 @@ from rollout.control.engine.sentinel import _image_tokens, _number
 from rollout.control.server import journal
 from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.driver.stream.journal import JournalFiles
+from rollout.observability.page.run_history import RunHistory
 from rollout.observability.recorded import read_figures, recorded_curves
+from rollout.observability.step_reports import ReportFile
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.observability.timeline.span_file import read_spans
 from rollout.weights.format import checkpoint_config
@@ -168,14 +170,26 @@ def _curves(path: Path) -> Any:
     spans, _, figures = data.partition(b"\n--\n")
     (server / f"{server.name}{SPANS_SUFFIX}").write_bytes(spans)
     (server / FIGURES_FILE).write_bytes(figures)
-    found = recorded_curves(server, "x"), read_figures(server.parent)
+    history = RunHistory(ReportFile(server, "x").read()).to_dict()["figures"]
+    found = recorded_curves(server, "x"), read_figures(server.parent), history
     json.dumps(found)
     return found if any(found) else None
 
 
 def _recorded() -> Iterator[bytes]:
     line = next(_span_lines())
-    report = {"at_s": 1.0, "step": 1, "launch": "x", "metrics": {"logprob_gap/mean": 0.5}}
+    report = {
+        "at_s": 1.0,
+        "step": 1,
+        "launch": "x",
+        "metrics": {"logprob_gap/mean": 0.5},
+        "router": "r",
+        "serial": 1,
+        "driver": "d",
+        "lengths": {"8": 1},
+        "samples": [],
+        "logprob_gaps": {"main-0": {"sum": 0.5}},
+    }
     yield line + b"\n--\n" + json.dumps(report).encode() + b"\n"
     for name in report:
         for value in _values(None, [], {}, "x", [1], {"logprob_gap/mean": []}, 10**30):

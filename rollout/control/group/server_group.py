@@ -58,7 +58,7 @@ from rollout.core.errors import EngineFailure, LifecycleError, RolloutError
 from rollout.core.fanout import EngineReply, fan_out, run_to_completion
 from rollout.core.types import EngineReport, EngineSlot, EngineStatus, GroupStatus, PhaseReport
 from rollout.observability.timeline.recorder import Timeline
-from rollout.observability.timeline.span import Excerpt, Kind
+from rollout.observability.timeline.span import Cursor, Excerpt, Kind
 from rollout.rules import lifecycle
 from rollout.rules.deadlines import leave_timeout_s
 from rollout.rules.fingerprint_check import Verification
@@ -424,7 +424,7 @@ class ServerGroup:
         """Of the tensors of the last push, also if they came with its stream."""
         return self._weight_updater.fingerprints
 
-    async def recorded(self, cursor: int) -> Excerpt:
+    async def recorded(self, cursor: Cursor) -> Excerpt:
         """The timeline since ``cursor``, and the open spans."""
         return self.timeline.since(cursor)
 

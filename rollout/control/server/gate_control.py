@@ -25,6 +25,7 @@ from rollout.core.fanout import run_to_completion
 from rollout.core.types import EngineStatus, GroupStatus
 from rollout.observability.timeline.analysis import step_metrics, steps
 from rollout.observability.timeline.recorder import Timeline
+from rollout.observability.timeline.span import START
 from rollout.rules.health import Liveness
 from rollout.rules.lifecycle import why_none_serves, why_unfit
 from rollout.rules.routing import DEFAULT_BOOTSTRAP_PORT, Backend, BackendState
@@ -76,7 +77,7 @@ class GateControl:
         self._timeline = timeline
         self._publishing = asyncio.Lock()
         self.epoch = 0
-        self._cursor = 0
+        self._cursor = START
 
     @property
     def shown_state(self) -> str:

@@ -46,7 +46,7 @@ from rollout.core.fanout import barrier, run_to_completion
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.recorder import Timeline
-from rollout.observability.timeline.span import Span
+from rollout.observability.timeline.span import Cursor, Span
 from rollout.router.host import RouterHost
 from rollout.rules.deadlines import STOP_TIMEOUT_S, group_margin_s, lock_timeout_s
 from rollout.rules.lifecycle import (
@@ -505,7 +505,7 @@ class RolloutServer:
             unchanged=self._phase_runner.changes.findings,
         )
 
-    async def observe(self, cursors: Mapping[str, int]) -> ServerSnapshot:
+    async def observe(self, cursors: Mapping[str, Cursor]) -> ServerSnapshot:
         """Status, router, and the timelines since these cursors, by source."""
         return await take_snapshot(
             self.status(), self.timeline, self._registry.groups, self._router, cursors

@@ -16,7 +16,7 @@ from rollout.control.server.router_client import RouterClient
 from rollout.core.types import ServerStatus
 from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.recorder import Timeline
-from rollout.observability.timeline.span import Excerpt
+from rollout.observability.timeline.span import START, Cursor, Excerpt
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ async def take_snapshot(
     timeline: Timeline,
     groups: Mapping[str, ServerGroup],
     router: RouterClient,
-    cursors: Mapping[str, int],
+    cursors: Mapping[str, Cursor],
 ) -> ServerSnapshot:
     """A snapshot of a server; its timelines begin at ``cursors``, by source."""
     troubles: list[str] = []
@@ -39,7 +39,7 @@ async def take_snapshot(
         *(
             _unless_late(
                 f"group {group}",
-                partial(api.recorded, cursors.get(f"{name}/{group}", 0)),
+                partial(api.recorded, cursors.get(f"{name}/{group}", START)),
                 troubles,
             )
             for group, api in groups.items()
@@ -50,7 +50,7 @@ async def take_snapshot(
         for group, excerpt in zip(groups, excerpts, strict=True)
         if isinstance(excerpt, Excerpt)
     }
-    timelines[name] = timeline.since(cursors.get(name, 0))
+    timelines[name] = timeline.since(cursors.get(name, START))
     return ServerSnapshot(current, timelines, router_stats or {}, tuple(troubles))
 
 

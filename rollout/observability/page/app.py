@@ -27,7 +27,7 @@ from rollout.observability.page.event_stream import DRAWN_KINDS, EventStream
 from rollout.observability.page.metrics_route import metrics_routes
 from rollout.observability.page.runs import RunsOfHost, run_routes
 from rollout.observability.page.state_cache import StateCache
-from rollout.observability.timeline.span import Kind
+from rollout.observability.timeline.span import Cursor, Kind
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -139,12 +139,12 @@ def _state_routes(cache: StateCache, stream: EventStream, hello: dict[str, Any])
         return cache.summary()
 
     @routes.get("/api/spans")
-    async def spans(since: int = 0, calls: bool = False, fresh: bool = False) -> dict[str, Any]:
+    async def spans(since: str = "", calls: bool = False, fresh: bool = False) -> dict[str, Any]:
         """Finished spans, in the order of their ends."""
         await cache.refresh(0.0 if fresh else _FRESH_S)
         kinds = DRAWN_KINDS | {Kind.CALL} if calls else DRAWN_KINDS
-        found = [span.to_dict() for span in cache.history.spans_since(since, kinds)]
-        return {"cursor": cache.history.num_spans, "spans": found}
+        found = [span.to_dict() for span in cache.history.spans_since(Cursor.of_text(since), kinds)]
+        return {"cursor": str(cache.history.cursor), "spans": found}
 
     @routes.get("/api/steps/{number}")
     async def step(number: int) -> JSONResponse:

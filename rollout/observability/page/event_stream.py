@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.process.background import Then, keep_task
 from rollout.observability.page.state_cache import IDLE_S, StateCache
-from rollout.observability.timeline.span import Kind
+from rollout.observability.timeline.span import START, Kind
 
 _SOON_S = 1.0
 _COST = 50
@@ -37,7 +37,7 @@ class EventStream:
         self._subscribers: set[asyncio.Queue[Change | None]] = set()
         self._has_subscriber = asyncio.Event()
         self._state: dict[str, Any] = {}
-        self._cursor = 0
+        self._cursor = START
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -61,7 +61,7 @@ class EventStream:
         queue: asyncio.Queue[Change | None] = asyncio.Queue()
         await self._cache.refresh(_SOON_S)
         self._publish_changes()
-        spans = self._cache.history.spans_since(0, DRAWN_KINDS)[-_MAX_FIRST_SPANS:]
+        spans = self._cache.history.spans_since(START, DRAWN_KINDS)[-_MAX_FIRST_SPANS:]
         queue.put_nowait(("state", self._state))
         queue.put_nowait(("spans", [span.to_dict() for span in spans]))
         self._subscribers.add(queue)
@@ -95,7 +95,7 @@ class EventStream:
         now = self._cache.snapshot()
         before, self._state = self._state, now
         spans = self._cache.history.spans_since(self._cursor, DRAWN_KINDS)
-        self._cursor = self._cache.history.num_spans
+        self._cursor = self._cache.history.cursor
         if not self._subscribers:
             return
         self._publish("change", difference(before, now))

@@ -7,10 +7,8 @@ than a deadline; ``stop`` ends the thread and closes the socket.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -20,9 +18,8 @@ import uvicorn
 
 from engines.http.uvicorn_server import HttpServer
 from engines.process.background import start_task
-from engines.process.own_files import open_or_new_file
 from rollout.config import ServerConfig
-from rollout.config.run_dir import FIGURES_FILE, OLD_FIGURES_FILE, RunFolder
+from rollout.config.run_dir import RunFolder
 from rollout.core.errors import RolloutError
 from rollout.core.http_thread import HttpThread
 from rollout.observability.page.access import Access
@@ -33,12 +30,13 @@ from rollout.observability.page.event_stream import EventStream
 from rollout.observability.page.runs import RunsOfHost
 from rollout.observability.page.state_cache import StateCache
 from rollout.observability.server_snapshot import ServerSnapshot
+from rollout.observability.step_reports import ReportFile
+from rollout.observability.timeline.span import Cursor
 
 logger = logging.getLogger(__name__)
 
 _START_S = 10.0
 _STOP_S = 5.0
-_MAX_FILE_BYTES = 256 << 20
 # For the last refresh, before the router stops.
 _LAST_S = 2.0
 # For requests in flight.
@@ -50,7 +48,7 @@ _MAX_CONNECTIONS = 256
 class ObservedServer(Protocol):
     """The functions of a server that the page calls."""
 
-    def observe(self, cursors: Mapping[str, int]) -> Awaitable[ServerSnapshot]: ...
+    def observe(self, cursors: Mapping[str, Cursor]) -> Awaitable[ServerSnapshot]: ...
     def fence(self, engine_id: str, reason: str) -> Awaitable[None]: ...
     def log_tail(self, engine_id: str, num_lines: int) -> Awaitable[str]: ...
     def stop(self) -> Awaitable[None]: ...
@@ -68,8 +66,7 @@ class PageHost:
         self._config = config.page
         self._name = name
         self._run = run
-        self._folder = run.of_server(name)
-        self._launch = run.last_launch()
+        self._reports = ReportFile(run.of_server(name), run.last_launch())
         self._router_key = config.router.control_key or config.router.client_key
         self._thread = HttpThread("page")
         self._url = ""
@@ -117,7 +114,10 @@ class PageHost:
 
         config = self._config
         cache = self._cache = StateCache(
-            on_server(server.observe), on_figures=self._write_figures, loads=EngineLoads()
+            on_server(server.observe),
+            on_figures=self._write_figures,
+            reports=self._recorded(),
+            loads=EngineLoads(),
         )
         stream = EventStream(cache)
         app = page_app(
@@ -176,13 +176,16 @@ class PageHost:
             result.set_exception(RolloutError(f"server {self._name} has stopped: {error}"))
         return result
 
+    def _recorded(self) -> Sequence[Mapping[str, Any]]:
+        """What a process of this server, which was lost, has written in this launch."""
+        try:
+            return self._reports.read()
+        except OSError as error:
+            logger.error("server %s: cannot read its figures: %s", self._name, error)
+            return ()
+
     def _write_figures(self, figures: Mapping[str, Any]) -> None:
         try:
-            file = self._folder / FIGURES_FILE
-            with suppress(FileNotFoundError):
-                if file.stat().st_size > _MAX_FILE_BYTES:
-                    file.replace(file.with_name(OLD_FIGURES_FILE))
-            with os.fdopen(open_or_new_file(str(file), os.O_APPEND), "a") as lines:
-                lines.write(json.dumps({**figures, "launch": self._launch}) + "\n")
+            self._reports.append(figures)
         except OSError as error:
             logger.error("server %s: cannot write figures: %s", self._name, error)

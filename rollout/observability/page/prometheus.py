@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from engines.protocol.adapter_names import version_of
 from rollout.driver.logprobs.gap_figures import BUCKET_NAMES
+from rollout.observability.step_reports import standing
 from rollout.observability.timeline.analysis import PushTotals, Step
 from rollout.observability.timeline.span import Kind, Outcome, Span
 
@@ -243,9 +244,8 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
     last_step = figures[-1]["step"] if figures else None
     # A step has several reports: the rollout's, those of checks, an evaluation's.
     last: dict[str, float] = {}
-    for report in figures:
-        if report["step"] == last_step:
-            last |= report["metrics"]
+    for report in standing(figures, last_step):
+        last |= report["metrics"]
     if (num_more := len(last) - _MAX_DRIVER_FIGURES) > 0:
         last = dict(islice(last.items(), _MAX_DRIVER_FIGURES)) | {OTHER: num_more}
     running = [span for span in now.get("running", ()) if span["kind"] == Kind.PHASE.value]

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from secrets import token_hex
 from typing import Any
 
 from rollout.observability.page.prometheus import MetricCounters
+from rollout.observability.step_reports import Taken
 from rollout.observability.timeline.analysis import PushTotals, Step, pushes, steps
-from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.observability.timeline.span import Cursor, Kind, Outcome, Span
 from rollout.rules.lifecycle import Command
 
 _MAX_SPANS = 60_000
@@ -30,15 +32,18 @@ _SHOWN_FIGURES = 500
 class RunHistory:
     """The past of one server.
 
+    Args:
+        reports: of drivers, which a process before this one had taken.
+
     Attributes:
-        counters: over all spans and steps, for the metrics.
-        num_spans: of all spans so far: the cursor for ``spans_since``.
+        counters: over all spans and steps that this process has taken, for the metrics.
         errors: the last failure of each engine that has one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reports: Sequence[Mapping[str, Any]] = ()) -> None:
         self.counters = MetricCounters()
-        self.num_spans = 0
+        self._name = token_hex(8)
+        self._num_spans = 0
         self.errors: dict[str, Span] = {}
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
         # Events of the gate are apart: many of them would displace the others.
@@ -48,9 +53,11 @@ class RunHistory:
         self._figure_bytes = 0
         # Apart, because they are large: only the last are kept.
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=_MAX_SAMPLED_STEPS)
-        self._last_serial = 0
+        self._taken = Taken(reports)
         self._steps = _StepLog()
         self._pushes: deque[PushTotals] = deque(maxlen=_SHOWN_STEPS)
+        for report in reports:
+            self._keep_report(report)
 
     def take_spans(self, new: list[Span]) -> None:
         """Keep finished spans."""
@@ -66,15 +73,17 @@ class RunHistory:
 
     def take_figures(self, reports: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Keep the reports of drivers; returns those that are new."""
-        new = [report for report in reports if report["serial"] > self._last_serial]
+        new = self._taken.new(reports)
         for report in new:
-            self._last_serial = report["serial"]
-            figures = dict(report)
-            if samples := figures.pop("samples", ()):
-                self._samples.append({"step": report["step"], "samples": samples})
-            self._keep_figures(figures)
+            self._keep_report(report)
             self.counters.take_logprob_gaps(report.get("logprob_gaps", {}))
         return new
+
+    def _keep_report(self, report: Mapping[str, Any]) -> None:
+        figures = dict(report)
+        if samples := figures.pop("samples", ()):
+            self._samples.append({"step": report["step"], "samples": samples})
+        self._keep_figures(figures)
 
     def _keep_figures(self, figures: Mapping[str, Any]) -> None:
         """Every client of the router may report, so what is kept has a bound in bytes."""
@@ -85,7 +94,7 @@ class RunHistory:
 
     def _keep(self, span: Span) -> None:
         self._spans.append(span)
-        self.num_spans += 1
+        self._num_spans += 1
         has_failed = span.outcome in (Outcome.FAILED, Outcome.CANCELLED)
         is_push = span.kind is Kind.PHASE and span.name == Command.UPDATE_WEIGHTS
         if span.kind is Kind.EVENT and span.name == "gate":
@@ -110,9 +119,15 @@ class RunHistory:
             "pushes": [asdict(push) for push in self._pushes],
         }
 
-    def spans_since(self, since: int, kinds: frozenset[Kind]) -> list[Span]:
-        """The kept spans of these kinds after the first ``since`` spans."""
-        num_new = min(max(0, self.num_spans - since), len(self._spans))
+    @property
+    def cursor(self) -> Cursor:
+        """Behind all spans so far, for ``spans_since``."""
+        return Cursor(self._name, self._num_spans)
+
+    def spans_since(self, cursor: Cursor, kinds: frozenset[Kind]) -> list[Span]:
+        """The kept spans of these kinds behind a cursor; all for one of another process."""
+        num_known = cursor.num_ended if cursor.timeline == self._name else 0
+        num_new = min(max(0, self._num_spans - num_known), len(self._spans))
         new = list(self._spans)[len(self._spans) - num_new :]
         return [span for span in new if span.kind in kinds]
 

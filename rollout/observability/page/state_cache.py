@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,7 @@ from rollout.core.types import EngineStatus, GroupStatus, ServerStatus
 from rollout.observability.page.engine_loads import EngineLoads, load_targets
 from rollout.observability.page.run_history import RunHistory
 from rollout.observability.server_snapshot import ServerSnapshot
-from rollout.observability.timeline.span import Kind, Span
+from rollout.observability.timeline.span import Cursor, Kind, Span
 from rollout.rules.diagnosis import diagnose
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ REWARD = "rollout/reward/mean"
 # Seconds between two refreshes while no client is connected to the page.
 IDLE_S = 10.0
 
-Observe = Callable[[Mapping[str, int]], Awaitable[ServerSnapshot]]
+Observe = Callable[[Mapping[str, Cursor]], Awaitable[ServerSnapshot]]
 
 
 class StateCache:
@@ -37,6 +37,7 @@ class StateCache:
     Args:
         observe: returns the server's state, and its timelines after the given cursors, by source.
         on_figures: called once with the figures of each step that a driver reports.
+        reports: for which a process before this one has called it.
         loads: where the engines' queues and tokens per second are; None without them.
 
     Attributes:
@@ -48,13 +49,14 @@ class StateCache:
         observe: Observe,
         *,
         on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
+        reports: Sequence[Mapping[str, Any]] = (),
         loads: EngineLoads | None = None,
     ) -> None:
-        self.history = RunHistory()
+        self.history = RunHistory(reports)
         self._observe = observe
         self._loads = loads
         self._on_figures = on_figures
-        self._cursors: dict[str, int] = {}
+        self._cursors: dict[str, Cursor] = {}
         self._running: tuple[Span, ...] = ()
         self._last: ServerSnapshot | None = None
         self._answered_s = 0.0

@@ -3,6 +3,7 @@
 Always true:
 - a span that has begun ends, also when its block raises or is cancelled;
 - memory is bounded: the oldest spans are dropped, and ``Timeline.since`` returns those that remain;
+- a cursor of another timeline, as that of a lost group, skips no span of this one;
 - recording never waits: a separate thread encodes and writes, and its errors are only logged.
 
 Inside a ``Timeline.span`` block, fan-outs and HTTP calls of the same task, and of the tasks it
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +24,7 @@ from dataclasses import replace
 from engines.http.call_watcher import WATCHER
 from engines.protocol.plain_text import shortened
 from rollout.observability.timeline.sink import SpanSink
-from rollout.observability.timeline.span import Excerpt, Kind, Outcome, Span
+from rollout.observability.timeline.span import START, Cursor, Excerpt, Kind, Outcome, Span
 
 CAPACITY = 16384
 _SAID_CHARACTERS = 4000
@@ -50,6 +52,7 @@ class Timeline:
         self._clock = clock or _steady_clock()
         self._ids = itertools.count(1)
         self._ended: deque[Span] = deque(maxlen=capacity)
+        self._name = secrets.token_hex(8)
         self._num_ended = 0
         self._running: dict[int, Span] = {}
 
@@ -84,13 +87,14 @@ class Timeline:
         for span in spans:
             self._keep(replace(span, source=self.source, span_id=next(self._ids), parent=0))
 
-    def since(self, cursor: int = 0) -> Excerpt:
+    def since(self, cursor: Cursor = START) -> Excerpt:
         """The kept spans that ended after ``cursor`` was returned, and the running ones."""
-        num_new = min(self._num_ended - cursor, len(self._ended))
+        num_known = cursor.num_ended if cursor.timeline == self._name else 0
+        num_new = min(self._num_ended - num_known, len(self._ended))
         new = itertools.islice(self._ended, len(self._ended) - num_new, None)
         now_s = self._clock()
         running = (replace(span, elapsed_s=now_s - span.start_s) for span in self._running.values())
-        return Excerpt(self._num_ended, tuple(new), tuple(running))
+        return Excerpt(Cursor(self._name, self._num_ended), tuple(new), tuple(running))
 
     async def aclose(self) -> None:
         """Close the sinks; queued spans are written first."""

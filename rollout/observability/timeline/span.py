@@ -127,6 +127,36 @@ class Span:
         return cls(**known)
 
 
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in one timeline.
+
+    Attributes:
+        timeline: the name that this ``Timeline`` alone has; another one begins at its first span.
+        num_ended: its spans in front of this place.
+    """
+
+    timeline: str = ""
+    num_ended: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.timeline}-{self.num_ended}"
+
+    @classmethod
+    def of_text(cls, text: str) -> Cursor:
+        """The one that has this text; ``START`` for any other text."""
+        timeline, _, number = text.partition("-")
+        is_one = number.isascii() and number.isdigit() and len(number) < _MOST_DIGITS
+        return cls(timeline, int(number)) if is_one else START
+
+
+START = Cursor()
+"""Before the first span of any timeline."""
+
+
 @dataclass(frozen=True, slots=True)
 class Excerpt:
     """The part of a timeline after a cursor.
@@ -137,7 +167,7 @@ class Excerpt:
         running: not yet finished; ``elapsed_s`` is the time since their start.
     """
 
-    cursor: int
+    cursor: Cursor
     spans: tuple[Span, ...]
     running: tuple[Span, ...]
 

@@ -5,6 +5,7 @@ Counting a request costs a list index.
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from bisect import bisect_left
@@ -80,13 +81,16 @@ class ShownSample(TypedDict):
     status: _Text
 
 
+_DRIVER = TypeAdapter(Annotated[str, Field(max_length=64)])
 _SAMPLES = TypeAdapter(Annotated[list[ShownSample], Field(max_length=16)])
 
 
 class StepMetrics:
-    """The last steps that drivers reported, oldest first; each has a serial number.
+    """The last steps that drivers reported, oldest first.
 
-    Drivers report to the router because every driver can reach it.  Nothing else uses the numbers.
+    Each has the name of this process of the router, which no other has, and a serial number in it:
+    a router in the place of a lost one counts from 1 again.  Drivers report to the router because
+    every driver can reach it.
 
     Attributes:
         of_server: the server's metrics of the last step boundary, which drivers read here.
@@ -96,12 +100,13 @@ class StepMetrics:
         self.of_server: Mapping[str, float] = {}
         self._reported: deque[tuple[dict[str, Any], int]] = deque()
         self._num_bytes = 0
+        self._name = secrets.token_hex(8)
         self._num_reported = 0
 
     def put(self, report: Any, num_bytes: int) -> None:
-        """Keep ``{"step": 3, "metrics": {name: number}}``, with histograms if it has them:
-        ``lengths`` {bound: number} and ``logprob_gaps`` {engine id: {bound: number}}; and with
-        ``samples``, as ``ShownSample``.
+        """Keep ``{"step": 3, "metrics": {name: number}}``; with ``driver``, a name that no other
+        driver has; with histograms if it has them: ``lengths`` {bound: number} and ``logprob_gaps``
+        {engine id: {bound: number}}; and with ``samples``, as ``ShownSample``.
 
         Args:
             num_bytes: of its JSON.
@@ -112,14 +117,21 @@ class StepMetrics:
         step = report.get("step") if isinstance(report, Mapping) else None
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
             raise ValueError("step metrics are an object with 'step', an integer, and 'metrics'")
-        read = {
+        read: dict[str, Any] = {
             "metrics": _numbers(report.get("metrics", {})),
             "lengths": _numbers(report.get("lengths", {})),
             "logprob_gaps": _histograms(report.get("logprob_gaps", {})),
             "samples": _SAMPLES.validate_python(report.get("samples", [])),
         }
+        if driver := _DRIVER.validate_python(report.get("driver", "")):
+            read["driver"] = driver
         self._num_reported += 1
-        about = {"serial": self._num_reported, "at_s": round(time.time(), 3), "step": step}
+        about = {
+            "router": self._name,
+            "serial": self._num_reported,
+            "at_s": round(time.time(), 3),
+            "step": step,
+        }
         self._reported.append((about | read, num_bytes))
         self._num_bytes += num_bytes
         while len(self._reported) > _NUM_REPORTS or self._num_bytes > _MAX_REPORTS_BYTES:

@@ -14,10 +14,16 @@ function counts(histograms) {
   return bounds.map((bound, index) => [bound, up_to[index] - (up_to[index - 1] || 0)]);
 }
 
+// By step, and of each the last value: a driver that was started again does steps again.
+function points(figures, name) {
+  const of = new Map(figures.filter((report) => name in report.metrics).map((report) => [report.step, report.metrics[name]]));
+  return [...of].sort(([one], [other]) => one - other);
+}
+
 export function renderCurves({ figures, steps }) {
-  const drawn = REPORTED.map(([title, name, unit]) => [title, figures.filter((report) => name in report.metrics).map((report) => [report.step, report.metrics[name]]), unit]);
+  const drawn = REPORTED.map(([title, name, unit]) => [title, points(figures, name), unit]);
   drawn.push([LOST[0], steps.map((step) => [step.number, step.lost_s]), LOST[2]]);
-  const made = drawn.filter(([, points]) => points.length).map(([title, points, unit]) => curve(title, [{ name: title, points }], unit));
+  const made = drawn.filter(([, drawn]) => drawn.length).map(([title, drawn, unit]) => curve(title, [{ name: title, points: drawn }], unit));
   const checked = figures.findLast((report) => Object.keys(report.logprob_gaps || {}).length);
   if (checked) made.push(bars(`Log-prob gap in nats, tokens of step ${checked.step}`, counts(Object.values(checked.logprob_gaps))));
   if (made.length) place(find("curves"), made);

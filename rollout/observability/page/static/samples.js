@@ -15,7 +15,7 @@ function row(sample) {
 export function renderSamples(samples) {
   find("samples").hidden = !samples.length;
   if (!samples.length) return;
-  const select = find("samples-step"), steps = samples.map((one) => String(one.step));
+  const select = find("samples-step"), steps = [...new Set(samples.map((one) => String(one.step)))];
   const known = [...select.options].slice(1).map((option) => option.value);
   if (JSON.stringify(steps) !== JSON.stringify(known)) {
     const chosen = select.value;

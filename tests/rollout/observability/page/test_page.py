@@ -16,7 +16,7 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import GapSums
 from rollout.driver.stream.shown_samples import shown_samples
-from rollout.observability.page import page_host
+from rollout.observability import step_reports
 from rollout.observability.page.prometheus import METRICS
 from rollout.observability.timeline.analysis import steps
 from rollout.observability.timeline.span import Kind
@@ -117,7 +117,7 @@ def test_a_long_file_of_figures_becomes_the_old_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every client of the router can make it grow."""
-    monkeypatch.setattr(page_host, "_MAX_FILE_BYTES", 300)
+    monkeypatch.setattr(step_reports, "_MAX_FILE_BYTES", 300)
     for number in range(12):
         reported = {"step": 100 + number, "metrics": {"rollout/reward/mean": 0.5}}
         httpx.post(f"{deployment['policy'].url}/figures", json=reported).raise_for_status()

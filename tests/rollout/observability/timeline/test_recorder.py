@@ -8,7 +8,7 @@ import pytest
 from engines.protocol.errors import EngineRejected
 from rollout.core.fanout import fan_out
 from rollout.observability.timeline.recorder import Timeline, current_span, record_event
-from rollout.observability.timeline.span import Kind, Outcome, Span
+from rollout.observability.timeline.span import Cursor, Kind, Outcome, Span
 from rollout.observability.timeline.span_file import SpanFile, read_lines
 from tests.support.asking import asking
 
@@ -112,9 +112,30 @@ def test_a_cursor_returns_only_new_spans() -> None:
 
 def test_memory_is_bounded_and_an_old_cursor_gets_the_spans_that_remain() -> None:
     timeline = Timeline("policy", capacity=3)
-    for number in range(5):
+    timeline.event("tick", "0")
+    first = timeline.since().cursor
+    for number in range(1, 5):
         timeline.event("tick", str(number))
-    assert [span.said for span in timeline.since(1).spans] == ["2", "3", "4"]
+    assert [span.said for span in timeline.since(first).spans] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize("num_before", [1, 5, 30])
+def test_a_cursor_of_another_timeline_skips_no_span(num_before: int) -> None:
+    """A group in the place of a lost one records from its first span on."""
+    lost, group = Timeline("policy/main"), Timeline("policy/main")
+    for number in range(num_before):
+        lost.event("tick", str(number))
+    for number in range(5):
+        group.event("tick", str(number))
+    excerpt = group.since(lost.since().cursor)
+    assert [span.said for span in excerpt.spans] == ["0", "1", "2", "3", "4"]
+    assert group.since(excerpt.cursor).spans == ()
+
+
+@pytest.mark.parametrize("text", ["", "0", "7", "-", "a-b", "-1", "a-1" + "0" * 40, "a-\u0661"])
+def test_a_text_that_is_no_cursor_is_the_start(text: str) -> None:
+    assert Cursor.of_text(text).timeline == ""  # which no timeline has
+    assert Cursor.of_text(str(Cursor("a", 12))) == Cursor("a", 12)
 
 
 def test_values_can_be_added_to_the_current_span() -> None:
