@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ import uvicorn
 import uvloop
 
 from engines.http.uvicorn_server import HttpServer
+from engines.process.process_identity import identify
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
 from rollout.core.errors import ActorLost, PhaseTimeout, RolloutError
@@ -163,30 +165,36 @@ class RouterHost:
             metrics: of the step boundary that ends, for drivers; None keeps those of the last.
         """
 
-        def work() -> None:
-            self._gate.set_state(
-                GateState(state),
-                reason=reason,
-                phase=phase,
-                needs_push=needs_push,
-                weight_version=weight_version,
-                base_version=base_version,
-                adapters=adapters,
-            )
-            if metrics is not None:
-                self._proxy.step_metrics.of_server = metrics
+        why = {
+            "reason": reason,
+            "phase": phase,
+            "needs_push": needs_push,
+            "weight_version": weight_version,
+            "base_version": base_version,
+            "adapters": adapters,
+        }
+        await self._on_loop(lambda: self._set_gate(state, metrics, **why))
 
-        await self._on_loop(work)
+    def _set_gate(
+        self, state: GateState | str, metrics: Mapping[str, float] | None = None, **why: Any
+    ) -> None:
+        self._gate.set_state(GateState(state), **why)
+        if metrics is not None:
+            self._proxy.step_metrics.of_server = metrics
 
     async def begin_as(
         self, members: tuple[int, Sequence[Backend]] | None, state: str, why: Mapping[str, Any]
     ) -> None:
-        """Serve, with the members and the gate that the lost router had."""
+        """Serve, with the members, the gate and the metrics that the lost router had.
+
+        Args:
+            why: see ``set_gate``.
+        """
 
         async def begin() -> None:
             if members is not None:
                 self._gate.set_members(*members)
-            self._gate.set_state(GateState(state), **why)
+            self._set_gate(state, **why)
 
         await self._thread.call(begin())
         self.why_not_serving = ""  # an earlier call could be one that these are older than
@@ -196,10 +204,16 @@ class RouterHost:
         return await self._on_loop(lambda: self._gate.set_members(epoch, members))
 
     async def stats(self) -> dict[str, Any]:
-        """What ``GET /engines`` shows, and the figures that drivers have reported."""
+        """What ``GET /engines`` shows, the figures that drivers have reported, its process."""
         gate, proxy = self._gate, self._proxy
         return await self._on_loop(
-            lambda: {**gate.stats(), **proxy.stats(), "figures": proxy.step_metrics.last()}
+            lambda: {
+                **gate.stats(),
+                **proxy.stats(),
+                "figures": proxy.step_metrics.last(),
+                "server_metrics": proxy.step_metrics.of_server,
+                "process": identify(os.getpid()),
+            }
         )
 
     async def _on_loop(self, work: Callable[[], T]) -> T:

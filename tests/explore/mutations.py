@@ -30,6 +30,7 @@ from rollout.control.server import gate_control, phase_runner
 from rollout.control.server.gate_control import GateControl
 from rollout.control.server.group_registry import GroupRegistry
 from rollout.control.server.phase_runner import PhaseRunner
+from rollout.control.server.router_client import RouterClient
 from rollout.control.server.server import RolloutServer
 from rollout.core import fanout
 from rollout.core.types import StepReport
@@ -58,6 +59,17 @@ _LATE_BOOT: dict[str, Any] = {
     "recover": True,
     "settings": {"injections": (), "outcomes": ORDER_ONLY, "launch_outcomes": 3},
 }
+
+
+def _route_by_the_first_members(patch: pytest.MonkeyPatch) -> None:
+    set_members = RouterClient.set_members
+
+    async def set_first(self: RouterClient, epoch: int, members: list[Any]) -> None:
+        first = self._members
+        await set_members(self, epoch, members)
+        self._members = first or self._members
+
+    patch.setattr(RouterClient, "set_members", set_first)
 
 
 @dataclass(frozen=True)
@@ -670,6 +682,13 @@ MUTATIONS = (
         "I2: the gate opens",
         ("onload",),
         ("offload",),
+    ),
+    Mutation(
+        "route in the place of a lost router by what it had first",
+        _route_by_the_first_members,
+        "I6: .* is in routing",
+        ("remove shared-1", "offload"),
+        settings={"injections": ("crash router",), "outcomes": ORDER_ONLY},
     ),
     Mutation("forget to fence", _forget_to_fence, "I|goes on"),
     Mutation("release under requests", _release_under_requests, "requests run|barrier"),

@@ -152,6 +152,17 @@ def _recovering_cycle(protocol: str = "sglang") -> Callable[[Explorer], None]:
     )
 
 
+def _under_a_lost_router(deviations: int) -> Callable[[Explorer], None]:
+    return _command(
+        "offload",
+        "onload",
+        deviations=deviations,
+        groups={"shared": {"num_engines": 2}},
+        outcomes=ORDER_ONLY,
+        injections=("crash router", "request", "cancel", "kill shared-0", "remove shared-1"),
+    )
+
+
 _RAISE = {"on_failure": "raise"}
 # So long that garbage, which differs in each run, does not have the weights' log-probs by chance.
 BY_CANARY = {"verify_by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
@@ -568,6 +579,17 @@ DEFAULT: tuple[Plan, ...] = (
         ),
     ),
     Plan(
+        "a router is lost in a command",
+        "the loss of the router at any time of each command of a step, also while its server calls "
+        "it: any 1; another one begins with what the server knows",
+        _all_die({"shared": {"num_engines": 2}}, _crash("router"), 1),
+    ),
+    Plan(
+        "a router is lost under requests",
+        "the loss of the router, a request, cancel, a death and an engine that leaves: any 1",
+        _under_a_lost_router(1),
+    ),
+    Plan(
         "a group of vLLM dies, or all",
         "a death of one group, or of all, at any time of each command of a step: any 1",
         _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1, protocol="vllm"),
@@ -703,6 +725,21 @@ DEEP: tuple[Plan, ...] = (
         _all_die(
             {"shared": {"num_engines": 2}},
             _crash("server", "cancel", "kill shared-0"),
+            2,
+            has_journal=True,
+        ),
+    ),
+    Plan(
+        "a router is lost under requests",
+        "the loss of the router, a request, cancel, a death and an engine that leaves: any 2",
+        _under_a_lost_router(2),
+    ),
+    Plan(
+        "a server and its router are lost in a command",
+        "the loss of a server, of its router, and of those in their place: any 2 in each command",
+        _all_die(
+            {"shared": {"num_engines": 2}},
+            _crash("server", "crash router"),
             2,
             has_journal=True,
         ),

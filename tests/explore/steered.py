@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -226,17 +227,67 @@ class SteeredProcess(FakeRunningEngine):
 
 
 class SteeredRouter:
-    """The real gate behind calls that may get lost."""
+    """The real gate behind calls that may get lost, and in a process that may be.
+
+    Attributes:
+        num_lost: processes of it that were lost.
+        is_away: the last one was, and another does not serve so far.
+        is_stopped: none serves any more.
+    """
 
     def __init__(self) -> None:
-        self.gate = Gate(clock=_no_clock, on_failure=_pass_over, on_idle=self._idle)
+        self.gate = self._make_gate()
         self.world: World | None = None
         self.on_idle: asyncio.Future[None] | None = None
+        self.num_lost = 0
+        self.is_away = self.is_stopped = False
+
+    def _make_gate(self) -> Gate:
+        return Gate(clock=_no_clock, on_failure=_pass_over, on_idle=self._idle)
+
+    def lose(self) -> None:
+        """Members, gate and requests were in its memory."""
+        self.gate = self._make_gate()
+        self.num_lost += 1
+        self.is_away = True
+        if self.on_idle is not None and not self.on_idle.done():
+            self.on_idle.set_exception(self._lost())
+
+    async def begin(self, server: Callable[[], RolloutServer]) -> None:
+        """What another process of it does, until it serves or is lost, too."""
+        assert self.world is not None
+        num_lost, port = self.num_lost, 0
+        while not port:
+            await self.world.happens("router", "asks its server", 1)
+            if self.num_lost != num_lost or self.is_stopped:
+                return
+            port, members, state, why = await server().router_serves()
+            if not port:  # its server is not where this one is known
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.get_running_loop().create_future(), 0.1)
+        await self.world.happens("router", "begins", 1)
+        if self.num_lost != num_lost or self.is_stopped:
+            return
+        if members is not None:
+            # What a server that is lost now had given serves on, as in a router that outlives it.
+            if server()._lock.opened.is_set():
+                self.world.check_may_route(members[1])
+            self.gate.set_members(*members)
+        self._set_gate(state, dict(why))
+        self.is_away = False
+
+    def _lost(self) -> ActorLost:
+        return ActorLost("the router is lost", actor="router")
+
+    def _check_serves(self) -> None:
+        if self.is_away:
+            raise self._lost()
 
     async def start(self) -> Endpoint:
         return Endpoint("127.0.0.1", 1)
 
     async def stop(self, budget_s: float) -> None:
+        self.is_stopped = True
         self.gate.set_state(GateState.CLOSED, reason="stopped")
 
     async def set_gate(self, state: str, **why: Any) -> None:
@@ -256,6 +307,7 @@ class SteeredRouter:
 
     async def drained(self, timeout_s: float, engine_id: str = "") -> None:
         """Wait for the requests that are in flight, as the real one does."""
+        self._check_serves()
         gate, loop = self.gate, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
@@ -278,12 +330,16 @@ class SteeredRouter:
         return []
 
     async def stats(self) -> dict[str, Any]:
-        return self.gate.stats()
+        self._check_serves()
+        return self.gate.stats() | {"server_metrics": {}}
 
     async def _ask(self, what: str, act: Callable[[], Any]) -> None:
-        outcome = 0
+        self._check_serves()
+        outcome, num_lost = 0, self.num_lost
         if self.world is not None:
             outcome = await self.world.happens("router", what, self.world.settings.router_outcomes)
+        if self.num_lost != num_lost:
+            raise self._lost()
         if outcome != 1:
             act()
         if outcome:
@@ -517,13 +573,16 @@ class Parts:
 
 
 class Successors:
-    """Makes a group in the place of a lost one."""
+    """Makes a group, or a router, in the place of a lost one."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     async def make_group(self, name: str, lost: LostState) -> Successor:
         return self.make(name, lost)
+
+    def end_router(self, process: ProcessIdentity) -> None:
+        """No call of the router hangs here for good."""
 
     def make(self, name: str, lost: LostState) -> Successor:
         parts, old = self._parts, self._parts.groups[name]

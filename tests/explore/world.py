@@ -54,6 +54,7 @@ class World(Invariants):
         self._left = list(settings.injections)
         self._late: list[Pending] = []
         self._clients: dict[str, int] = {}
+        self._requests: list[asyncio.Task[None]] = []
         self._main: asyncio.Task[None] | None = None
         self._server_process: ExploredProcess | None = None
 
@@ -329,7 +330,11 @@ class World(Invariants):
                 work.close()
 
     def _crash(self, which: str) -> None:
-        """A group, or the server with its groups, is lost in the middle of all that it does."""
+        """A group, the server with its groups, or the router, is lost in the middle of all that it
+        does."""
+        if which == "router":
+            self._lose_router()
+            return
         parts, is_server = self.parts, which == "server"
         names = list(parts.ports) if is_server else [which]
         lost = [parts.ports[name].process for name in names]
@@ -355,6 +360,18 @@ class World(Invariants):
                 return
             parts.continue_server(record.newest)._lock.opened.clear()
             self._begin("takeover", "other takeover")
+
+    def _lose_router(self) -> None:
+        """Its clients lose their connections, and its server the calls that are under way."""
+        parts, router = self.parts, self.parts.router
+        router.lose()
+        for call in [one for one in self._pending if one.owner == "router"]:
+            self._pending.remove(call)
+            if not call.future.done():
+                call.future.set_result(0)
+        for request in self._requests:
+            request.cancel()
+        self._loop.create_task(router.begin(lambda: parts.server))
 
     async def _take_over(self) -> None:
         """What ``RolloutServerActor`` does when Ray has started it again."""
@@ -418,9 +435,17 @@ class World(Invariants):
 
     def _request(self, rid: str) -> None:
         self._clients[rid] = 0
-        self._loop.create_task(self._client(rid))
+        self._requests.append(self._loop.create_task(self._client(rid)))
 
     async def _client(self, rid: str) -> None:
+        try:
+            await self._send(rid)
+        except asyncio.CancelledError:
+            self.trace.append((rid, "its connection is lost"))
+        finally:
+            self._clients[rid] += 1
+
+    async def _send(self, rid: str) -> None:
         gate = self.parts.router.gate
         excluded_engine = ""
         for _ in range(2):
@@ -446,7 +471,6 @@ class World(Invariants):
                 excluded_engine = member.engine_id
             finally:
                 gate.leave(decision)
-        self._clients[rid] += 1
 
     # -- between runs
 

@@ -206,7 +206,7 @@ class RecordingRouter:
             raise PhaseTimeout(f"router not drained within {timeout_s:g} s: {self.late}")
 
     async def stats(self) -> dict[str, Any]:
-        return {}
+        return {"epoch": self.epochs[-1] if self.epochs else 0, "server_metrics": self.metrics}
 
     async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
         with suppress(TimeoutError):

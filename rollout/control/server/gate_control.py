@@ -31,6 +31,9 @@ from rollout.rules.lifecycle import why_none_serves, why_unfit
 from rollout.rules.routing import DEFAULT_BOOTSTRAP_PORT, Backend, BackendState
 from rollout.weights.push.push_version import LastPush
 
+RESTARTS = "server/restarts"
+"""The metric of how often engines were started again."""
+
 Out = Mapping[str, tuple[Liveness, str]]
 """Engines without requests, also if their group reports them as serving, and why."""
 
@@ -143,15 +146,16 @@ class GateControl:
         self._timeline.event("gate", f"open at weight version {weight_version}")
 
     def _metrics_of_step(self) -> dict[str, float]:
-        """Of the step boundary that ends now; empty times at the start."""
+        """Of the step boundary that ends now, or of the last one; empty times at the start."""
         excerpt = self._timeline.since(self._cursor)
-        metrics = {"server/restarts": float(self._recovery.tracker.num_restarts)}
         self.paused_s = 0.0
+        # In the place of a lost server there has been none so far: the router has those of before.
+        metrics = dict(self._router.metrics) if self._cursor == START else {}
         if ended := steps(excerpt.spans):
             self._cursor = excerpt.cursor
-            metrics |= step_metrics(ended[-1])
+            metrics = step_metrics(ended[-1])
             self.paused_s = ended[-1].paused_s
-        return metrics
+        return metrics | {RESTARTS: float(self._recovery.tracker.num_restarts)}
 
     async def shut(
         self, state: str, reason: str, phase: str, *, needs_push: int | None = None

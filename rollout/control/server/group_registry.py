@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from engines.protocol import ProcessIdentity
 from engines.protocol.plain_text import describe
 from rollout.config import GroupConfig, ServerConfig
 from rollout.control.group.engine_recovery import LostState
@@ -33,10 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class ActorFactory(Protocol):
-    """Creates a new actor for a group whose actor is lost."""
+    """Replaces the actors of a server."""
 
     def make_group(self, name: str, lost: LostState) -> Awaitable[ServerGroup]:
         """A group in the place of a lost one; see ``ServerGroup.take_over``."""
+        ...
+
+    def end_router(self, process: ProcessIdentity) -> None:
+        """Kill this process of the router, if it lives; another one starts in its place."""
         ...
 
 

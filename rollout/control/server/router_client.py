@@ -2,20 +2,21 @@
 
 Always true:
 - a call without a reply in time raises an error that names the router;
-- a router that serves again begins with the last gate and members, or with a gate that is shut
-  where a call is under way that shuts it;
+- a router that serves again begins with the last gate, members and metrics, or with a gate that is
+  shut where a call is under way that shuts it;
 - a call that a router may have lost is repeated: the same call twice has the effect of one;
-- one call runs at a time, so that a late call cannot overtake a newer one.
+- one call runs at a time, so that a late call cannot overtake a newer one;
+- a router that hangs is ended while somebody waits for its ``failures``, and another one starts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from engines.protocol import Endpoint
+from engines.protocol import Endpoint, ProcessIdentity
 from rollout.core.errors import ActorLost, PhaseTimeout
 from rollout.router.host import RouterHost
 from rollout.rules.routing import Backend
@@ -33,6 +34,7 @@ _OF_WEIGHTS = ("weight_version", "base_version", "adapters")
 
 T = TypeVar("T")
 Members = tuple[int, list[Backend]]
+End = Callable[[ProcessIdentity], None]
 
 
 class RouterClient:
@@ -40,15 +42,18 @@ class RouterClient:
 
     Args:
         router: in this process, or an actor that Ray starts again.
+        end: kills the process of that actor; None where the router is a thread of this process.
+
+    Attributes:
+        metrics: what the router was given last for drivers.
     """
 
-    def __init__(
-        self,
-        server: str,
-        router: RouterHost,
-    ) -> None:
+    def __init__(self, server: str, router: RouterHost, end: End | None = None) -> None:
         self._name = f"router of server {server}"
         self._router = router
+        self._end = end
+        self._process: ProcessIdentity | None = None
+        self.metrics: Mapping[str, float] = {}
         self._endpoint: Endpoint | None = None
         self._gate: tuple[str, dict[str, Any]] = ("closed", {})
         self._weights: dict[str, Any] = {}
@@ -69,6 +74,7 @@ class RouterClient:
         """Use the router that outlived a lost server; returns the epoch of its members."""
         self._endpoint = endpoint
         stats = await self._call("stats", lambda router: router.stats(), _START_TIMEOUT_S)
+        self.metrics = stats["server_metrics"]
         return int(stats["epoch"])
 
     def serves(self) -> tuple[int, Members | None, str, dict[str, Any]]:
@@ -76,10 +82,11 @@ class RouterClient:
 
         The port is 0 as long as this client knows none.
         """
+        self._process = None
         logger.warning("%s was lost; another process begins to serve at %s", self._name, self.url)
         state, why = self._gate
         port = self._endpoint.port if self._endpoint else 0
-        return port, self._members, state, why | self._weights
+        return port, self._members, state, {**why, **self._weights, "metrics": self.metrics}
 
     async def stop(self, budget_s: float) -> None:
         self._endpoint = None
@@ -92,6 +99,7 @@ class RouterClient:
                 self._gate = gate
             await self._call("set_gate", lambda router: router.set_gate(state, **why))
             self._gate = gate
+            self.metrics = why.get("metrics", self.metrics)
             self._weights |= {name: why[name] for name in _OF_WEIGHTS if name in why}
 
     async def set_members(self, epoch: int, members: list[Backend]) -> None:
@@ -113,12 +121,40 @@ class RouterClient:
         )
 
     async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
-        return await self._call(
-            "failures", lambda router: router.failures(timeout_s), timeout_s + _MARGIN_S
-        )
+        if self._process is None:
+            await self.stats()
+        try:
+            return await self._call(
+                "failures", lambda router: router.failures(timeout_s), timeout_s + _MARGIN_S
+            )
+        except PhaseTimeout:
+            await self._end_if_it_hangs()
+            raise
+
+    async def _end_if_it_hangs(self) -> None:
+        """Kill a router that lives and does not answer; a lost one comes back by itself."""
+        hanging = self._process
+        if self._end is None or hanging is None:
+            return
+        try:
+            async with asyncio.timeout(_CALL_TIMEOUT_S) as limit:
+                await self._router.stats()
+        except ActorLost:
+            return
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            logger.error(
+                "%s at %s hangs: it has not answered two calls; it is killed, and another begins",
+                self._name,
+                self.url,
+            )
+            self._end(hanging)
 
     async def stats(self) -> dict[str, Any]:
-        return await self._call("stats", lambda router: router.stats())
+        stats = await self._call("stats", lambda router: router.stats())
+        self._process = stats.get("process")
+        return stats
 
     async def _call(
         self,

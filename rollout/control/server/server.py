@@ -28,7 +28,7 @@ from rollout.control.recovery.health_tracker import recovery_terms
 from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.adapter_versions import AdapterVersions
 from rollout.control.server.elastic import ElasticSlots
-from rollout.control.server.gate_control import GateControl
+from rollout.control.server.gate_control import RESTARTS, GateControl
 from rollout.control.server.group_registry import ActorFactory, GroupRegistry
 from rollout.control.server.journal import JournalRecord, ServerJournal
 from rollout.control.server.phase_runner import PhaseRunner
@@ -124,7 +124,8 @@ class RolloutServer:
         self._config = config
         self._store = store
         self._actor_factory = actor_factory
-        client = self._router = RouterClient(name, router)
+        end_router = actor_factory.end_router if actor_factory is not None else None
+        client = self._router = RouterClient(name, router, end_router)
         self._lock = CommandLock(lock_timeout_s(config.lifecycle))
         registry = self._registry = GroupRegistry(name, config, groups)
         terms = {group: recovery_terms(config, group) for group in registry.groups}
@@ -220,6 +221,8 @@ class RolloutServer:
 
     async def _rejoin_router(self, url: str) -> None:
         self._gate.epoch = await self._router.rejoin(Endpoint.of_url(url))
+        num_restarts = self._router.metrics.get(RESTARTS, 0.0)
+        self._recovery.tracker.num_restarts = int(num_restarts)  # of all engines, as before
 
     async def _start_parts(
         self, router: Awaitable[object], lost: JournalRecord | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _BIND_WITHIN_S = 5.0
 _BIND_AGAIN_S = 0.005
 _ASK_AGAIN_S = 0.1
+_ANSWER_S = 15.0
 
 
 def was_restarted() -> bool:
@@ -68,17 +70,28 @@ class RouterActor(RouterHost):
         asyncio.run(self._serve_again())
 
     async def _serve_again(self) -> None:
-        namespace, name = self._server
-        server: Any = await asyncio.to_thread(ray.get_actor, name, namespace=namespace)
-        call = server.router_serves.options(max_task_retries=-1)
-        port, *begun = await call.remote()
-        while not port:  # a server that was lost, too, has not found its router so far
-            await asyncio.sleep(_ASK_AGAIN_S)
-            port, *begun = await call.remote()
+        port, *begun = await self._ask_server()
         self._config = self._config.model_copy(update={"port": port})
         endpoint = await self._start_soon()
         await self.begin_as(*begun)
         logger.warning("the router serves at %s again", endpoint.url)
+
+    async def _ask_server(self) -> Sequence[Any]:
+        """Its ``router_serves``, however long it needs: without it no request may be let in."""
+        namespace, name = self._server
+        server: Any = await asyncio.to_thread(ray.get_actor, name, namespace=namespace)
+        call = server.router_serves.options(max_task_retries=-1)
+        while True:
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    answer: Sequence[Any] = await call.remote()
+            except TimeoutError:
+                logger.warning("%s: server %s has not answered", self.why_not_serving, name)
+                continue
+            if answer[0]:
+                return answer
+            # A server that was lost, too, has not found its router so far.
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _start_soon(self) -> Endpoint:
         clock = asyncio.get_running_loop().time

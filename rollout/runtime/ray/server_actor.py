@@ -9,13 +9,16 @@ lost actor is killed before another replaces it.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import ray
-from engines.protocol import Endpoint
+from engines.process.process_identity import is_running
+from engines.protocol import Endpoint, ProcessIdentity
 
 from rollout.config import ServerConfig
 from rollout.config.run_dir import RunFolder
@@ -90,6 +93,14 @@ class ServerActors:
             settings, slots, self._parts.placement, lost
         )
         return self.groups()[name]
+
+    def end_router(self, process: ProcessIdentity) -> None:
+        """Kill this process of the router, if it lives; Ray starts another.
+
+        Both are on one node.  ``ray.kill`` does not end a process that has stopped.
+        """
+        if is_running(process):
+            os.kill(process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill all actors, after their server has stopped."""

@@ -1,10 +1,12 @@
 """The client of a router: late replies are named, a lost router is replaced and gets the state."""
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
 
+from engines.process.process_identity import identify
 from engines.protocol import Endpoint
 from rollout.control.server.router_client import RouterClient
 from rollout.core.errors import ActorLost, PhaseTimeout
@@ -13,6 +15,7 @@ from tests.support.builders import RecordingRouter
 from tests.support.virtual_time import pass_time, virtual_time
 
 PORT = Endpoint("127.0.0.1", 30000)
+HERE = identify(os.getpid())
 MEMBERS = [Backend("main-0", Endpoint("127.0.0.1", 20000))]
 
 
@@ -52,6 +55,23 @@ class Silent(RecordingRouter):
         return {}
 
 
+class Slow(LostRouter):
+    """Never has a failure to report; from a moment on it answers nothing."""
+
+    is_silent_from_s = float("inf")
+
+    async def failures(self, timeout_s: float) -> list[tuple[str, str]]:
+        self._check()
+        await asyncio.Event().wait()
+        return []
+
+    async def stats(self) -> dict[str, Any]:
+        self._check()
+        if asyncio.get_running_loop().time() > self.is_silent_from_s:
+            await asyncio.Event().wait()
+        return await super().stats() | {"process": HERE}
+
+
 def lost() -> ActorLost:
     return ActorLost("actor policy/router: unavailable", actor="policy/router")
 
@@ -63,6 +83,7 @@ def begin_again(client: RouterClient, router: LostRouter) -> None:
     if members is not None:
         router.epochs.append(members[0])
         router.members = members[1]
+    router.metrics = why.pop("metrics")
     router.gates.append({"state": state, **why})
     router.error = None
 
@@ -130,13 +151,15 @@ async def test_a_gate_that_was_to_open_opens_at_a_router_that_was_lost_only_then
 
 
 @virtual_time
-async def test_a_router_that_was_lost_knows_the_adapters_too() -> None:
+async def test_a_router_that_was_lost_knows_the_adapters_and_the_metrics_too() -> None:
     link, router = await linked()
     weights = {"weight_version": 4, "base_version": 1, "adapters": {"": "policy@4"}}
     await link.set_gate("open", metrics={"seconds": 1.0}, **weights)
     await link.set_gate("holding", reason="paused")
+    router.metrics = {}
     begin_again(link, router)
     assert router.gates[-1] == {"state": "holding", "reason": "paused", **weights}
+    assert router.metrics == {"seconds": 1.0}  # and what drivers read of the last step boundary
 
 
 @virtual_time
@@ -174,3 +197,42 @@ async def test_a_router_that_was_ended_is_an_error_at_once() -> None:
     router.error = ActorLost("actor policy/router: died", actor="policy/router", is_dead=True)
     with pytest.raises(ActorLost, match="died"):
         await link.set_gate("open")
+
+
+@virtual_time
+async def test_a_router_that_hangs_is_ended_within_a_minute_of_its_last_answer() -> None:
+    ended: list[tuple[Any, float]] = []
+    loop, router = asyncio.get_running_loop(), Slow()
+    link = RouterClient("policy", router, lambda process: ended.append((process, loop.time())))
+    await link.start()
+    router.is_silent_from_s = 1.0
+    began = loop.time()
+    with pytest.raises(PhaseTimeout, match="did not answer failures within 45 s"):
+        await link.failures(30.0)
+    ((process, at_s),) = ended
+    assert process == HERE
+    assert at_s - began == pytest.approx(60.0)
+
+
+@virtual_time
+async def test_a_router_that_was_lost_or_is_slow_for_once_is_not_ended() -> None:
+    ended: list[Any] = []
+    for error in (None, lost()):
+        router = Slow()
+        link = RouterClient("policy", router, ended.append)
+        await link.start()
+        await link.stats()
+        router.error = error
+        with pytest.raises(PhaseTimeout):
+            await link.failures(30.0)
+    assert ended == []
+
+
+@virtual_time
+async def test_a_server_in_the_place_of_a_lost_one_knows_what_drivers_were_given() -> None:
+    _, router = await linked()
+    router.metrics = {"server/lost_s": 2.0}
+    link = RouterClient("policy", router)
+    assert await link.rejoin(PORT) == 0
+    *_, why = link.serves()
+    assert why["metrics"] == {"server/lost_s": 2.0}

@@ -223,6 +223,21 @@ async def test_an_opened_gate_has_the_metrics_of_the_boundary_for_drivers(tmp_pa
     assert bench.router.metrics["server/trainer_s"] == 0.0
 
 
+async def test_a_server_in_the_place_of_a_lost_one_keeps_the_metrics_until_its_first_step(
+    tmp_path: Path,
+) -> None:
+    bench = await started_server(tmp_path)
+    gate, last = bench.server._gate, bench.server._phase_runner._last_push
+    # As ``rejoin`` reads them.
+    bench.server._router.metrics = {"server/lost_s": 2.0, "server/restarts": 9.0}
+    await gate.open(last, {})
+    assert bench.router.metrics["server/lost_s"] == 2.0
+    assert bench.router.metrics["server/restarts"] == 0.0  # which the tracker of this one counts
+    await bench.server.offload()
+    await bench.server.push(push(1))
+    assert bench.router.metrics["server/lost_s"] != 2.0
+
+
 # -- the gate -----------------------------------------------------------------------------------
 
 

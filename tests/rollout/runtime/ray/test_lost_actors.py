@@ -1,5 +1,7 @@
 """A group's actor or the router's is lost: another takes its place, over the stub and over Ray."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 import rollout
@@ -242,12 +245,15 @@ def test_a_lost_router_is_replaced_on_its_port_and_told_what_the_last_one_knew(
 ) -> None:
     url = policy.url
     version = window(policy)
+    metrics = httpx.get(url + "/engines", trust_env=False).json()["server_metrics"]
+    assert metrics["server/weight_version"] == version
     kill_listener(url)
     killed_s = time.monotonic()
     assert wait_until(lambda: generate(url) == 200, TIMEOUT_S)
     print(f"a router serves {time.monotonic() - killed_s:.3f} s after the last one was killed")
     state = httpx.get(url + "/engines", trust_env=False).json()
     assert (state["gate"]["state"], state["gate"]["weight_version"]) == ("open", version), state
+    assert state["server_metrics"] == metrics
     assert policy.status().result(TIMEOUT_S).router_url == url
     assert window(policy) == version + 1
     assert generate(url) == 200
@@ -310,3 +316,47 @@ def test_requests_of_a_driver_and_of_a_handle_outlive_a_lost_router(
         assert not driver.rollout(1, data, **batch).result(TIMEOUT_S)
         stream = driver._inner.stream_of(data)
         assert stream.auditor.findings(stream.pending) == []
+
+
+over_ray_for_minutes = pytest.mark.parametrize(
+    "world",
+    [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.chaos])],
+    indirect=True,
+)
+
+
+@pytest.mark.timeout(240)
+@over_ray_for_minutes
+def test_a_router_that_hangs_is_ended_and_another_serves(world: Any, policy: ServerHandle) -> None:
+    """``pytest -m chaos -k hangs tests/rollout/runtime/ray/test_lost_actors.py``"""
+    url = policy.url
+    version = window(policy)
+    (pid,) = world.pids("RouterActor")
+    os.kill(pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    assert wait_until(lambda: not psutil.pid_exists(pid), 90.0)
+    assert wait_until(lambda: generate(url) == 200, TIMEOUT_S)
+    print(f"a router serves {time.monotonic() - stopped_s:.0f} s after the last one hung")
+    assert window(policy) == version + 1
+
+
+@pytest.mark.timeout(240)
+@over_ray_for_minutes
+def test_requests_go_on_while_a_server_hangs_and_its_calls_are_late_by_name(
+    world: Any, policy: ServerHandle
+) -> None:
+    url = policy.url
+    version = window(policy)
+    (pid,) = world.pids("RolloutServerActor")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert generate(url) == 200
+        offloading = policy.offload()
+        with pytest.raises(TimeoutError, match="no answer within 3 s"):
+            offloading.result(3.0)
+        assert generate(url) == 200
+    finally:
+        os.kill(pid, signal.SIGKILL)  # as its user does: Ray starts another, which continues
+    offloading.result(TIMEOUT_S)  # repeated there
+    assert policy.push(push(version + 1)).result(TIMEOUT_S).weight_version == version + 1
+    assert generate(url) == 200
