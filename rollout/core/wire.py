@@ -8,6 +8,7 @@
 Always true: the token is never sent; each side shows that it knows the token before the other
 reads a message from it; another version of the library is refused in words.  Strangers can make a
 listener keep ``MAX_STRANGERS`` connections, each with ``_MAX_GREETING`` bytes, for ``GREETING_S``.
+They shut none out: a caller beyond has the place of the one that has been a stranger for longest.
 A head comes within the connection's timeout, and so does each piece of a body.  ``end``, in another
 thread, ends every wait.  Nothing received is executed.
 """
@@ -276,6 +277,8 @@ class Listener:
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._lock = threading.Lock()
         self._served: dict[threading.Thread, Connection] = {}
+        # Those that have not shown the token so far, the oldest first.
+        self._unproved: dict[threading.Thread, Connection] = {}
         self._is_closed = threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
@@ -312,16 +315,20 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
-            self._strangers.acquire()
             try:
                 accepted, _ = self._socket.accept()
                 connection = Connection(accepted, GREETING_S)
             except OSError as error:
-                self._strangers.release()
                 if self._is_closed.wait(_RETRY_S):
                     return
                 logger.warning("%s: a caller was not accepted: %s", self._name, describe(error))
                 continue
+            if not self._strangers.acquire(blocking=False):
+                with self._lock:
+                    oldest = next(iter(self._unproved.values()), None)
+                    if oldest is not None:
+                        oldest.end()
+                self._strangers.acquire()
             with self._lock:
                 if self._is_closed.is_set():
                     connection.close()
@@ -337,13 +344,16 @@ class Listener:
             connection.close()
             self._strangers.release()
         else:
-            self._served[thread] = connection  # it waits for the lock before it forgets this
+            # It waits for the lock before it forgets these.
+            self._served[thread] = self._unproved[thread] = connection
 
     def _run(self, connection: Connection) -> None:
         try:
             try:
                 connection._greet_caller(self._token)
             finally:
+                with self._lock:
+                    del self._unproved[threading.current_thread()]
                 self._strangers.release()
             connection.timeout_s = self._timeout_s
             self._serve(connection)

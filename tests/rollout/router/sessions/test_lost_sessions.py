@@ -37,3 +37,32 @@ async def test_a_chat_that_has_begun_is_no_first_turn_behind_a_lost_router(
     assert status == 410
     assert (await chat(bench, FIRST, "other")).status == 200
     assert (await chat(bench, LATER, "other")).status == 200
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["lost", "closed"])
+async def test_no_turn_goes_on_with_a_session_of_a_lost_router(
+    make_bench: MakeBench, tmp_path: Path, is_closed: bool
+) -> None:
+    """A first turn has nothing in front of it: it is a new session, also under an id of before."""
+    model = write_chat_model(tmp_path)
+    config = router_config(tokenizer_path=str(model))
+    speaks = speaking(model, lambda text: "an answer")
+    before = await make_bench(speaks, config=config)
+    assert (await chat(before, FIRST)).status == 200
+    if is_closed:
+        async with before.client.delete("/sessions/s") as deleted:
+            assert deleted.status == 200
+        refused = await chat(before, LATER)
+        assert (refused.status, refused.json["error"]["type"]) == (410, "session_closed")
+        refused = await chat(before, FIRST)
+        assert (refused.status, refused.json["error"]["type"]) == (410, "session_closed")
+    again = await make_bench(speaks, config=config, is_successor=True)
+    refused = await chat(again, LATER)
+    assert (refused.status, refused.json["error"]["type"]) == (410, "session_lost")
+    async with again.client.get("/sessions/s") as asked:
+        assert asked.status == 410
+    async with again.client.delete("/sessions/s") as deleted:
+        assert deleted.status in (404, 410)
+    assert (await chat(again, FIRST)).status == 200
+    async with again.client.get("/sessions/s") as asked:
+        assert len((await asked.json())["turns"]) == 1
