@@ -71,11 +71,16 @@ class RouterClient:
         return self._endpoint
 
     async def rejoin(self, endpoint: Endpoint) -> int:
-        """Use the router that outlived a lost server; returns the epoch of its members."""
+        """Use the router that outlived a lost server.
+
+        Returns:
+            The epoch of its last members, also of a list that the lost server had sent and that
+            the router has not got so far: one is sent at a time.
+        """
         self._endpoint = endpoint
         stats = await self._call("stats", lambda router: router.stats(), _START_TIMEOUT_S)
         self.metrics = stats["server_metrics"]
-        return int(stats["epoch"])
+        return int(stats["epoch"]) + 1
 
     def serves(self) -> tuple[int, Members | None, str, dict[str, Any]]:
         """The router was lost and begins again: at which port, and see ``RouterHost.begin_as``.

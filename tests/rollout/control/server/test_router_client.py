@@ -10,6 +10,7 @@ from engines.process.process_identity import identify
 from engines.protocol import Endpoint
 from rollout.control.server.router_client import RouterClient
 from rollout.core.errors import ActorLost, PhaseTimeout
+from rollout.router.gate.gate import Gate
 from rollout.rules.routing import Backend
 from tests.support.builders import RecordingRouter
 from tests.support.virtual_time import pass_time, virtual_time
@@ -233,6 +234,21 @@ async def test_a_server_in_the_place_of_a_lost_one_knows_what_drivers_were_given
     _, router = await linked()
     router.metrics = {"server/lost_s": 2.0}
     link = RouterClient("policy", router)
-    assert await link.rejoin(PORT) == 0
+    await link.rejoin(PORT)
     *_, why = link.serves()
     assert why["metrics"] == {"server/lost_s": 2.0}
+
+
+@virtual_time
+async def test_members_that_a_lost_server_had_sent_are_older_than_those_of_its_successor() -> None:
+    """However late they come: the router takes the greatest number that it has seen."""
+    _, router = await linked()
+    router.epochs = [7]
+    of_successor = await RouterClient("policy", router).rejoin(PORT) + 1
+    for first, second in ((8, of_successor), (of_successor, 8)):
+        gate = Gate(on_failure=lambda failure: None)
+        gate.set_members(7, MEMBERS)
+        for epoch in (first, second):
+            gate.set_members(epoch, MEMBERS if epoch == 8 else [])
+        assert gate.members.epoch == of_successor
+        assert not list(gate.members)
