@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from engines.http.reply_check import check_generate
 from engines.protocol import (
     FinishReason,
     GenerateReply,
@@ -104,6 +105,19 @@ def read_generate(answer: Any) -> GenerateReply:
         num_failovers=meta.get("num_failovers", 0),
         logprob_kind=read_kind(meta.get("logprob_kind")),
     )
+
+
+def read_checked(answer: Any, *, wants_logprobs: bool = False) -> GenerateReply:
+    """``read_generate`` of a reply that samples are made of.
+
+    Args:
+        wants_logprobs: were requested.
+
+    Raises:
+        UnusableReply: its tokens cannot be used.
+    """
+    check_generate(answer, wants_logprobs=wants_logprobs)
+    return read_generate(answer)
 
 
 def _logprobs(entries: Sequence[Any]) -> tuple[float, ...]:

@@ -46,6 +46,7 @@ class Backend:
         kind: as in ``engines.kinds``.
         needs_names: it gets only requests that name their weight version to its prefix cache.
         logprobs: at which step of sampling it takes its log-probs.
+        vocabulary: tokens of its model; 0 if they are not known.
         access: what calls to it carry.  The control key is for aborts, which SGLang takes with that
             alone.
         bootstrap_port: port at which decode engines reach it, if it is a prefill engine.
@@ -61,6 +62,7 @@ class Backend:
     kind: str = "sglang"
     needs_names: bool = False
     logprobs: LogprobRule = BEFORE_CUTS
+    vocabulary: int = 0
     access: EngineAccess = NO_ACCESS
 
     @property

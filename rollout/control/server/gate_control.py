@@ -29,6 +29,7 @@ from rollout.observability.timeline.span import START
 from rollout.rules.health import Liveness
 from rollout.rules.lifecycle import why_none_serves, why_unfit
 from rollout.rules.routing import DEFAULT_BOOTSTRAP_PORT, Backend, BackendState
+from rollout.weights.format.checkpoint_config import read_checkpoint_config, vocabulary_of
 from rollout.weights.push.push_version import LastPush
 
 RESTARTS = "server/restarts"
@@ -78,6 +79,7 @@ class GateControl:
         self._recovery = recovery
         self._config = config
         self._timeline = timeline
+        self._vocabulary = vocabulary_of(read_checkpoint_config(config.model_path))
         self._publishing = asyncio.Lock()
         self.epoch = 0
         self._cursor = START
@@ -194,6 +196,7 @@ class GateControl:
                     self._member(status.worker_type, engine, out, version),
                     may_return=may_return(engine, returning, version),
                     kind=status.kind,
+                    vocabulary=self._vocabulary,
                 )
                 for status in statuses.values()
                 for engine in status.engines

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -21,7 +20,8 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from engines.http.sglang_json import DONE, read_generate, sse_payloads
+from engines.http.reply_check import UnusableReply
+from engines.http.sglang_json import DONE, read_checked, sse_payloads
 from engines.kinds import kind_of
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol import GenerateReply, Loads
@@ -344,19 +344,20 @@ async def reconnecting(work: Callable[[], Awaitable[T]]) -> T:
 
 
 def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateReply:
+    engine_id = response.headers.get("x-engine-id", "")
     try:
         answer = read_json(content)
         if "error" in answer:
             raise GenerationError(str(answer["error"])[:500])
         if "output_ids" not in answer:
             raise KeyError("output_ids")
-        reply = read_generate(answer)
+        reply = read_checked(answer, wants_logprobs=True)
+    except UnusableReply as error:
+        where = engine_id or f"at {response.url.origin()}"
+        message = f"engine {where} sent an unusable reply: {error}"
+        raise GenerationError(message, kind=FailureKind.LOST) from None
     except WRONG_FORM as error:
         raise GenerationError(f"unusable reply: {value_text(error, 300)}") from None
-    engine_id = response.headers.get("x-engine-id", "")
-    if any(map(math.isnan, reply.output_logprobs or ())):
-        message = f"engine {engine_id} computed log-probs that are not numbers"
-        raise GenerationError(message, kind=FailureKind.LOST)
     if reply.logprob_kind is None and (kind := response.headers.get("x-logprob-kind")):
         reply = replace(reply, logprob_kind=read_kind(kind))
     # After a failover the header names only the last engine.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engines.http.reply_check import check_lengths
 from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.logprob_kind import joined
 from rollout.core.samples import EngineSpan, Sample, SampleStatus
@@ -49,8 +50,7 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
     if reason is None or reason.kind not in _STATUS:
         raise ValueError(f"finish reason {reason} is none of {', '.join(_STATUS)}")
     logprobs = reply.output_logprobs or ()
-    if len(logprobs) != len(reply.output_ids):
-        raise ValueError(f"{len(reply.output_ids)} output ids but {len(logprobs)} log-probs")
+    check_lengths(len(reply.output_ids), len(logprobs))
     begin = len(sample.output_ids)
     length = begin + len(reply.output_ids)
     check_budget(length, budget)

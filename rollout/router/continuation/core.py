@@ -22,10 +22,10 @@ import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from engines.http.reply_check import MOST_IDS
 from engines.plain_json import WRONG_FORM
 from engines.protocol import VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
-from engines.protocol.types import NO_NUMBER
 from rollout.rules.continuation import Part, check_budget, join_experts
 
 Payload = dict[str, Any]
@@ -36,20 +36,6 @@ UNUSABLE = WRONG_FORM
 _START: tuple[int, int, str | None] = (0, 0, None)
 # From so many ids before its first token SGLang begins to decode.
 _WINDOW = 5
-
-
-class NotFinite(ValueError):
-    """An engine has computed NaN."""
-
-
-def check_numbers(logprobs: Iterable[Any]) -> None:
-    """Check log-probs of tokens: for NaN SGLang has null, and vLLM a number.
-
-    Raises:
-        NotFinite: one is none.
-    """
-    if any(one is None or one == NO_NUMBER or one != one for one in logprobs):
-        raise NotFinite("it computed log-probs that are not numbers (null, or vLLM's -9999)")
 
 
 class Experts:
@@ -120,9 +106,11 @@ class Continuation:
         why_not: why no other engine can continue it, in one word; empty if one can.
 
     Attributes:
+        column: that has an entry for each token, if its client wants log-probs; else empty.
         is_streamed: its client wants events.
         prompt_logprobs: log-probs of the prompt, from a prefill engine.
         awaits_prompt_logprobs: it has still to send them.
+        vocabulary: how many tokens the model of the current engine has, as far as that is known.
         decode: of the model's tokenizer; None where the router has none.
         has_text: the engines send text; a stop string is not seen otherwise.
         version: of the weights of the current engine, when it got the request.
@@ -161,11 +149,12 @@ class Continuation:
         self.trims = trims
         self.why_not = why_not
         self.is_streamed = bool(raw.get("stream"))
+        self.vocabulary = MOST_IDS
         self.decode: Decode | None = None
         self.has_text = True
         self._stops: list[str] = [stop] if isinstance(stop, str) else list(stop or [])
         self._longest_stop = max(map(len, self._stops), default=1)
-        self._column = column
+        self.column = column
         self.version: int | None = None
         self.logprob_kind: LogprobKind | None = None
         self.head: Payload = {}
@@ -209,16 +198,6 @@ class Continuation:
             if values is not None:
                 now.columns.setdefault(name, []).extend(values)
         check_budget(self.base.num + now.num, self.budget)
-
-    def check_columns(self, now: Part) -> None:
-        """Check that each column has an entry for each token.
-
-        Raises:
-            ValueError: one has not.
-        """
-        for name, values in now.columns.items():
-            if len(values) != now.num:
-                raise ValueError(f"{len(values)} {name} for {now.num} tokens")
 
     def add_prompt(self, ids: list[int]) -> None:
         """Take the ids of the prompt that the engine got.
@@ -336,7 +315,7 @@ class Continuation:
             return "ids_missing"
         # A column that stays empty was not requested: SGLang sends ``top_logprobs`` like that.
         if any(len(values) not in (0, kept.num) for values in kept.columns.values()) or (
-            self._column and len(kept.columns.get(self._column, ())) != kept.num
+            self.column and len(kept.columns.get(self.column, ())) != kept.num
         ):
             return "logprobs_missing"
         num, experts = self.num_computed(kept.num), self.safe_end[2]
@@ -383,7 +362,7 @@ class Continuation:
     @property
     def wants_logprobs(self) -> bool:
         """Its client wants the log-probs of its tokens."""
-        return bool(self._column)
+        return bool(self.column)
 
     def _safe_part(self) -> Part:
         return self.now.up_to(*self.safe_end[:2])

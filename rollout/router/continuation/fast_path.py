@@ -14,13 +14,20 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from engines.http.reply_check import (
+    check_experts,
+    check_ids,
+    check_pairs,
+    check_tokens,
+    check_versions,
+)
 from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.forms import read_object, token_ids_of
 from rollout.router.continuation.reply import END, Reply
@@ -63,6 +70,7 @@ _GROWING = {b'"output_ids":[': b"]", _LOGPROBS: b"]]"}
 _LONG_EVENT = 1 << 13
 _PIECE = 1 << 16
 _IN_NUMBER = b"0123456789.-+eE"
+_BRACKET_AND_NULL = bytes.maketrans(b"[n", b" 0")
 _PLAIN_LOGPROB = b"[,,null],"
 
 
@@ -171,17 +179,28 @@ class EventParts:
 
     Attributes:
         num_ids: how many token ids it has.
-        num_logprobs: how many log-probs of tokens; None if they are in ``meta``, or there are none.
+        logprobs: of its tokens; None if they are in ``meta``, or there are none.
         meta: its ``meta_info``.
     """
 
     num_ids: int
-    num_logprobs: int | None
+    logprobs: GrownList | None
     meta: dict[str, Any]
+    _ids: bytes
     _data: bytes
     _begin: int
     _meta_begin: int
     _end: int
+
+    @property
+    def ids(self) -> list[int]:
+        """Its token ids.
+
+        Raises:
+            ValueError: they are not written as JSON.
+        """
+        ids: list[int] = orjson.loads(b"[%s]" % self._ids)
+        return ids
 
     def with_meta(self, more: Payload, old_id: str = "", new_id: str = "") -> list[Data]:
         """The event with ``more`` fields in its ``meta_info``, in parts.
@@ -217,8 +236,7 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
     if logprobs is not None and meta.pop(PER_TOKEN[0], None) != _MARK:
         return None
     num_ids = ids.count(b",") + 1 if ids.strip(_SPACE) else 0
-    num_logprobs = None if logprobs is None else len(logprobs)
-    return EventParts(num_ids, num_logprobs, meta, data, begin, at, end)
+    return EventParts(num_ids, logprobs, meta, ids, data, begin, at, end)
 
 
 def _without_logprobs(data: bytes) -> tuple[bytes, GrownList | None]:
@@ -249,14 +267,6 @@ def loads_reply(data: bytes) -> Any:
                 payload["meta_info"][PER_TOKEN[0]] = logprobs
                 return payload
     return loads(data)
-
-
-def has_nan(logprobs: Iterable[Any]) -> bool:
-    """Whether a token's log-prob is NaN, for which SGLang's JSON has null."""
-    try:
-        return None in [one[0] for one in logprobs]
-    except UNUSABLE:  # of another form
-        return False
 
 
 def is_unfinished(data: bytes, begin: int = 0, end: int = END) -> bool:
@@ -337,11 +347,27 @@ class GrownList(JsonText, Sequence[Any]):
 
     def since(self, begin: int) -> Sequence[Any]:
         """The entries from that index on."""
-        begin_of_new = self._num - len(self._new)
+        begin_of_new = self.num_unchanged
         if begin >= begin_of_new:
             return self._new[begin - begin_of_new :]
         entries: list[Any] = self[begin:]
         return entries
+
+    @property
+    def num_unchanged(self) -> int:
+        """How many entries stand as they did in the event before."""
+        return self._num - len(self._new)
+
+    def flat(self) -> tuple[list[Any], list[Any]]:
+        """The log-probs and the ids of entries such as ``[-0.5, 17, null]``, all of which have
+        this form; no list is made for each.
+
+        Raises:
+            ValueError: a number is not written as JSON.
+        """
+        numbers = self.data.translate(_BRACKET_AND_NULL, b"]ul")  # of null, 0 is left
+        values = orjson.loads(b"[%s]" % numbers)
+        return values[::3], values[1::3]
 
     def grown(self, data: bytes, new: list[Any]) -> GrownList:
         """This one with ``new`` entries behind the others."""
@@ -472,7 +498,9 @@ class FastReply(Reply):
         for name in PER_TOKEN:
             if (values := meta.get(name)) is not None and len(values) != num:
                 return False
-        if parts.num_logprobs not in (None, num) or has_nan(meta.get(PER_TOKEN[0]) or ()):
+        try:
+            self._check(parts)
+        except UNUSABLE:  # it is parsed, and refused with the reason
             return False
         if first and any(first[name] != meta.get(name) for name in FROM_FIRST if name in first):
             return False
@@ -486,6 +514,19 @@ class FastReply(Reply):
         )
         self.finish = reason
         return True
+
+    def _check(self, parts: EventParts) -> None:
+        """Check the tokens of an event of one engine alone; raises as ``UNUSABLE`` has."""
+        meta, ids = parts.meta, parts.ids
+        check_ids(ids, self.vocabulary)
+        if parts.logprobs is not None:
+            check_tokens(ids, *parts.logprobs.flat())
+        elif pairs := meta.get(PER_TOKEN[0]):
+            check_pairs(ids, pairs)
+        check_versions(meta.get("weight_version"), None, len(ids))
+        experts = meta.get("routed_experts")
+        if experts is not None and ids and not self.raw.get("routed_experts_start_len"):
+            check_experts(experts, meta["prompt_tokens"] + len(ids) - 1)
 
     def parsed(self, event: bytes) -> Payload:
         payload: Payload

@@ -1,16 +1,20 @@
 """A request whose reply is passed on as it is, of one completion or several (pure).
 
-Its client gets the engine's payloads, which are parsed and written again.  A lost engine's work is
-not kept: the request starts over, unless its client has a part of the reply.
+Its client gets the engine's payloads, which are parsed and written again; tokens of ``/generate``
+are checked.  A lost engine's work is not kept: the request starts over, unless its client has a
+part of the reply.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from engines.http.reply_check import check_generate
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.core import Payload
 from rollout.router.continuation.reply import Reply
+
+_OF_GENERATE = frozenset({"meta_info", "output_ids"})
 
 
 class ForwardedReply(Reply):
@@ -19,14 +23,17 @@ class ForwardedReply(Reply):
     Args:
         body: the client's, which every engine gets.
         is_streamed: the client wants events.
+        needs_logprobs: a reply of ``/generate`` without log-probs cannot be used.
     """
 
-    def __init__(self, body: bytes, *, is_streamed: bool) -> None:
+    def __init__(self, body: bytes, *, is_streamed: bool, needs_logprobs: bool = False) -> None:
         super().__init__({"stream": is_streamed}, why_not="forwarded")
         self.wants_whole_reply = not is_streamed
         self._body = body
         self._payloads: list[Any] = []
         self._has_sent = False
+        self._needs_logprobs = needs_logprobs
+        self._num_checked: dict[Any, int] = {}  # tokens of each completion
 
     def kind_by(self, rule: LogprobRule) -> LogprobKind | None:
         return None
@@ -35,9 +42,30 @@ class ForwardedReply(Reply):
         return self._body
 
     def absorb(self, event: Any) -> None:
+        for payload in event if isinstance(event, list) else [event]:
+            self._check(payload)
         self._payloads.append(event)
         if self.wants_whole_reply:
             self.read_all()
+
+    def _check(self, payload: Any) -> None:
+        """Check a completion of ``/generate``; raises as ``UNUSABLE`` has.
+
+        What has come before is checked again with its last event, not with each.
+        """
+        if not isinstance(payload, dict) or not payload.keys() >= _OF_GENERATE:
+            return
+        meta, num = payload["meta_info"], len(payload["output_ids"] or ())
+        if meta.get("completion_tokens", num) != num:
+            return  # SGLang can be set to stream only what is new
+        place = payload.get("index")
+        begin = 0 if meta.get("finish_reason") else self._num_checked.get(place, 0)
+        self._num_checked[place] = check_generate(
+            payload,
+            wants_logprobs=self._needs_logprobs,
+            begin=begin,
+            vocabulary=self.vocabulary,
+        )
 
     def read_all(self) -> None:
         """The reply has ended: only its engine knows which of its events is the last."""
@@ -51,7 +79,7 @@ class ForwardedReply(Reply):
         return self.why_not if self._has_sent else ""
 
     def lose_engine(self) -> str:
-        self._payloads = []
+        self._payloads, self._num_checked = [], {}
         return super().lose_engine()
 
     def payload(self) -> Payload:

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVarTuple
 
+from engines.http.reply_check import MOST_IDS
 from engines.process.background import start_task
 from engines.protocol.adapter_names import Names
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
@@ -408,6 +409,8 @@ class Exchange:
         ):
             self._end_with(responses.error(400, "bad_request", why))
             return
+        if tokens is not None:
+            tokens.reply.vocabulary = admission.member.vocabulary or MOST_IDS
         if (end := self._follow(request, admission.member.logprobs)) is not None:
             self._end_with(end)
             return

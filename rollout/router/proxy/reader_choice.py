@@ -178,8 +178,9 @@ def _shortened(value: Any) -> Any:
 
 def read_forwarded(body: bytes) -> TokenReader:
     """The reader of replies that are not continued, for a client in this process."""
-    is_streamed = bool(loads(body).get("stream"))
-    return TokenReader(ForwardedReply(body, is_streamed=is_streamed))
+    raw = loads(body)
+    is_streamed, needs_logprobs = bool(raw.get("stream")), bool(raw.get("return_logprob"))
+    return TokenReader(ForwardedReply(body, is_streamed=is_streamed, needs_logprobs=needs_logprobs))
 
 
 def read_for_adapter(body: bytes, named: NamedWeights) -> TokenReader:

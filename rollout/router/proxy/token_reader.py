@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from engines.http.reply_check import NotFinite
 from engines.protocol.plain_text import describe, shortened
-from rollout.router.continuation.core import UNUSABLE, NotFinite, Payload
+from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.fast_path import Event
 from rollout.router.continuation.named_weights import NamedWeights
 from rollout.router.continuation.reply import Reply

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from engines.http.reply_check import check_columns, check_ids, check_logprobs
 from rollout.router.continuation.core import (
     Payload,
-    check_numbers,
     finish_of,
     span_payloads,
     version_spans,
@@ -256,15 +256,17 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
         if isinstance(values, list)
     }
     if columns:
-        check_numbers(columns.get("token_logprobs", ()))
-        check_numbers(one.get("logprob") for one in columns.get("content", ()))
+        check_logprobs(columns.get("token_logprobs", ()))
+        check_logprobs([one.get("logprob") for one in columns.get("content", ())])
     if "text_offset" in columns:  # in the whole text; SGLang does not know it, and sends -1
         before = len(reply.base.text)
         columns["text_offset"] = [
             one if one < 0 else one + before for one in columns["text_offset"]
         ]
+    check_ids(ids, reply.vocabulary)
     reply.add(text, ids, columns)
     _count(reply, is_chat=is_chat)
+    _check_logprobs_of_ids(reply, is_chat=is_chat, is_end=bool(choice.get("finish_reason")))
     finish: Payload | None = None
     if kind := choice.get("finish_reason"):
         matched = choice.get("matched_stop", choice.get("stop_reason"))  # vLLM's word
@@ -280,6 +282,18 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
         is_sglang = reply.engine is COMPLETION_ENGINES["sglang"]
         is_ahead = is_sglang and may_be_ahead(text)
         reply.settle(finish, new=text, has_grown=has_grown and not within and not is_ahead)
+
+
+def _check_logprobs_of_ids(reply: Reply, *, is_chat: bool, is_end: bool) -> None:
+    """Check that each token has a log-prob, where the engine gives the ids of all.
+
+    Of a chat an engine may hold back a token with its log-prob until the text is complete.
+    """
+    ids, column = reply.now.ids, reply.column
+    logprobs = reply.now.columns.get(column, ())
+    is_whole = is_end or (bool(logprobs) and not is_chat)
+    if ids and column and is_whole and reply.engine.gives_ids:
+        check_columns({column: logprobs}, len(ids))
 
 
 def _count(reply: Reply, *, is_chat: bool) -> None:

@@ -11,15 +11,21 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from engines.http.reply_check import (
+    check_columns,
+    check_experts,
+    check_ids,
+    check_pairs,
+    check_versions,
+)
 from engines.protocol.sampling_params import GRAMMARS
-from rollout.router.continuation.core import NotFinite, Payload, span_payloads, version_spans
+from rollout.router.continuation.core import Payload, span_payloads, version_spans
 from rollout.router.continuation.fast_path import (
     FROM_FIRST,
     PER_TOKEN,
     FastReply,
     GrownList,
     PromptIds,
-    has_nan,
     read_fields,
     split_body,
 )
@@ -183,30 +189,53 @@ def _event(reply: Reply, event: Payload) -> None:
         for name in PER_TOKEN
         if (values := meta.get(name)) is not None
     }
-    logprobs = columns.get("output_token_logprobs")
-    begin = before.num if reported == len(ids) else 0
-    if logprobs and has_nan(_since(logprobs, begin)):
-        raise NotFinite("it computed log-probs that are not numbers (null)")
     now = Part(event.get("text") or "", len(ids), ids, columns)
-    if before.ids and 0 < len(ids) < reported == len(before.ids) + len(ids):
+    is_only_new = len(before.ids) > 0 and 0 < len(ids) < reported == len(before.ids) + len(ids)
+    if is_only_new:
         now.text, now.ids = before.text + now.text, before.ids + ids
         now.num = len(now.ids)
         for name, values in columns.items():
             if len(values) < now.num:
                 columns[name] = before.columns.get(name, []) + values
-    now.spans = version_spans(meta.get("weight_versions"), meta.get("weight_version"), now.num)
-    reply.check_columns(now)
-    check_budget(reply.base.num + now.num, reply.budget)
+    check_columns(columns, now.num)
+    begin = before.num if is_only_new else _num_unchanged(before, now)
     finish = meta.get("finish_reason") or None
+    _check_tokens(reply, now, begin, is_end=finish is not None)
+    version, reported_spans = meta.get("weight_version"), meta.get("weight_versions")
+    check_versions(version, reported_spans, now.num)
+    now.spans = version_spans(reported_spans, version, now.num)
+    check_budget(reply.base.num + now.num, reply.budget)
     # SGLang decodes so many tokens together, or joins several events in one.
     most = reply.raw["sampling_params"]["stream_interval"]
     has_grown = len(now.text) > len(before.text) and now.num - before.num <= most
     has_grown = (has_grown and not may_be_ahead(now.text)) or finish is not None
     reply.now, reply.last, reply.first = now, meta, reply.first or meta
     reply.head = {name: value for name, value in event.items() if name not in _READ}
-    reply.reported_experts = meta.get("routed_experts")
+    reply.reported_experts = experts = meta.get("routed_experts")
+    if experts is not None and now.num and not reply.raw.get("routed_experts_start_len"):
+        num_prompt = len(reply.prompt) if reply.prompt is not None else meta["prompt_tokens"]
+        check_experts(experts, num_prompt + reply.base.num + now.num - 1)
     reply.has_text = event.get("text") is not None  # else the engine has no tokenizer
     reply.settle(finish, new="", has_grown=has_grown)
+
+
+def _num_unchanged(before: Part, now: Part) -> int:
+    """How many tokens stand as they did in the event before, of which each was checked."""
+    logprobs = now.columns.get(PER_TOKEN[0])
+    num = before.num
+    if type(logprobs) is GrownList:
+        num = min(num, logprobs.num_unchanged)
+    elif logprobs:
+        return 0  # a short event was parsed as a whole
+    return num if now.ids[:num] == before.ids[:num] else 0
+
+
+def _check_tokens(reply: Reply, now: Part, begin: int, *, is_end: bool) -> None:
+    """Check the tokens from this one on."""
+    new, logprobs = now.ids[begin:], now.columns.get(PER_TOKEN[0])
+    check_ids(new, reply.vocabulary)
+    if logprobs or (is_end and reply.wants_logprobs):
+        check_pairs(new, _since(logprobs or [], begin))
 
 
 def _since(values: GrownList | list[Any], begin: int) -> Sequence[Any]:

@@ -13,14 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engines.http.reply_check import check_columns, check_ids, check_logprobs, check_versions
 from engines.vllm.routes import REQUEST_PREFIX
 from engines.vllm.vllm_json import sampling_body
-from rollout.router.continuation.core import (
-    Payload,
-    check_numbers,
-    span_payloads,
-    version_spans,
-)
+from rollout.router.continuation.core import Payload, span_payloads, version_spans
 from rollout.router.continuation.dialects.sglang import fields_after
 from rollout.router.continuation.forms import (
     has_forms,
@@ -113,18 +109,21 @@ _NAMES = {
 def _take(reply: Reply, choice: Payload, columns: Mapping[str, Any]) -> None:
     """Take what an event of vLLM has, which is only what is new."""
     text, stop = choice.get("text") or "", choice.get("stop_reason")
-    reply.add(text, choice.get("token_ids") or [], columns)
+    ids, spans = choice.get("token_ids") or [], choice.get("weight_versions")
+    check_ids(ids, reply.vocabulary)
+    reply.add(text, ids, columns)
     now = reply.now
-    reply.check_columns(now)
-    now.spans = version_spans(choice.get("weight_versions"), str(reply.version), now.num)
+    check_columns(now.columns, now.num)
+    check_versions(str(reply.version), spans, now.num)
+    now.spans = version_spans(spans, str(reply.version), now.num)
     finish: Payload | None = None
     if kind := choice.get("finish_reason"):
         finish = {"type": kind} | ({} if stop is None else {"matched": stop})
         if reply.trims:
             reply.trim(stop)
-    if finish or text or choice.get("token_ids"):
+    if finish or text or ids:
         # Of several tokens the last may have no text so far.
-        has_grown = bool(text) and len(choice.get("token_ids") or []) <= 1
+        has_grown = bool(text) and len(ids) <= 1
         reply.settle(finish, new=text, has_grown=has_grown)
 
 
@@ -190,7 +189,7 @@ def _event(reply: Reply, event: Payload) -> None:
         if reply.base.num and experts is not None:
             raise ValueError("its routed experts are not those of the engine that was lost")
         logprobs = (choice.get("logprobs") or {}).get("content")
-        check_numbers(one.get("logprob") for one in logprobs or ())
+        check_logprobs([one.get("logprob") for one in logprobs or ()])
         _take(reply, choice, {"content": logprobs, "mask": choice.get("sampling_mask")})
     reply.last = {"usage": usage, "routed_experts": experts}
 
@@ -309,7 +308,7 @@ def _translated_event(reply: Reply, event: Payload) -> None:
     if (logprobs := (choice.get("logprobs") or {}).get("content")) is not None:
         pairs = zip(logprobs, choice.get("token_ids") or [], strict=True)
         entries = [[one["logprob"], token, None] for one, token in pairs]
-        check_numbers(entry[0] for entry in entries)
+        check_logprobs([entry[0] for entry in entries])
     reply.has_text = True
     _take(reply, choice, {"output_token_logprobs": entries})
     reply.last = {

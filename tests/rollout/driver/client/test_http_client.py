@@ -97,7 +97,8 @@ async def test_a_status_maps_to_a_kind_of_failure(status, headers, kind, after_s
     assert (caught.value.kind, caught.value.retry_after_s) == (kind, after_s)
 
 
-LONG = {"id": "r-1", "output_token_logprobs": [["x" * 9000, 1, None]]}
+LONG = {"id": "r-1", "finish_reason": "x" * 9000, "weight_version": "3"}
+LONG |= {"output_token_logprobs": [[-1.0, 1, None]]}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,8 @@ async def test_what_a_reply_has_besides_its_tokens_is_asked_for_and_read() -> No
         asked.append(await request.json() | {"failover": request.headers["x-token-failover"]})
         meta = {
             "id": "r",
+            "weight_version": "3",
+            "prompt_tokens": 2,
             "finish_reason": {"type": "length"},
             "output_token_logprobs": [[-0.5, 7, None]],
             "input_token_logprobs": [[None, 1, None], [-2.0, 2, None]],
@@ -333,6 +336,7 @@ async def test_a_request_names_its_weights_only_if_its_caller_does(given, sent) 
 def whole_reply(rid: str) -> web.Response:
     meta = {
         "id": rid,
+        "weight_version": "3",
         "finish_reason": {"type": "length"},
         "completion_tokens": 1,
         "output_token_logprobs": [[-1.0, 7, None]],

@@ -57,7 +57,7 @@ def test_where_the_engine_trims_a_stop_string_in_the_text_is_continued_from() ->
     sampling = {"stop": ["X"], "min_new_tokens": 5, "max_new_tokens": 9}
     reply = reply_to(GENERATE, sampling_params=sampling)
     for text, ids in [("aX", [5]), ("aXb", [5, 6])]:
-        meta = {"completion_tokens": len(ids), "finish_reason": None}
+        meta = {"completion_tokens": len(ids), "finish_reason": None, "weight_version": "1"}
         reply.absorb({"text": text, "output_ids": ids, "meta_info": meta})
     assert reply.lose_engine() == ""
     assert (reply.num_kept, reply.base.text) == (2, "aXb")

@@ -116,7 +116,8 @@ def test_a_body_that_is_read_can_be_continued_whatever_it_contains(drawn):
         return
     json.loads(reply.body(1))
     if path == "/generate":
-        good = {"text": "ab", "output_ids": [1, 2], "meta_info": {"completion_tokens": 2}}
+        meta = {"completion_tokens": 2, "weight_version": "1", "prompt_tokens": 1}
+        good = {"text": "ab", "output_ids": [1, 2], "meta_info": meta}
     else:
         choice = {"text": "ab", "token_ids": [1, 2], "delta": {"content": "ab"}}
         good = {"choices": [choice], "usage": {"completion_tokens": 2}}

@@ -246,7 +246,6 @@ def test_the_versions_of_a_chat_cover_its_end_which_has_no_text(is_streamed):
 @pytest.mark.parametrize(
     ("columns", "why"),
     [
-        ({"token_logprobs": []}, "logprobs_missing"),
         ({"token_logprobs": [-1.0], "top_logprobs": []}, "logprobs_missing"),
         ({"token_logprobs": [-1.0], "top_logprobs": [{}]}, ""),
     ],

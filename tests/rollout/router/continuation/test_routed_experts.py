@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.http.reply_check import UnusableReply
 from tests.rollout.router.continuation.replies import generate
 
 PROMPT = [5, 6, 7]
@@ -26,6 +27,7 @@ def event(engine, prompt, num, finish=None):
     """An engine reports its name for each token that it has computed: all but the last."""
     rows = bytes([engine] * 2) * (len(prompt) + num - 1)
     meta = {"finish_reason": finish, "routed_experts": base64.b64encode(rows).decode()}
+    meta["weight_version"] = "1"
     return {"output_ids": [9] * num, "text": "x" * num, "meta_info": meta}
 
 
@@ -63,16 +65,22 @@ def test_experts_that_do_not_fit_are_not_joined():
     reply = begin(9)
     reply.absorb(event(1, PROMPT, 2))
     reply.lose_engine()
-    reply.absorb(event(2, [*PROMPT, 9], 1, {"type": "stop"}))  # a row too few
-    with pytest.raises(ValueError, match="not those of 5 tokens"):
-        reply.payload()
+    with pytest.raises(UnusableReply, match="do not fit 5 tokens"):
+        reply.absorb(event(2, [*PROMPT, 9], 1, {"type": "stop"}))  # a row too few
 
 
-@pytest.mark.parametrize("experts", [None, "AAA", 7, "AAAA" * 7])
-def test_a_stream_whose_lost_engine_reported_no_experts_cannot_continue(experts):
-    reply = begin(9)
+@pytest.mark.parametrize("experts", ["AAA", 7, "AAAA" * 7])
+def test_routed_experts_of_another_form_are_refused(experts):
     one = event(1, PROMPT, 2)
     one["meta_info"]["routed_experts"] = experts
+    with pytest.raises(UnusableReply, match="routed experts"):
+        begin(9).absorb(one)
+
+
+def test_a_stream_whose_lost_engine_reported_no_experts_cannot_continue():
+    reply = begin(9)
+    one = event(1, PROMPT, 2)
+    del one["meta_info"]["routed_experts"]
     reply.absorb(one)
     assert reply.lose_engine() == "experts_missing"
     assert json.loads(reply.body())["input_ids"] == PROMPT

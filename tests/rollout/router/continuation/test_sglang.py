@@ -140,7 +140,7 @@ def test_tokens_of_a_lost_engine_are_kept_and_counted():
 def test_the_last_token_of_the_budget_is_generated_again_for_its_finish_reason():
     reply = generate(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}', 1)
     for ids in ([5], [5, 6]):
-        reply.absorb({"output_ids": ids, "text": "ab", "meta_info": {}})
+        reply.absorb({"output_ids": ids, "text": "ab", "meta_info": {"weight_version": "1"}})
     reply.lose_engine()
     body = json.loads(reply.body())
     assert (body["input_ids"], body["sampling_params"]["max_new_tokens"]) == ([1, 5], 1)
@@ -151,7 +151,7 @@ def test_the_last_token_of_the_budget_is_generated_again_for_its_finish_reason()
     "event",
     [
         {"output_ids": [1, 2], "meta_info": {"output_token_logprobs": [[0.0, 1, None]]}},
-        {"output_ids": [1] * 9, "meta_info": {}},
+        {"output_ids": [1] * 9, "meta_info": {"weight_version": "1"}},
     ],
 )
 def test_an_event_that_does_not_add_up_is_refused(event):
@@ -170,7 +170,7 @@ def test_what_one_engine_alone_can_report_or_continue_starts_over():
         {"input_ids": [1], "session_params": {"id": "s"}},
     ):
         reply = generate(json.dumps(body).encode(), 1)
-        reply.absorb({"output_ids": [1, 2], "text": "ab", "meta_info": {}})
+        reply.absorb({"output_ids": [1, 2], "text": "ab", "meta_info": {"weight_version": "1"}})
         reply.lose_engine()
         again = json.loads(reply.body())
         assert again.get("input_ids") == body.get("input_ids")
@@ -232,7 +232,8 @@ def test_an_unlimited_request_is_read_a_bounded_number_of_times_too():
 
 def test_other_fields_of_a_reply_are_passed_on():
     reply = generate(b'{"input_ids": [1], "return_prompt_token_ids": true}', 1)
-    reply.absorb({"output_ids": [1], "prompt_token_ids": [1], "meta_info": {"routed": "x"}})
+    meta = {"routed": "x", "weight_version": "1"}
+    reply.absorb({"output_ids": [1], "prompt_token_ids": [1], "meta_info": meta})
     payload = reply.payload()
     assert (payload["prompt_token_ids"], payload["meta_info"]["routed"]) == ([1], "x")
 
@@ -262,7 +263,7 @@ def test_tokens_are_kept_if_their_text_is_there_or_the_engine_sends_none(text, n
     reply = generate(json.dumps(body).encode(), 3)
     assert reply is not None
     for num in (1, 2, 3):
-        event = {"output_ids": [1, 1, 1], "meta_info": {}}
+        event = {"output_ids": [1, 1, 1], "meta_info": {"weight_version": "1"}}
         reply.absorb(event if text is None else event | {"text": text})
         reply.lose_engine()
         assert reply.num_kept == num * num_kept
@@ -274,7 +275,7 @@ def test_only_the_tokenizer_shows_that_the_last_of_several_tokens_has_no_text_so
         reply = generate(b'{"input_ids": [1]}', 1)
         assert reply is not None
         reply.decode = decode
-        reply.absorb({"output_ids": [1, 2], "text": "a", "meta_info": {}})
+        reply.absorb({"output_ids": [1, 2], "text": "a", "meta_info": {"weight_version": "1"}})
         reply.lose_engine()
         assert reply.num_kept == num_kept
 

@@ -33,7 +33,7 @@ def tokens(path, num, finish="length"):
     """An event with this many tokens, as each route has it."""
     if path == GENERATE:
         reason = {"type": finish} if finish else None
-        meta = {"completion_tokens": num, "finish_reason": reason}
+        meta = {"completion_tokens": num, "finish_reason": reason, "weight_version": "1"}
         return event({"text": "a" * num, "output_ids": [7] * num, "meta_info": meta})
     choice = {"index": 0, "finish_reason": finish}
     if path == CHAT:

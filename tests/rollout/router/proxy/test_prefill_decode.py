@@ -83,6 +83,7 @@ def event(num: int, of_prompt=(), finish=None) -> bytes:
     meta = {
         "id": "r",
         "completion_tokens": num,
+        "weight_version": "1",
         "finish_reason": finish,
         "input_token_logprobs": list(of_prompt),
         "output_token_logprobs": [[-0.5, 7, None]] * num,

@@ -133,7 +133,8 @@ async def test_a_reply_without_what_a_turn_needs_is_unusable(num_tokens: int) ->
     rig = rig_of("a")
     _, first = await begin(rig, sampling_params={"max_new_tokens": num_tokens})
     ids = list(range(num_tokens))
-    whole = {"output_ids": ids, "text": "x", "meta_info": {"finish_reason": {"type": "stop"}}}
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "1"}
+    whole = {"output_ids": ids, "text": "x", "meta_info": meta}
     rig.engines.sent[0].reply(STREAM, b"data: " + json.dumps(whole).encode() + b"\n\n")
     with pytest.raises(
         ChatFailure, match=r"engine a failed /generate: .* cannot be used: KeyError"
@@ -151,7 +152,7 @@ async def test_the_reason_of_an_unusable_reply_is_cut() -> None:
     rig.engines.sent[0].reply(STREAM, b"data: " + json.dumps(whole).encode() + b"\n\n")
     with pytest.raises(ChatFailure) as refused:
         await first
-    assert b"cannot be used: ValueError: could not convert" in refused.value.body
+    assert b"cannot be used: UnusableReply: the log-prob 'xxx" in refused.value.body
     assert len(refused.value.body) < 1000
     assert rig.is_empty()
 
