@@ -1,9 +1,10 @@
 """A process that reads what is long, so that the router's event loop goes on meanwhile.
 
 A parser, a template and a tokenizer hold the interpreter's lock for as long as their input is, and
-a thread does not help.  Always true: one call at a time, in order of arrival.  A call has a
-deadline, after which the process is killed and the next call starts another.  It ends with its
-router.
+a thread does not help.  Always true: one call at a time.  Clients take turns, so a client waits for
+at most one call of each other one, whatever these have sent; calls of one client keep their order.
+A call has a deadline, after which the process is killed and the next call starts another; one whose
+client has left ends sooner.  It ends with its router.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 from engines.process.background import start_timer
@@ -25,12 +29,24 @@ Ts = TypeVarTuple("Ts")
 
 MOST_BYTES_ON_LOOP = 1 << 20
 """A longer body is read here: the router needs 2 ms and more to parse one of this length."""
-_DEADLINE_S = 300.0
+_DEADLINE_S = 60.0
+"""Of one call: for so long one client can delay another.  8 MiB take 6 s."""
+_LEFT_S = 1.0
+"""So long a call goes on whose client has left: to start the process again costs about as much."""
 _NICENESS = 5
 
 
 class ReadingFailed(Exception):
     """The process did not answer."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that waits, or runs."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    result: asyncio.Future[Any]
 
 
 class ReadingProcess:
@@ -44,17 +60,68 @@ class ReadingProcess:
         self._deadline_s = deadline_s
         self._thread = ThreadPoolExecutor(1, "reading")
         self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: dict[str, deque[_Call]] = {}  # by client, the next turn first
+        self._running: _Call | None = None
 
-    async def call(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    async def call(self, function: Callable[[*Ts], T], *arguments: *Ts, client: str = "") -> T:
         """What the function returns; it raises what the function raises.
+
+        Args:
+            client: for whom it is read.
 
         Raises:
             ReadingFailed: the process did not answer in time, or has crashed.
         """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._call, function, arguments)
+        call = _Call(function, arguments, loop.create_future())
+        self._waiting.setdefault(client, deque()).append(call)
+        self._next(loop)
+        try:
+            result: T = await call.result
+        except asyncio.CancelledError:
+            if call is self._running:
+                loop.call_later(_LEFT_S, self._end_left, call)
+            raise
+        return result
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin the next call, of the client whose turn it is, unless one runs."""
+        while self._waiting and self._running is None:
+            client, calls = next(iter(self._waiting.items()))
+            del self._waiting[client]
+            call = calls.popleft()
+            if calls:
+                self._waiting[client] = calls
+            if call.result.done():  # its client has left
+                continue
+            self._running = call
+            done = loop.run_in_executor(self._thread, self._call, call.function, call.arguments)
+            done.add_done_callback(partial(self._ended, loop, call))
+
+    def _ended(
+        self, loop: asyncio.AbstractEventLoop, call: _Call, done: asyncio.Future[Any]
+    ) -> None:
+        self._running = None
+        if done.cancelled():
+            call.result.cancel()
+        elif (error := done.exception()) is not None:
+            if not call.result.done():
+                call.result.set_exception(error)
+        elif not call.result.done():
+            call.result.set_result(done.result())
+        if not loop.is_closed():
+            self._next(loop)
+
+    def _end_left(self, call: _Call) -> None:
+        """End a call whose client has left, if it still runs."""
+        if call is self._running and (process := self._process) is not None:
+            process.kill()  # the thread then finds it ended
 
     def close(self) -> None:
+        for calls in self._waiting.values():
+            for call in calls:
+                call.result.cancel()
+        self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._end()
 

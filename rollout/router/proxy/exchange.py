@@ -284,7 +284,8 @@ class Exchange:
         elif len(body) <= MOST_BYTES_ON_LOOP or not is_read(wanted):
             self._has_read(body, read_body(wanted, body, is_post=is_post))
         else:
-            reading = proxy.reading.call(read_long_body, wanted, body, is_post)
+            client = self.client_host
+            reading = proxy.reading.call(read_long_body, wanted, body, is_post, client=client)
             self._reading = start_task(reading, "router-read")
             self._reading.add_done_callback(
                 lambda reading: self._handle(self._has_read_long, body, reading)

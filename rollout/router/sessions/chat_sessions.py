@@ -183,8 +183,10 @@ class ChatSessions:
         """
         is_long = len(body) > _MOST_BYTES_IN_THREAD
         try:
-            read = self._reading.call if is_long else self._in_thread
-            history, begun = await read(history_in, body)
+            if is_long:
+                history, begun = await self._reading.call(history_in, body, client=session_id)
+            else:
+                history, begun = await self._in_thread(history_in, body)
             # What begins in the middle of a chat would be a sample without its first turns.
             is_begun = not session.tree.turns and any(history.is_answer)
             if is_begun and (why := self.store.why_lost(session_id)):
@@ -192,7 +194,9 @@ class ChatSessions:
             tokenizer = await self._model.load(self._in_thread)
             known = session.tree.known(history, begun)
             if is_long or len(known.ids) > _MOST_BYTES_IN_THREAD:
-                return await self._reading.call(plan_of_folder, *self._model.key, body, known)
+                return await self._reading.call(
+                    plan_of_folder, *self._model.key, body, known, client=session_id
+                )
             return await self._in_thread(plan_in, tokenizer, body, known)
         except ReadingFailed as error:
             raise failure(503, "unavailable", str(error)) from error

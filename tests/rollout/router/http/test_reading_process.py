@@ -60,6 +60,51 @@ async def test_calls_are_answered_in_their_order_and_the_loop_goes_on(
     assert order == ["first", "second"]
 
 
+async def test_clients_take_turns_whatever_one_of_them_has_sent(
+    reading: ReadingProcess, tmp_path: Path
+) -> None:
+    order: list[str] = []
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    async def call(client: str, work: Callable[[Any], Any], argument: Any) -> None:
+        await reading.call(work, argument, client=client)
+        order.append(client)
+
+    calls = [call("long", Path.read_bytes, gate), *(call("long", len, "") for _ in range(8))]
+    calls += [call("other", len, ""), call("third", len, ""), call("other", len, "")]
+    running = [asyncio.create_task(one) for one in calls]
+    await asyncio.to_thread(gate.write_bytes, b"")
+    await asyncio.gather(*running)
+    assert order[:6] == ["long", "long", "other", "third", "long", "other"]
+    assert order[6:] == ["long"] * 6
+
+
+async def test_what_waits_for_a_client_that_left_is_not_read(
+    reading: ReadingProcess, tmp_path: Path
+) -> None:
+    gate, read = tmp_path / "gate", tmp_path / "read"
+    os.mkfifo(gate)
+    first = asyncio.create_task(reading.call(Path.read_bytes, gate))
+    left = asyncio.create_task(reading.call(read.write_bytes, b"", client="left"))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.to_thread(gate.write_bytes, b"")
+    await first
+    assert await reading.call(len, "abc") == 3
+    assert not read.exists()
+
+
+async def test_a_call_whose_client_left_is_ended(reading: ReadingProcess, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    left = asyncio.create_task(reading.call(Path.read_bytes, gate, client="left"))
+    # Opened for writing it has begun: the process waits in its read, which never ends.
+    with await asyncio.to_thread(open, gate, "wb"):
+        left.cancel()
+        assert await asyncio.wait_for(reading.call(len, "abc", client="other"), 20) == 3
+
+
 async def test_a_process_that_is_late_is_killed_and_the_next_call_starts_another() -> None:
     reading = ReadingProcess(deadline_s=60.0)
     pid = await reading.call(os.getpid)

@@ -105,7 +105,7 @@ async def test_a_client_that_leaves_while_its_request_is_read_reaches_no_engine(
     bench = await make_bench(reply())
     begun, over = asyncio.Event(), asyncio.Event()
 
-    async def call(function, *arguments):
+    async def call(function, *arguments, client: str = ""):
         begun.set()
         await over.wait()
         return function(*arguments)
@@ -127,7 +127,7 @@ async def test_a_client_that_leaves_while_its_request_is_read_reaches_no_engine(
 async def test_a_request_that_could_not_be_read_is_a_503(make_bench):
     bench = await make_bench(reply())
 
-    async def call(function, *arguments):
+    async def call(function, *arguments, client: str = ""):
         raise ReadingFailed("it was not read")
 
     bench.host._proxy.reading.call = call
