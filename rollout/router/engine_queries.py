@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from engines.http.key_check import is_control
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.errors import EngineUnreachable
-from engines.protocol.plain_text import describe
+from engines.protocol.plain_text import describe, shortened
 from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.gate import Gate
 from rollout.router.http.headers import to_client
@@ -132,6 +132,13 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
             message = (
                 "the body must be a JSON object with rid (an id, or a list of them), rid_prefix "
                 "(the beginning of ids) or abort_all"
+            )
+            return error_reply(400, "bad_request", message)
+        if order.prefix and order.prefix[-1].isalnum():
+            message = (
+                f"rid_prefix {shortened(order.prefix, 80)!r} ends with a letter or a digit, so it "
+                "would also name ids that go on with others; end it with the sign that is behind "
+                "it in the ids, as in 'r-1/', or list the ids under rid"
             )
             return error_reply(400, "bad_request", message)
         found = gate.abort(order)

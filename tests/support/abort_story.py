@@ -107,12 +107,15 @@ def check_aborts_of_ids(policy: ServerHandle, tensors: Any, version: int) -> Non
         assert clients[rid].is_running or clients[rid].finish["type"] == "length", clients[rid]
     several = [Client(url, rid) for rid in ("s-1", "s-2")]
     assert all(client.reaches(5) for client in several)
-    order(url, rid_prefix="s")
+    order(url, rid_prefix="s-")
     assert all(client.ends_within(SOON_S) for client in several)
     assert {client.finish["type"] for client in several} == {"abort"}
     for rid in ("r-10", "r"):
         assert clients[rid].is_running or clients[rid].finish["type"] == "length", clients[rid]
-    order(url, rid_prefix="r")
+    order(url, rid_prefix="r-")
+    assert clients["r-10"].ends_within(SOON_S)
+    assert clients["r"].is_running or clients["r"].finish["type"] == "length", clients["r"]
+    order(url, rid="r")
     assert all(client.ends_within(SOON_S) for client in clients.values())
 
 

@@ -60,7 +60,7 @@ class AbortScope:
     def __init__(self, on_error: Callable[[Exception], None] = lambda error: None) -> None:
         self._on_error = on_error
         self.rids = set[str]()
-        self.prefix = os.urandom(_HALF_RID_BYTES).hex()
+        self.prefix = os.urandom(_HALF_RID_BYTES).hex() + "-"  # an abort by prefix needs its end
         self.num_lost = 0
         self.num_cut = 0
         self._stopped = asyncio.Event()

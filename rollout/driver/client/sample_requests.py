@@ -62,7 +62,7 @@ def rid_prefix(request_id: str) -> str:
     """The beginning of the ids of a call's requests, and of no other's."""
     if not request_id:
         raise wrong("request_id", request_id, "a text that is not empty")
-    return blake2s(request_id.encode(), digest_size=_PREFIX_BYTES).hexdigest()
+    return blake2s(request_id.encode(), digest_size=_PREFIX_BYTES).hexdigest() + "-"
 
 
 def is_batch(token_ids: Any) -> bool:
@@ -104,7 +104,7 @@ def make_requests(
     pairs = [(index, copy) for index in range(len(prompts)) for copy in range(sampling.n)]
     return [
         GenerationRequest(
-            f"{prefix}{number:08x}",
+            f"{prefix}{number:07x}",
             prompts[index],
             _copy_of(sampling, copy),
             options.get("affinity", ""),

@@ -12,7 +12,8 @@ class AbortOrder:
     """The requests that a client wants to end.
 
     An id names the request that has exactly this one.  Several requests are named by a list of ids,
-    or by what all of their ids begin with, which their client has chosen for it.
+    or by a key, which is what all of their ids begin with, up to a sign that ends it: ``r-1/``
+    names ``r-1/a``, and neither ``r-1`` nor ``r-10``.
 
     Attributes:
         rids: ids of requests, or of prompts of a request.

@@ -110,7 +110,7 @@ async def on_engines(bench, holds, *bodies):
     return pending, sent
 
 
-@pytest.mark.parametrize("order", [{"rid": "p-1"}, {"rid": ["p-1", "x"]}, {"rid_prefix": "p-1"}])
+@pytest.mark.parametrize("order", [{"rid": "p-1"}, {"rid": ["p-1", "x"]}, {"rid_prefix": "p-"}])
 async def test_an_abort_ends_what_it_names_and_no_other(make_bench, order):
     holds = [Hold(), Hold()]
     bench = await make_bench(*(hold_then_reply(hold) for hold in holds))
@@ -205,6 +205,51 @@ async def test_an_abort_reaches_the_request_that_is_still_held(make_bench):
     response = await pending
     assert (response.status, response.json["error"]["type"]) == (499, "aborted")
     assert bench.engines[0].seen == []
+
+
+@pytest.mark.parametrize("rid", ["job", "job/1", "jobs/1", "my/job/1"])
+async def test_a_key_names_only_ids_that_go_on_behind_its_end(make_bench, rid):
+    bench = await make_bench(reply())
+    await bench.host.set_gate("holding")
+    pending = bench.begin(json={"rid": rid})
+    await bench.wait_until_held(1)
+    num_named = int(rid == "job/1")
+    assert await abort(bench, rid_prefix="job/") == outcome(num_held=num_named)
+    await bench.host.set_gate("open", weight_version=7)
+    assert (await pending).status == (499 if num_named else 200)
+
+
+async def test_a_key_without_an_end_is_a_400_that_says_what_works(make_bench):
+    """The key r-1 would end the requests r-10 of anybody."""
+    bench = await make_bench(reply())
+    status, body = await abort(bench, rid_prefix="r-1")
+    assert status == 400
+    assert "'r-1' ends with a letter or a digit" in body["error"]["message"]
+    assert bench.engines[0].seen == []
+
+
+async def test_an_abort_of_a_request_that_has_ended_reaches_no_engine(make_bench):
+    bench = await make_bench(reply())
+    assert (await bench.ask(json={"rid": "r-1"})).status == 200
+    assert await abort(bench, rid="r-1") == outcome()
+    assert len(bench.engines[0].seen) == 1
+
+
+async def test_where_the_call_to_the_engine_fails_a_closed_connection_ends_the_request(make_bench):
+    """So the client's reply says no more than the engine knows."""
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    (engine,) = bench.engines
+    pending = bench.begin(json={"rid": "r-1"})
+    await hold.entered.wait()
+    engine.script = reply(b"", "500 Internal Server Error")
+    began_s = asyncio.get_running_loop().time()
+    status, body = await abort(bench, rid="r-1")
+    assert (status, body["failed"]) == (200, {"e-0": "HTTP 500"})
+    engine.peer_closed.clear()
+    assert (await pending).status == 499
+    await engine.peer_closed.wait()
+    assert asyncio.get_running_loop().time() - began_s < 5.0
 
 
 async def test_an_abort_that_an_engine_did_not_take_names_it(make_bench):
