@@ -88,20 +88,25 @@ class ReadingProcess:
         """Begin the next call, of the client whose turn it is, unless one runs."""
         while self._waiting and self._running is None:
             client, calls = next(iter(self._waiting.items()))
-            del self._waiting[client]
             call = calls.popleft()
-            if calls:
-                self._waiting[client] = calls
+            if not calls:
+                del self._waiting[client]
             if call.result.done():  # its client has left
                 continue
             self._running = call
             done = loop.run_in_executor(self._thread, self._call, call.function, call.arguments)
-            done.add_done_callback(partial(self._ended, loop, call))
+            done.add_done_callback(partial(self._ended, loop, client, call))
 
     def _ended(
-        self, loop: asyncio.AbstractEventLoop, call: _Call, done: asyncio.Future[Any]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        client: str,
+        call: _Call,
+        done: asyncio.Future[Any],
     ) -> None:
         self._running = None
+        if (calls := self._waiting.pop(client, None)) is not None:
+            self._waiting[client] = calls  # behind those who came meanwhile
         if done.cancelled():
             call.result.cancel()
         elif (error := done.exception()) is not None:
