@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -28,8 +29,10 @@ import orjson
 import pytest
 
 from benchmarks.router.agents import corpus, history, write_model
+from rollout.router.control_api import control_app
 from rollout.router.http.routes import GENERATION_PATHS
 from rollout.router.sessions.tool_forms import FORMS
+from tests.rollout.router.exchange_rig import rig_of
 from tests.rollout.router.router_process import RouterProcess
 from tests.rollout.router.stub_engine import STREAM, Connection, Seen, StubEngine, chunk
 
@@ -69,6 +72,7 @@ class Waits:
     Attributes:
         beat: the process that measures the machine.
         events: what the engines answer.
+        sent: methods and paths that were requested within a step.
         found: a line for each step.
         failed: the steps that made others wait for too long.
     """
@@ -77,18 +81,21 @@ class Waits:
     client: aiohttp.ClientSession
     beat: asyncio.subprocess.Process
     events: list[bytes] = field(default_factory=list)
+    sent: set[tuple[str, str]] = field(default_factory=set)
     found: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     async def post(self, path: str, body: bytes | dict[str, Any]) -> int:
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = {"content-type": "application/json", "x-token-failover": "on"}
+        self.sent.add(("POST", path))
         async with self.client.post(path, data=io.BytesIO(data), headers=headers) as response:
             await response.read()
             return response.status
 
-    async def get(self, path: str) -> int:
-        async with self.client.get(path) as response:
+    async def get(self, path: str, method: str = "GET") -> int:
+        self.sent.add((method, path))
+        async with self.client.request(method, path) as response:
             await response.read()
             return response.status
 
@@ -200,6 +207,25 @@ async def test_no_client_waits_for_another(tmp_path: Path) -> None:
         await check_sessions(it, folder)
         await check_degenerate_answers(it)
         await check_held_requests(it)
+        await check_the_reading_process(it, text)
+        assert unmeasured(it.sent) == []
+
+
+def unmeasured(sent: set[tuple[str, str]]) -> list[str]:
+    """The routes of the router of which no step has measured who waits for them."""
+    app = control_app(rig_of("a").proxy, connect_timeout_s=1.0)
+    routes = [(route.methods, route.path_regex, route.path) for route in app.router.routes]  # type: ignore[attr-defined]
+    routes += [({"POST"}, re.compile(re.escape(path)), path) for path in GENERATION_PATHS]
+    return [
+        path
+        for methods, pattern, path in routes
+        if not any(method in methods and pattern.fullmatch(one) for method, one in sent)
+    ]
+
+
+def test_a_route_without_a_step_is_found() -> None:
+    assert "/figures" in unmeasured({("GET", "/figures"), ("POST", "/abort_request")})
+    assert "/abort_request" not in unmeasured({("POST", "/abort_request")})
 
 
 async def check_routes(it: Waits, text: str) -> None:
@@ -243,6 +269,14 @@ async def check_routes(it: Waits, text: str) -> None:
     assert (first, second, third) == (200, 200, 400)
     for path in ("/sessions/a", "/sessions/b", "/health", "/ready", "/engines", "/metrics"):
         assert await it.step(f"GET {path}", it.get(path)) == 200
+    for path in ("/v1/models", "/model_info", "/get_model_info", "/engines/e-0/loads"):
+        await it.step(f"GET {path}", it.get(path))
+    for path in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"):
+        await it.step(f"GET {path}", it.get(path))
+    await it.step("GET models of a session", it.get("/sessions/a/v1/models"))
+    prompt: dict[str, Any] = {"prompt": long}
+    assert await it.step("session, prompt", it.post("/sessions/a/v1/completions", prompt)) == 400
+    assert await it.step("DELETE a session", it.get("/sessions/b", "DELETE")) == 200
     figures = {"step": 1, "metrics": {f"{number:0200}": 1.0 for number in range(512)}}
     assert await it.step("/figures", it.post("/figures", figures)) == 200
     await it.step(
@@ -313,6 +347,31 @@ async def check_long_answers(it: Waits) -> None:
             name = f"{path:.10}, long answer" + ", streamed" * is_streamed
             assert await it.step(name, it.post(path, body)) == 200
     it.events = events_of("a", 1)
+
+
+async def check_the_reading_process(it: Waits, text: str) -> None:
+    """One client's long chats delay the turn of another by one of them, not by all."""
+    chat = "/sessions/{}/v1/chat/completions"
+    one = {"messages": [{"role": "user", "content": text[: 96 << 10]}]}
+    long = {"messages": [{"role": "user", "content": (text * (READ // len(text) + 1))[:READ]}]}
+
+    async def took_s(session: str, body: dict[str, Any]) -> float:
+        began_s = time.monotonic()
+        await it.post(chat.format(session), body)
+        return time.monotonic() - began_s
+
+    running = [asyncio.ensure_future(took_s("greedy", long)) for _ in range(4)]
+
+    async def turns() -> list[float]:
+        others = []
+        while not all(task.done() for task in running):
+            others.append(await took_s(f"other-{len(others)}", one))
+        return others
+
+    others = await it.step("turns beside four long chats", turns())
+    all_s = max(await asyncio.gather(*running))
+    print(f"the four long chats {all_s:.1f} s, the slowest other turn {max(others):.1f} s")
+    assert max(others) < 0.75 * all_s
 
 
 async def check_held_requests(it: Waits) -> None:
