@@ -34,7 +34,7 @@ EFFECTS = {
     "rollout/control/engine/claim.py": "in the store's folder",
     "rollout/control/server/journal.py": "in the run's folder",
     "rollout/driver/stream/journal.py": "in the folder that the user names",
-    "rollout/observability/page/page_host.py": "in the run's folder",
+    "rollout/observability/step_reports.py": "in the run's folder",
     "rollout/observability/timeline/span_file.py": "in the run's folder",
     "rollout/weights/routes/buffers.py": "in a folder of the helper",
     "rollout/weights/routes/disk.py": "in weights.disk_path, and in a folder of the helper there",
