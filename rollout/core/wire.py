@@ -8,7 +8,8 @@
 Always true: the token is never sent; each side shows that it knows the token before the other
 reads a message from it; another version of the library is refused in words.  Strangers can make a
 listener keep ``MAX_STRANGERS`` connections, each with ``_MAX_GREETING`` bytes, for ``GREETING_S``.
-They shut none out: a caller beyond has the place of the one that has been a stranger for longest.
+They shut none out: a caller beyond waits for a second, and then has the place of the one that has
+been a stranger for longest.
 A head comes within the connection's timeout, and so does each piece of a body.  ``end``, in another
 thread, ends every wait.  Nothing received is executed.
 """
@@ -41,6 +42,8 @@ Head: TypeAlias = dict[str, Any]
 
 GREETING_S = 10.0
 MAX_STRANGERS = 64
+_PATIENCE_S = 1.0
+"""In which a caller proves itself at once, also if a thousand of them come together."""
 _MAX_GREETING = 1024
 _MAX_HEAD = 64 << 20
 _MAX_BODY = 1 << 40
@@ -278,7 +281,8 @@ class Listener:
         self._lock = threading.Lock()
         self._served: dict[threading.Thread, Connection] = {}
         # Those that have not shown the token so far, the oldest first.
-        self._unproved: dict[threading.Thread, Connection] = {}
+        # With when they came, the oldest first.
+        self._unproved: dict[threading.Thread, tuple[Connection, float]] = {}
         self._is_closed = threading.Event()
         self._socket = socket.create_server((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
@@ -323,17 +327,24 @@ class Listener:
                     return
                 logger.warning("%s: a caller was not accepted: %s", self._name, describe(error))
                 continue
-            if not self._strangers.acquire(blocking=False):
-                with self._lock:
-                    oldest = next(iter(self._unproved.values()), None)
-                    if oldest is not None:
-                        oldest.end()
-                self._strangers.acquire()
+            self._make_room()
             with self._lock:
                 if self._is_closed.is_set():
                     connection.close()
                     return
                 self._begin(connection)
+
+    def _make_room(self) -> None:
+        """Wait until one more may be a stranger; one that is slow goes for that."""
+        while not self._strangers.acquire(blocking=False):
+            now_s = time.monotonic()
+            with self._lock:
+                oldest, came_s = next(iter(self._unproved.values()), (None, now_s))
+                if oldest is not None and now_s >= came_s + _PATIENCE_S:
+                    oldest.end()
+                    came_s = now_s
+            if self._strangers.acquire(timeout=max(0.0, came_s + _PATIENCE_S - now_s)):
+                return
 
     def _begin(self, connection: Connection) -> None:
         """Serve it in a thread; the caller holds the lock."""
@@ -345,7 +356,8 @@ class Listener:
             self._strangers.release()
         else:
             # It waits for the lock before it forgets these.
-            self._served[thread] = self._unproved[thread] = connection
+            self._served[thread] = connection
+            self._unproved[thread] = connection, time.monotonic()
 
     def _run(self, connection: Connection) -> None:
         try:

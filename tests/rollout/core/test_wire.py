@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -376,6 +377,23 @@ def test_the_oldest_stranger_makes_room_and_those_who_know_the_token_take_none(
             connection.close()
         for raw in strangers:
             raw.close()
+
+
+def test_callers_who_come_together_are_all_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each proves itself at once, so none is a stranger whose place another one needs."""
+    monkeypatch.setattr(wire, "MAX_STRANGERS", 2)
+    begin = threading.Barrier(40)
+
+    def call(listener: wire.Listener) -> Any:
+        begin.wait(20)
+        connection = connect(listener)
+        with closing(connection):
+            connection.send({"is": "served"})
+            return connection.receive()[0]
+
+    with listening(echo) as listener, ThreadPoolExecutor(40) as callers:
+        answers = list(callers.map(call, [listener] * 40))
+    assert answers == [{"is": "served"}] * 40
 
 
 # -- the end of a listener ------------------------------------------------------------------

@@ -123,7 +123,7 @@ async def main() -> None:
 
     print(json.dumps([endpoint.host, endpoint.port]), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(await carry_out(*json.loads(line))), flush=True)
+        print(json.dumps(await carry_out(*json.loads(line)), default=str), flush=True)
     sampling.cancel()
     with suppress(asyncio.CancelledError):
         await sampling

@@ -67,6 +67,7 @@ def _event(target, asked, num):
         meta = {
             "completion_tokens": num,
             "prompt_tokens": 3,
+            "weight_version": "0",
             "finish_reason": {"type": "length", "length": num} if num == 16 else None,
             "output_token_logprobs": [[-1.0, token, None] for token in ids],
         }

@@ -139,8 +139,8 @@ def measured(deployment: DeploymentHandle, verb: str, patch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("verb", "first", "method", "num_functions"),
     [
-        ("phases.release_memory_occupation", "PhaseCommands.release_memory_occupation", "run", 17),
-        ("offload", "ServerHandle.offload", "offload", 18),
+        ("phases.release_memory_occupation", "PhaseCommands.release_memory_occupation", "run", 19),
+        ("offload", "ServerHandle.offload", "offload", 20),
     ],
 )
 def test_the_way_from_a_handle_to_the_request_is_short(

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engines.process import background
+from engines.process.background import Then, keep_thread
 from rollout.config import RouterConfig
 from tests.support.ray_worlds import World
 from tests.support.virtual_time import virtual_time
@@ -22,12 +23,12 @@ def test_one_that_cannot_serve_ends_with_its_reason_so_that_ray_starts_another(
     """Nothing is left that holds a port or a lock, and waits."""
     ended: list[int] = []
     actor = router(world)  # of a server that there is not
-    monkeypatch.setattr(world.load("router_actor"), "os", SimpleNamespace(_exit=ended.append))
+    monkeypatch.setattr(background.os, "_exit", ended.append)
     with caplog.at_level(logging.CRITICAL):
-        actor._begin_again()
+        keep_thread(actor._begin_again, "the start of this router", Then.PROCESS_ENDS).join(20)
     assert ended == [1]
     (record,) = [one for one in caplog.records if one.levelno == logging.CRITICAL]
-    assert "cannot start again" in record.message
+    assert "the start of this router failed" in record.message
     assert record.exc_info is not None
     assert "policy" in str(record.exc_info[1])
 
