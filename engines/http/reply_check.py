@@ -22,8 +22,13 @@ from typing import Any
 from engines.protocol.types import NO_NUMBER
 
 MOST_LOGPROB = 1e-3
-"""Rounding brings the log-prob of a certain token above 0: by up to 1e-6 in float32, which all
-engines take it in; a hundred times more is no rounding."""
+"""Rounding may bring the log-prob of a certain token above 0, by 1e-6 or so in float32; a thousand
+times more is no rounding.  The engines' own sums do not: with the greatest logit taken off, the sum
+of the exponentials is 1 or more, so its logarithm is not below 0 in any type of number.  vLLM 0.32
+takes ``log_softmax`` in float32 (``v1/sample/sampler.py``).  So does SGLang 0.5.23, or the ``log``
+of a float32 softmax, and in its on-policy mode ``log_softmax`` of bfloat16
+(``srt/layers/sampler.py``); where it divides by a mass, that is a sum in float32.  An engine that
+divided in bfloat16 could be off by 2**-8, and would be refused."""
 MOST_IDS = 1 << 32
 _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
 _LEAST = -float("inf")
@@ -108,7 +113,8 @@ def check_tokens(ids: Sequence[Any], logprobs: Sequence[Any], named: Sequence[An
     Raises:
         UnusableReply: one is wrong, or of another token.
     """
-    check_lengths(len(ids), len(logprobs))
+    if len(ids) != len(logprobs):
+        check_lengths(len(ids), len(logprobs))
     check_logprobs(logprobs)
     if named != ids and list(named) != list(ids):
         place, token, other = next(
@@ -146,7 +152,7 @@ def check_versions(version: Any, spans: Any, num: int) -> None:
     Raises:
         UnusableReply: one is missing, or is no version, or the spans do not follow each other.
     """
-    if not num:
+    if not num or (type(version) is str and version and not spans):
         return
     if spans:
         _check_spans(spans)

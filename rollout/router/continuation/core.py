@@ -252,7 +252,7 @@ class Continuation:
                 return False
         elif not has_grown or end.endswith(("\ufffd", " ")):
             return False
-        return not any(
+        return not self._stops or not any(
             end.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop))
         )
 
@@ -448,6 +448,8 @@ def version_spans(
         reported: spans of the engine, which may be of more tokens, or of fewer.
         version: of tokens behind them; None for that of the last span.
     """
+    if not reported and num:
+        return (VersionSpan(version, 0, num),)
     spans: list[VersionSpan] = []
     end = 0
     for span in reported or ():

@@ -60,18 +60,18 @@ _END_OF_LIST = ord("]")
 _OUTPUT_IDS = b'"output_ids"'
 _READ = frozenset({"text", "output_ids", "meta_info", "error"})
 _TEXT = re.compile(rb'\s*\{\s*"text"\s*:\s*"')
-_IDS_AND_META = re.compile(
-    rb'"\s*,\s*"output_ids"\s*:\s*\[([0-9, \t\r\n]*)\]\s*,\s*"meta_info"\s*:\s*\{'
-)
+_IDS_AND_META = re.compile(rb'"\s*,\s*"output_ids"\s*:\s*\[([^\]]*)\]\s*,\s*"meta_info"\s*:\s*\{')
 _UNFINISHED = re.compile(rb'"finish_reason"\s*:\s*null')
-_LOGPROBS = b'"output_token_logprobs":['
+_IDS, _LOGPROBS = b'"output_ids":[', b'"output_token_logprobs":['
 # Lists in the order in which engines write them, and what ends one that is not empty.
-_GROWING = {b'"output_ids":[': b"]", _LOGPROBS: b"]]"}
+_GROWING = {_IDS: b"]", _LOGPROBS: b"]]"}
 _LONG_EVENT = 1 << 13
+_LONG_OF_STREAM = 1 << 11
 _PIECE = 1 << 16
 _IN_NUMBER = b"0123456789.-+eE"
 _BRACKET_AND_NULL = bytes.maketrans(b"[n", b" 0")
 _PLAIN_LOGPROB = b"[,,null],"
+_END_OF_PLAIN = b",null]]"
 
 
 class PromptIds(JsonText):
@@ -202,6 +202,10 @@ class EventParts:
         ids: list[int] = orjson.loads(b"[%s]" % self._ids)
         return ids
 
+    def has_ids(self, ids: list[Any]) -> bool:
+        """Whether its ids are written as these would be, so that they need no parsing."""
+        return dumps(ids)[1:-1] == self._ids
+
     def with_meta(self, more: Payload, old_id: str = "", new_id: str = "") -> list[Data]:
         """The event with ``more`` fields in its ``meta_info``, in parts.
 
@@ -211,9 +215,9 @@ class EventParts:
         at, end, data = self._meta_begin, self._end, memoryview(self._data)
         comma = b"," if self.meta else b""
         parts: list[Data] = [data[self._begin : at], dumps(more)[1:-1] + comma]
-        quoted = dumps(old_id)
-        found = self._data.find(quoted, at, end) if old_id and old_id != new_id else -1
-        if found < 0:
+        is_renamed = old_id and old_id != new_id
+        quoted = dumps(old_id) if is_renamed else b""
+        if not is_renamed or (found := self._data.find(quoted, at, end)) < 0:
             return [*parts, data[at:end]]
         return [*parts, data[at:found], dumps(new_id), data[found + len(quoted) : end]]
 
@@ -222,7 +226,7 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
     """The event, of which text and ids are not parsed; None if it is not as SGLang writes it."""
     at = _end_of_text(data, begin, end)
     found = _IDS_AND_META.match(data, at, end) if at >= 0 else None
-    if found is None:
+    if found is None or not _is_flat(found[1]):
         return None
     ids, at = found[1], found.end()
     others, logprobs = _without_logprobs(data[at:end])
@@ -242,9 +246,9 @@ def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | Non
 def _without_logprobs(data: bytes) -> tuple[bytes, GrownList | None]:
     """A long reply, or its end, with a mark for its log-probs, and these if all are numbers."""
     begin = data.find(_LOGPROBS) + len(_LOGPROBS)
-    end = data.find(b"]]", begin) + 1
-    if len(data) < _LONG_EVENT or begin < len(_LOGPROBS) or not end:
+    if len(data) < _LONG_EVENT or begin < len(_LOGPROBS):
         return data, None
+    end = data.find(_END_OF_PLAIN, begin) + len(_END_OF_PLAIN) - 1
     text = data[begin:end]
     form = text.translate(None, _IN_NUMBER) + b","
     num = len(form) // len(_PLAIN_LOGPROB)
@@ -309,7 +313,7 @@ class GrownList(JsonText, Sequence[Any]):
     __slots__ = ("_new", "_num")
 
     def __init__(self, data: bytes, num: int, new: Sequence[Any] = ()) -> None:
-        super().__init__(data, b"[%s]")
+        self.data, self.around = data, b"[%s]"  # it is made for each event
         self._num = num
         self._new = new
 
@@ -347,16 +351,11 @@ class GrownList(JsonText, Sequence[Any]):
 
     def since(self, begin: int) -> Sequence[Any]:
         """The entries from that index on."""
-        begin_of_new = self.num_unchanged
+        begin_of_new = self._num - len(self._new)
         if begin >= begin_of_new:
             return self._new[begin - begin_of_new :]
         entries: list[Any] = self[begin:]
         return entries
-
-    @property
-    def num_unchanged(self) -> int:
-        """How many entries stand as they did in the event before."""
-        return self._num - len(self._new)
 
     def flat(self) -> tuple[list[Any], list[Any]]:
         """The log-probs and the ids of entries such as ``[-0.5, 17, null]``, all of which have
@@ -374,11 +373,20 @@ class GrownList(JsonText, Sequence[Any]):
         return GrownList(data, self._num + len(new), new)
 
 
+_NO_LOGPROBS = GrownList(b"", 0)
+
+
 class GrowingLists:
-    """Events that have all tokens so far: of their lists only what is new is parsed."""
+    """Events that have all tokens so far: of their lists only what is new is parsed.
+
+    Attributes:
+        num_same: how many tokens stand in the last event as in the one before: their ids, and
+            their log-probs if they are a ``GrownList``.
+    """
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[bytes, Any]] = {}
+        self.num_same = 0
 
     def loads(self, event: bytes) -> Any:
         """What a parser gives.
@@ -389,17 +397,20 @@ class GrowingLists:
         try:
             return self._read(event)
         except UNUSABLE:
+            self.num_same = 0
             return loads(event)
 
     def _read(self, event: bytes) -> Payload:
         """The same; raises as ``UNUSABLE`` has if a list is not where it belongs."""
         others: list[bytes] = []
-        begin, found = 0, {}
+        begin, found, same = 0, {}, []
         for name, last in _GROWING.items():
             at = event.find(name, begin) + len(name)
             if at < len(name):
                 continue
-            found[name] = text, _ = self._grown(event, at, name, last)
+            text, values, num = self._grown(event, at, name, last)
+            found[name] = text, values
+            same.append(num)
             others += event[begin : at - 1], _MARK_BYTES
             begin = at + len(text) + 1
         payload: Payload = orjson.loads(b"".join((*others, event[begin:])))
@@ -409,12 +420,13 @@ class GrowingLists:
             if holder[key] != _MARK:
                 raise ValueError(f"{key} is at another place")
             holder[key] = values
-        self._known = found
+        self._known, self.num_same = found, min(same) if _IDS in found else 0
         return payload
 
-    def _grown(self, event: bytes, at: int, name: bytes, last: bytes) -> tuple[bytes, Any]:
-        """The list that begins there: its text without the brackets, and its entries."""
-        empty: Any = GrownList(b"", 0) if name == _LOGPROBS else []
+    def _grown(self, event: bytes, at: int, name: bytes, last: bytes) -> tuple[bytes, Any, int]:
+        """The list that begins there: its text without the brackets, its entries, and how many of
+        them are known."""
+        empty: Any = _NO_LOGPROBS if name == _LOGPROBS else ()
         known, values = self._known.get(name, (b"", empty))
         begin = at + len(known)
         if not event.startswith(known, at) or event[begin] not in b",]":
@@ -426,8 +438,8 @@ class GrowingLists:
         more = orjson.loads(b"[%s]" % (new[1:] if known else new))
         if new and not more:
             raise ValueError("a comma without a value")
-        text = event[at:end]
-        return text, values.grown(text, more) if name == _LOGPROBS else [*values, *more]
+        text, num = event[at:end], len(values)
+        return text, values.grown(text, more) if name == _LOGPROBS else [*values, *more], num
 
 
 class FastReply(Reply):
@@ -438,9 +450,11 @@ class FastReply(Reply):
 
     Attributes:
         fields: the body for the first engine, without its token ids.
+        num_same: of the event that was parsed last, as ``GrowingLists`` has it.
     """
 
     fields: bytes = b"{}"
+    num_same = 0
 
     # The current engine's events have all tokens so far.
     _is_cumulative = False
@@ -517,12 +531,16 @@ class FastReply(Reply):
 
     def _check(self, parts: EventParts) -> None:
         """Check the tokens of an event of one engine alone; raises as ``UNUSABLE`` has."""
-        meta, ids = parts.meta, parts.ids
-        check_ids(ids, self.vocabulary)
+        meta = parts.meta
         if parts.logprobs is not None:
-            check_tokens(ids, *parts.logprobs.flat())
-        elif pairs := meta.get(PER_TOKEN[0]):
-            check_pairs(ids, pairs)
+            logprobs, named = parts.logprobs.flat()
+            ids = named if parts.has_ids(named) else parts.ids
+            check_ids(ids, self.vocabulary)
+            check_tokens(ids, logprobs, named)
+        else:
+            check_ids(ids := parts.ids, self.vocabulary)
+            if pairs := meta.get(PER_TOKEN[0]):
+                check_pairs(ids, pairs)
         check_versions(meta.get("weight_version"), None, len(ids))
         experts = meta.get("routed_experts")
         if experts is not None and ids and not self.raw.get("routed_experts_start_len"):
@@ -530,11 +548,12 @@ class FastReply(Reply):
 
     def parsed(self, event: bytes) -> Payload:
         payload: Payload
-        if len(event) < _LONG_EVENT:
+        if len(event) < _LONG_OF_STREAM:
             payload = loads(event)
         else:
             self._lists = self._lists or GrowingLists()
             payload = self._lists.loads(event)
+            self.num_same = self._lists.num_same
         return payload
 
     def read_all(self) -> None:

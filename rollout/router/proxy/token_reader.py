@@ -67,7 +67,7 @@ class AsBytes:
     """The form of clients over HTTP."""
 
     def events(self, payloads: list[Payload], *, is_end: bool) -> bytes:
-        events = b"".join(b"data: " + dumps(payload) + b"\n\n" for payload in payloads)
+        events = b"".join([b"data: %s\n\n" % dumps(payload) for payload in payloads])
         return events + _DONE if is_end else events
 
     def whole(self, reply: Reply) -> list[Data]:

@@ -180,6 +180,8 @@ def _body_after(reply: Reply) -> bytes:
 
 
 def _event(reply: Reply, event: Payload) -> None:
+    assert isinstance(reply, FastReply)
+    num_same, reply.num_same = reply.num_same, 0
     meta: Payload = event.get("meta_info") or {}
     ids = list(event.get("output_ids") or [])
     reported = meta.get("completion_tokens", len(ids))
@@ -198,9 +200,16 @@ def _event(reply: Reply, event: Payload) -> None:
             if len(values) < now.num:
                 columns[name] = before.columns.get(name, []) + values
     check_columns(columns, now.num)
-    begin = before.num if is_only_new else _num_unchanged(before, now)
+    logprobs = columns.get(PER_TOKEN[0])
+    if logprobs and type(logprobs) is not GrownList:
+        num_same = 0
+    # What stands as it did in the event before was checked with that.
+    begin = before.num if is_only_new else min(before.num, num_same)
     finish = meta.get("finish_reason") or None
-    _check_tokens(reply, now, begin, is_end=finish is not None)
+    new = now.ids[begin:] if begin else now.ids
+    check_ids(new, reply.vocabulary)
+    if logprobs or (finish is not None and reply.wants_logprobs):
+        check_pairs(new, _since(logprobs or [], begin))
     version, reported_spans = meta.get("weight_version"), meta.get("weight_versions")
     check_versions(version, reported_spans, now.num)
     now.spans = version_spans(reported_spans, version, now.num)
@@ -210,32 +219,14 @@ def _event(reply: Reply, event: Payload) -> None:
     has_grown = len(now.text) > len(before.text) and now.num - before.num <= most
     has_grown = (has_grown and not may_be_ahead(now.text)) or finish is not None
     reply.now, reply.last, reply.first = now, meta, reply.first or meta
-    reply.head = {name: value for name, value in event.items() if name not in _READ}
+    is_plain = event.keys() <= _READ
+    reply.head = {} if is_plain else {name: event[name] for name in event if name not in _READ}
     reply.reported_experts = experts = meta.get("routed_experts")
     if experts is not None and now.num and not reply.raw.get("routed_experts_start_len"):
         num_prompt = len(reply.prompt) if reply.prompt is not None else meta["prompt_tokens"]
         check_experts(experts, num_prompt + reply.base.num + now.num - 1)
     reply.has_text = event.get("text") is not None  # else the engine has no tokenizer
     reply.settle(finish, new="", has_grown=has_grown)
-
-
-def _num_unchanged(before: Part, now: Part) -> int:
-    """How many tokens stand as they did in the event before, of which each was checked."""
-    logprobs = now.columns.get(PER_TOKEN[0])
-    num = before.num
-    if type(logprobs) is GrownList:
-        num = min(num, logprobs.num_unchanged)
-    elif logprobs:
-        return 0  # a short event was parsed as a whole
-    return num if now.ids[:num] == before.ids[:num] else 0
-
-
-def _check_tokens(reply: Reply, now: Part, begin: int, *, is_end: bool) -> None:
-    """Check the tokens from this one on."""
-    new, logprobs = now.ids[begin:], now.columns.get(PER_TOKEN[0])
-    check_ids(new, reply.vocabulary)
-    if logprobs or (is_end and reply.wants_logprobs):
-        check_pairs(new, _since(logprobs or [], begin))
 
 
 def _since(values: GrownList | list[Any], begin: int) -> Sequence[Any]:

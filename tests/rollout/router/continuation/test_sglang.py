@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.http.reply_check import UnusableReply
 from rollout.router.continuation.dialects.sglang import may_be_ahead
 from rollout.router.continuation.fast_path import FastReply
 from rollout.router.http.fast_json import dumps, loads
@@ -158,6 +159,38 @@ def test_an_event_that_does_not_add_up_is_refused(event):
     reply = generate(b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 8}}', 1)
     with pytest.raises(ValueError, match=r"for 2 tokens|at most"):
         reply.absorb(event)
+
+
+WRITTEN = {
+    "dense": (b"", b""),
+    "ids apart": (b'"output_ids":', b'"output_ids": '),
+    "pairs apart": (b'"output_token_logprobs":', b'"output_token_logprobs": '),
+}
+
+
+@pytest.mark.parametrize("num", [4, 900])
+@pytest.mark.parametrize(
+    "wrong", [None, (1 << 40, -1.0, 1 << 40), (5, 3.0, 5), (5, -1.0, 6), (6, -1.0, 5)]
+)
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("has_logprobs", [True, False])
+def test_a_token_that_changes_in_a_later_event_is_checked_again(num, wrong, written, has_logprobs):
+    """However the event is written: what stands as before is not parsed, or not checked."""
+    body = {"input_ids": [1], "return_logprob": has_logprobs, "stream": True}
+    reply = generate(dumps({**body, "sampling_params": {"max_new_tokens": 2000}}))
+    tokens = [(5, -1.0, 5)] * num
+    for changed in (tokens, [*tokens, tokens[0]], [wrong or tokens[0], *tokens, tokens[0]]):
+        meta = {"weight_version": "1", "completion_tokens": len(changed), "finish_reason": None}
+        if has_logprobs:
+            meta["output_token_logprobs"] = [[value, named, None] for _, value, named in changed]
+        event = {"text": "", "output_ids": [token for token, _, _ in changed], "meta_info": meta}
+        data = dumps(event).replace(*WRITTEN[written])
+        if changed[0] == wrong and (has_logprobs or wrong[0] == 1 << 40):
+            with pytest.raises(UnusableReply):
+                reply.take(data)
+        else:
+            assert reply.take(data) is None
+            assert reply.num == len(changed)
 
 
 def test_what_one_engine_alone_can_report_or_continue_starts_over():
