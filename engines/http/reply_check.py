@@ -22,13 +22,11 @@ from typing import Any
 from engines.protocol.types import NO_NUMBER
 
 MOST_LOGPROB = 1e-3
-"""Rounding may bring the log-prob of a certain token above 0, by 1e-6 or so in float32; a thousand
-times more is no rounding.  The engines' own sums do not: with the greatest logit taken off, the sum
-of the exponentials is 1 or more, so its logarithm is not below 0 in any type of number.  vLLM 0.32
-takes ``log_softmax`` in float32 (``v1/sample/sampler.py``).  So does SGLang 0.5.23, or the ``log``
-of a float32 softmax, and in its on-policy mode ``log_softmax`` of bfloat16
-(``srt/layers/sampler.py``); where it divides by a mass, that is a sum in float32.  An engine that
-divided in bfloat16 could be off by 2**-8, and would be refused."""
+"""Rounding may bring the log-prob of a certain token above 0, by about 1e-6 in float32; a thousand
+times more is no rounding.  By their sources, vLLM 0.32 takes ``log_softmax`` in float32
+(``v1/sample/sampler.py``), and SGLang 0.5.23 that, or the ``log`` of a float32 softmax, or in its
+on-policy mode ``log_softmax`` of bfloat16 (``srt/layers/sampler.py``): with the greatest logit
+taken off, none of these is above 0.  Kernels on GPUs were not looked at."""
 MOST_IDS = 1 << 32
 _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
 _LEAST = -float("inf")
