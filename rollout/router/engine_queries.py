@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _CAN_REPLY = (BackendState.SERVING, BackendState.DRAINING, BackendState.ASLEEP)
 _CAN_HOLD_REQUESTS = (BackendState.SERVING, BackendState.DRAINING)
 _MOST_ABORTS_AT_ONCE = 32
+_TAKEN_WITHIN_S = 1.0
 _LOST = (aiohttp.ClientError, OSError, TimeoutError)
 
 
@@ -145,25 +146,27 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
         if order.is_for_all:  # also those that did not come through this router
             for member in gate.members:
                 if member.state in _CAN_HOLD_REQUESTS:
-                    found.add(member, [])
+                    found.add(member, [], is_left_to_it=True)
         slots = asyncio.Semaphore(_MOST_ABORTS_AT_ONCE)
-        failed: dict[str, str] = {}
+        # By then the router has closed the connections of whole requests.
+        until_s = asyncio.get_running_loop().time() + _TAKEN_WITHIN_S
+        limits = dict.fromkeys(found.left_to)  # no other end than by the call
         outcomes = await asyncio.gather(
             *(
-                _abort_on(client, slots, member, body)
-                for member, rids in found.engines.values()
+                _abort_on(client, slots, member, body, limits.get(engine_id, until_s))
+                for engine_id, (member, rids) in found.engines.items()
                 for body in _bodies(member, None if order.is_for_all else rids)
             )
         )
-        failed.update((engine_id, why) for engine_id, why in outcomes if why)
+        failed = {engine_id: why for engine_id, why in outcomes if why}
         result = {
             "engines": list(found.engines),
             "num_held": found.num_held,
             "num_on_engines": found.num_on_engines,
             "failed": failed,
         }
-        # What the router has sent ends all the same, when it leaves the engine.
-        return JSONResponse(result, 502 if failed and order.is_for_all else 200)
+        # A whole request that the router has sent ends all the same, as it leaves the engine.
+        return JSONResponse(result, 502 if failed.keys() & found.left_to else 200)
 
 
 def read_order(body: bytes) -> AbortOrder | None:
@@ -235,14 +238,19 @@ def _bodies(member: Backend, rids: Sequence[str] | None) -> list[bytes]:
 
 
 async def _abort_on(
-    client: EngineQueryClient, slots: asyncio.Semaphore, member: Backend, body: bytes
+    client: EngineQueryClient,
+    slots: asyncio.Semaphore,
+    member: Backend,
+    body: bytes,
+    until_s: float | None,
 ) -> tuple[str, str]:
     """The engine's id, and why it did not take the abort; empty if it did."""
     path = member.of_kind.abort_path
-    async with slots:
-        try:
+    try:
+        async with asyncio.timeout_at(until_s), slots:
             reply = await client.query(member, "POST", path, body)
-        except EngineUnreachable as error:
-            logger.warning("engine %s: %s: %s", member.engine_id, path, error)
-            return member.engine_id, str(error)
+    except (EngineUnreachable, TimeoutError) as error:
+        why = str(error) or f"no reply within {_TAKEN_WITHIN_S:g} s"
+        logger.warning("engine %s: %s: %s", member.engine_id, path, why)
+        return member.engine_id, why
     return member.engine_id, "" if reply.status_code < 400 else f"HTTP {reply.status_code}"

@@ -39,12 +39,17 @@ class AbortedRequests:
         num_held: those that were held, which have ended.
         num_on_engines: those that engines have.
         engines: by id, each with the ids that it knows them by.
+        left_to: ids of the engines that alone can end what they have of it, because the rest of a
+            request goes on, or a request did not come through here.
     """
 
     num_held: int = 0
     num_on_engines: int = 0
     engines: dict[str, tuple[Backend, list[str]]] = field(default_factory=dict)
+    left_to: set[str] = field(default_factory=set)
 
-    def add(self, member: Backend, ids: list[str]) -> None:
+    def add(self, member: Backend, ids: list[str], *, is_left_to_it: bool) -> None:
         """Note what this engine has to end."""
         self.engines.setdefault(member.engine_id, (member, []))[1].extend(ids)
+        if is_left_to_it:
+            self.left_to.add(member.engine_id)

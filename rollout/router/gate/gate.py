@@ -450,9 +450,9 @@ class Gate:
             if not ids:
                 continue
             found.num_on_engines += 1
-            for member in filter(None, (admission.member, admission.partner)):
-                found.add(member, ids)
             is_all_of_it = not admission.prompts or len(ids) == len(admission.prompts)
+            for member in filter(None, (admission.member, admission.partner)):
+                found.add(member, ids, is_left_to_it=not is_all_of_it)
             if is_all_of_it and admission.on_aborted is not None:
                 admission.on_aborted()
         return found

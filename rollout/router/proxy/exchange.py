@@ -372,7 +372,9 @@ class Exchange:
             if not self._pinned:
                 self._pin(decision.names)
             self._send(decision)
-        elif self._failure is None or decision.is_abort:
+        elif decision.is_abort:
+            self._end_aborted(decision)
+        elif self._failure is None:
             self._end_with(responses.refused(decision))
         else:
             self._end_with(responses.engine_failed(self._failure))
@@ -560,9 +562,12 @@ class Exchange:
         self.finish()
 
     def _signed(self) -> bytes:
-        """Lines of a head that name the engine, its weights and the kind of its log-probs."""
-        assert self.admission is not None
-        return signature_lines(self.engine_id, self.admission.weight_version, self._logprob_kind)
+        """Lines of a head that name the engine, its weights and the kind of its log-probs.
+
+        A request that ends at the gate has tokens of engines, and weights of none.
+        """
+        version = None if self.admission is None else self.admission.weight_version
+        return signature_lines(self.engine_id, version, self._logprob_kind)
 
     def _on_prefill(self, event: PrefillEvent) -> None:
         """What has happened at the prefill engine of a pair."""
@@ -759,14 +764,19 @@ class Exchange:
             self.is_aborted = True
             self._timer = self._proxy.call_later(_ABORTED_WITHIN_S, self._handle, self._end_aborted)
 
-    def _end_aborted(self) -> None:
-        """Leave the engine, which ends its work, and reply with the tokens so far."""
+    def _end_aborted(self, refusal: Refusal | None = None) -> None:
+        """Leave the engine, which ends its work, and then reply with the tokens so far.
+
+        Args:
+            refusal: what the client gets where there are none.
+        """
         if self._is_done:
             return
         end = None if self._tokens is None else self._tokens.abort()
-        if end is None or self.admission is None:
-            self._end_with(responses.refused(self._proxy.gate.aborted("aborted")))
+        if end is None:
+            self._end_with(responses.refused(refusal or self._proxy.gate.aborted("aborted")))
         else:
+            self.drop()  # no client learns of an end that its engine may not know
             self._end_reply(end)
 
     def stop(self) -> None:

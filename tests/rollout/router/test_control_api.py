@@ -158,6 +158,19 @@ async def test_an_abort_of_one_prompt_of_a_request_leaves_the_others(make_bench,
     assert (await pending[0]).status == 200
 
 
+async def test_an_abort_of_one_prompt_that_its_engine_does_not_take_is_a_502(make_bench):
+    """The router cannot end it: the rest of its request goes on, on the same connection."""
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold))
+    body = {"input_ids": [[1], [2]], "rid": ["a", "b"]}
+    pending, _ = await on_engines(bench, [hold], body)
+    bench.engines[0].script = reply(b"", "500 Internal Server Error")
+    status, found = await abort(bench, rid="b")
+    assert (status, found["failed"]) == (502, {"e-0": "HTTP 500"})
+    hold.opened.set()
+    assert (await pending[0]).status == 200
+
+
 async def test_an_abort_of_an_unknown_rid_reaches_no_engine(make_bench):
     hold = Hold()
     bench = await make_bench(hold_then_reply(hold))

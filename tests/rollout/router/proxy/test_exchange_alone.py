@@ -11,6 +11,7 @@ import pytest
 from engines.protocol import Endpoint, WorkerType
 from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.gate import GateState
+from rollout.router.http.fast_json import Data
 from rollout.router.proxy import exchange
 from rollout.rules.routing import Backend
 from tests.rollout.router.exchange_rig import PLAIN, Client, Rig, Upstream, rig_of
@@ -99,6 +100,49 @@ def test_an_aborted_request_gets_its_tokens_so_far_from_an_engine_that_does_noth
     assert reply["output_ids"] == [1, 2]
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert rig.is_empty()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_learns_of_an_abort_when_the_engines_connection_is_closed(
+    is_streamed: bool,
+) -> None:
+    rig = rig_of("a")
+    _, client = rig.begin(rid="mine", stream=is_streamed)
+    (upstream,) = rig.engines.sent
+    upstream.reply(STREAM, event(1, 2), is_end=False)
+    rig.gate.abort(ABORT)
+    written, was_closed = client.write, list[bool]()
+
+    def write(*parts: Data) -> None:
+        was_closed.append(upstream.is_dropped)
+        written(*parts)
+
+    client.write = write  # type: ignore[method-assign]
+    rig.timers[-1].pass_()
+    assert client.end == "finished"
+    assert was_closed
+    assert all(was_closed)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_request_that_is_aborted_between_two_engines_has_its_tokens_so_far(
+    is_streamed: bool, is_lost: bool
+) -> None:
+    rig = rig_of("a", "b")
+    _, client = rig.begin(rid="mine", stream=is_streamed)
+    rig.gate.set_state(GateState.HOLDING)
+    (upstream,) = rig.engines.sent
+    upstream.reply(STREAM, event(1, 2), is_end=False)
+    if is_lost:
+        upstream.lose()
+    else:
+        upstream.more(event(1, 2, finish="abort"), is_end=True)
+    assert rig.gate.abort(ABORT).num_held == 1
+    reply = payload_of(client)
+    assert reply["output_ids"] == [1, 2]
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (client.status, client.end, rig.is_empty()) == (200, "finished", True)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
