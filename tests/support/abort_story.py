@@ -24,6 +24,7 @@ class Client:
     """A client over HTTP with an id of its own, whose reply is read in a thread."""
 
     def __init__(self, url: str, rid: str, **more: Any) -> None:
+        self._rid = rid
         body = {"input_ids": [1, 2, 3], "rid": rid, "sampling_params": _SAMPLING, **more}
         self._body = {"stream": True, **body}
         self._url = url
@@ -35,7 +36,8 @@ class Client:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"{self.num_tokens} tokens, status {self.status}, end {self.finish} {self.error!r}"
+        of = f"{self._rid}: {self.num_tokens} tokens, status {self.status}"
+        return f"{of}, end {self.finish}, error {self.error!r}, running {self.is_running}"
 
     def _read(self) -> None:
         headers = {"x-token-failover": "on"}
@@ -62,6 +64,27 @@ class Client:
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
+
+    def check_has_begun(self) -> None:
+        """It has tokens, and more to come."""
+        began_s = time.monotonic()
+        reached = self.reaches(5)
+        took_s = time.monotonic() - began_s
+        assert reached, f"not five tokens after {took_s:.1f} s: {self!r}"
+        assert self.is_running, f"over before its abort: {self!r}"
+
+    def check_ends_aborted(self) -> None:
+        began_s = time.monotonic()
+        has_ended = self.ends_within(SOON_S)
+        took_s = time.monotonic() - began_s
+        assert has_ended, f"not over {took_s:.1f} s after its abort: {self!r}"
+        kind = self.finish and self.finish["type"]
+        assert kind == "abort", f"over after {took_s:.1f} s, not as aborted: {self!r}"
+
+    def check_goes_on(self, after: str) -> None:
+        """It was not aborted.  On a busy machine what comes before can take as long as a reply."""
+        has_length = self.finish is not None and self.finish["type"] == "length"
+        assert self.is_running or has_length, f"ended by {after}: {self!r}"
 
 
 def order(url: str, **body: Any) -> None:
@@ -95,34 +118,34 @@ def check_aborts_of_ids(policy: ServerHandle, tensors: Any, version: int) -> Non
     url = policy.url
     clients = {rid: Client(url, rid) for rid in ("r-1", "r-10", "r")}
     for client in clients.values():
-        assert client.reaches(5)
+        client.check_has_begun()
     order(url, rid="r-1")
-    assert clients["r-1"].ends_within(SOON_S)
-    assert clients["r-1"].finish["type"] == "abort"
-    assert [clients[rid].is_running for rid in ("r-10", "r")] == [True, True]
+    clients["r-1"].check_ends_aborted()
+    for rid in ("r-10", "r"):
+        clients[rid].check_goes_on("the abort of r-1")
     policy.push(tensors, version).result(120)
     for rid in ("r-10", "r"):
         assert clients[rid].reaches(clients[rid].num_tokens + 20), clients[rid]
-        # On a busy machine a push can take as long as a whole reply.
-        assert clients[rid].is_running or clients[rid].finish["type"] == "length", clients[rid]
+        clients[rid].check_goes_on("the push behind the abort of r-1")
     several = [Client(url, rid) for rid in ("s-1", "s-2")]
-    assert all(client.reaches(5) for client in several)
+    for client in several:
+        client.check_has_begun()
     order(url, rid_prefix="s-")
-    assert all(client.ends_within(SOON_S) for client in several)
-    assert {client.finish["type"] for client in several} == {"abort"}
+    for client in several:
+        client.check_ends_aborted()
     for rid in ("r-10", "r"):
-        assert clients[rid].is_running or clients[rid].finish["type"] == "length", clients[rid]
+        clients[rid].check_goes_on("the abort of s-")
     order(url, rid_prefix="r-")
-    assert clients["r-10"].ends_within(SOON_S)
-    assert clients["r"].is_running or clients["r"].finish["type"] == "length", clients["r"]
+    assert clients["r-10"].ends_within(SOON_S), clients["r-10"]
+    clients["r"].check_goes_on("the abort of r-")
     order(url, rid="r")
-    assert all(client.ends_within(SOON_S) for client in clients.values())
+    assert clients["r"].ends_within(SOON_S), clients["r"]
 
 
 def check_an_abort_of_several_completions(policy: ServerHandle) -> None:
     """Engines give completions of one request ids of their own, and end them all the same."""
     client = Client(policy.url, "several", sampling_params={**_SAMPLING, "n": 2})
-    assert client.reaches(5)
+    client.check_has_begun()
     order(policy.url, rid="several")
-    assert client.ends_within(SOON_S)
-    assert client.num_tokens < _SAMPLING["max_new_tokens"]
+    assert client.ends_within(SOON_S), client
+    assert client.num_tokens < _SAMPLING["max_new_tokens"], client
