@@ -31,6 +31,10 @@ from engines.protocol import Endpoint, Engine, GenerateReply, MemoryTag, Samplin
 from engines.protocol.errors import EngineError, EngineRejected
 from engines.protocol.features import Features, read_features
 from engines.vllm.client import VllmClient
+from rollout.config import RouterConfig
+from rollout.driver.client.generation_client import GenerationRequest
+from rollout.driver.client.http_client import HttpGenerationClient
+from rollout.router import Backend, RouterHost
 from tests.support.engine_keys import Keys
 
 T = TypeVar("T")
@@ -131,7 +135,12 @@ class InFlight:
     task: asyncio.Task[GenerateReply] | None = None
 
     async def follow(self, engine: Engine, sampling: SamplingParams, rid: str | None) -> Any:
-        stream = engine.stream_generate(input_ids=PROMPT, sampling_params=sampling, rid=rid)
+        return await self.read(
+            engine.stream_generate(input_ids=PROMPT, sampling_params=sampling, rid=rid)
+        )
+
+    async def read(self, stream: AsyncIterator[GenerateReply]) -> GenerateReply:
+        """The last reply of ``stream``."""
         async with aclosing(stream) as replies:  # type: ignore[type-var]
             async for reply in replies:
                 self.last = reply
@@ -153,6 +162,38 @@ class InFlight:
         """Its last reply."""
         assert self.task is not None
         return await asyncio.wait_for(self.task, 60)
+
+
+@dataclass
+class Routed:
+    """A router over the engine under test."""
+
+    url: str
+    client: HttpGenerationClient
+
+    @asynccontextmanager
+    async def in_flight(self, *rids: str) -> AsyncIterator[dict[str, InFlight]]:
+        """Streams through it that have begun, by the ids of their client."""
+        requests = {rid: InFlight() for rid in rids}
+        for rid, request in requests.items():
+            asked = GenerationRequest(rid, PROMPT, ENDLESS, fails_over=True)
+            request.task = asyncio.create_task(request.read(self.client.stream(asked)))
+        try:
+            for request in requests.values():
+                await asyncio.wait_for(request.reaches(1), 60)
+            yield requests
+        finally:
+            tasks = [request.task for request in requests.values() if request.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def abort(self, **order: Any) -> dict[str, Any]:
+        """The router's answer."""
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+            reply = await http.post(f"{self.url}/abort_request", json=order)
+        found: dict[str, Any] = reply.raise_for_status().json()
+        return found
 
 
 @dataclass
@@ -207,6 +248,22 @@ class Bench:
             request.task.cancel()
             started.cancel()
             await asyncio.gather(request.task, started, return_exceptions=True)
+
+    @asynccontextmanager
+    async def router(self) -> AsyncIterator[Routed]:
+        """A router with this engine alone."""
+        host = RouterHost(RouterConfig())
+        url = (await host.start()).url
+        kind = "sglang" if self.kind == "fake" else self.kind
+        member = Backend("only", self.running.endpoint, kind=kind, access=self.running.access)
+        client = HttpGenerationClient(url, timeout_s=60)
+        try:
+            await host.set_members(1, [member])
+            await host.set_gate("open", weight_version=0)
+            yield Routed(url, client)
+        finally:
+            await client.close()
+            await host.stop(1.0)
 
     def tensors(self, which: str) -> dict[str, Any]:
         """All weights of the ``first`` or ``second`` model, as tensors of this kind of engine."""

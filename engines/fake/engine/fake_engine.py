@@ -304,15 +304,19 @@ class FakeEngine(FakeEngineState):
         if fault is not None and fault.tokens == len(request.output_ids):
             request.fault = None
             await self._strike("generate", fault)
-        frozen = (PauseMode.RETRACT, PauseMode.IN_PLACE)
         if self.settings.token_s:
             await self._until(lambda: request.is_aborted, self.settings.token_s)
-        await self._until(lambda: request.is_aborted or self.paused not in frozen)
+        await self._until(lambda: self._goes_on(request))
         if not request.is_aborted:
             shift = self.weights.num_losses if self.weights.lost else 0
             request.logprob = math.nan if self.computes_nan else -1.0
             request.add_token(self._version, self.settings.vocab_size, shift)
             self.num_output_tokens += 1
+
+    def _goes_on(self, request: FakeRequest) -> bool:
+        """A pause in place keeps also who is aborted, since SGLang takes no step then."""
+        is_retracted = self.paused is PauseMode.RETRACT and not request.is_aborted
+        return self.paused is not PauseMode.IN_PLACE and not is_retracted
 
 
 def _request_of(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,7 @@ from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected
 from tests.engines.conftest import KINDS, VLLM
-from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench, features_of
+from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench, InFlight, features_of
 from tests.support.kinds import not_for
 from tests.support.toy_kind import TOY
 from tests.support.waits import until
@@ -35,6 +37,14 @@ DIFFERENCES: dict[str, dict[str, str]] = {
     "an abort by id ends every id that begins with it": {
         "embedded": "ends exactly that id",
         "vllm": "ends exactly that id",
+    },
+    "a request frozen in place ends aborted when the pause does": {
+        "embedded": "ends at once",
+        "vllm": "ends at once",
+    },
+    "an abort of a request that came in a pause ends nothing": {
+        "embedded": "ends it",
+        "vllm": "ends it",
     },
     "the id of a stream is aborted some time after its end": {
         "embedded": "forgets the id with the stream",
@@ -218,6 +228,115 @@ async def test_an_abort_of_no_live_id_ends_nothing(bench: Bench) -> None:
         await request.reaches(len(request.last.output_ids) + 20)
         assert request.task is not None
         assert not request.task.done()
+
+
+async def test_an_abort_of_an_id_that_has_ended_ends_nothing(bench: Bench) -> None:
+    async with bench.in_flight() as request:
+        await bench.engine.generate(input_ids=PROMPT, sampling_params=GREEDY, rid="p-1")
+        await bench.engine.abort_request("p-1")
+        assert request.last is not None
+        await request.reaches(len(request.last.output_ids) + 20)
+    again = await bench.engine.generate(input_ids=PROMPT, sampling_params=GREEDY, rid="p-1")
+    assert len(again.output_ids) == 8
+
+
+async def test_a_retracted_request_that_is_aborted_ends_at_once(bench: Bench) -> None:
+    async with frozen_and_aborted(bench, PauseMode.RETRACT) as request:
+        assert request.task is not None
+        assert request.task.done()
+
+
+async def test_a_request_frozen_in_place_ends_aborted_when_the_pause_does(bench: Bench) -> None:
+    async with frozen_and_aborted(bench, PauseMode.IN_PLACE) as request:
+        assert request.task is not None
+        assert request.task.done() is differs(
+            bench, "a request frozen in place ends aborted when the pause does"
+        )
+
+
+@asynccontextmanager
+async def frozen_and_aborted(bench: Bench, mode: PauseMode) -> AsyncIterator[InFlight]:
+    """A request that was aborted in a pause, which ends behind the block; another one goes on."""
+    async with bench.in_flight(rid="p-1") as request, bench.in_flight(rid="q-1") as other:
+        await bench.engine.pause_generation(mode)
+        await bench.engine.abort_request("p-1")
+        assert request.task is not None
+        await asyncio.wait({request.task}, timeout=1.0)
+        yield request
+        assert other.last is not None
+        num_tokens = len(other.last.output_ids)
+        await bench.engine.continue_generation()
+        last = await request.end()
+        await other.reaches(num_tokens + 20)
+    assert last.finish_reason is not None
+    assert last.finish_reason.kind == "abort"
+    assert len(last.output_ids) >= 1
+
+
+async def test_an_abort_of_a_request_that_came_in_a_pause_ends_nothing(bench: Bench) -> None:
+    await bench.engine.pause_generation(PauseMode.ABORT)
+    held = asyncio.create_task(
+        bench.engine.generate(input_ids=PROMPT, sampling_params=GREEDY, rid="p-1")
+    )
+    await asyncio.wait({held}, timeout=0.5)
+    await bench.engine.abort_request("p-1")
+    await asyncio.wait({held}, timeout=0.5)
+    is_ended = differs(bench, "an abort of a request that came in a pause ends nothing")
+    await bench.engine.continue_generation()
+    reply = await asyncio.wait_for(held, 30)
+    assert reply.finish_reason is not None
+    assert reply.finish_reason.kind == ("abort" if is_ended else "length")
+
+
+ORDERS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "id": ({"rid": "p-1"}, {"p-1"}),
+    "list": ({"rid": ["p-1", "q-1"]}, {"p-1", "q-1"}),
+    "key": ({"rid_prefix": "p-1/"}, {"p-1/a"}),
+    "unknown": ({"rid": ["p-", "p", "p-100"]}, set()),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@not_for("fake")  # it has no port
+async def test_a_router_in_front_ends_what_an_abort_names_and_no_neighbour(
+    bench: Bench, order: str
+) -> None:
+    body, named = ORDERS[order]
+    async with bench.router() as router, router.in_flight("p-1", "p-10", "p-1/a", "q-1") as all_:
+        found = await router.abort(**body)
+        assert (found["num_on_engines"], found["failed"]) == (len(named), {})
+        for rid in named:
+            last = await all_[rid].end()
+            assert last.finish_reason is not None
+            assert last.finish_reason.kind == "abort"
+            assert 1 <= len(last.output_ids) < ENDLESS.max_new_tokens
+        for rid in all_.keys() - named:
+            request = all_[rid]
+            assert request.last is not None
+            await asyncio.wait_for(request.reaches(len(request.last.output_ids) + 20), 60)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@not_for("fake")  # it has no port
+async def test_a_router_in_front_answers_what_is_aborted_within_half_a_second(
+    bench: Bench, is_frozen: bool
+) -> None:
+    took_s = []
+    async with bench.router() as router, router.in_flight("p-1", "p-2", "p-3") as requests:
+        if is_frozen:
+            await bench.engine.pause_generation(PauseMode.IN_PLACE)
+        for rid, request in requests.items():
+            has = request.last
+            began_s = asyncio.get_running_loop().time()
+            await router.abort(rid=rid)
+            last = await request.end()
+            took_s.append(asyncio.get_running_loop().time() - began_s)
+            assert last.finish_reason is not None
+            assert last.finish_reason.kind == "abort"
+            assert has is not None
+            assert last.output_ids[: len(has.output_ids)] == has.output_ids
+    assert min(took_s) < 0.5, took_s  # one of three, since a busy machine is late now and then
+    await bench.engine.continue_generation()
 
 
 async def test_the_id_of_a_stream_is_aborted_some_time_after_its_end(bench: Bench) -> None:

@@ -273,11 +273,15 @@ async def open_gate(world: World) -> None:
     world.gate.set_state(GateState.OPEN, weight_version=7)
 
 
-async def freeze(world: World) -> None:
+async def freeze(world: World, mode: PauseMode = PauseMode.IN_PLACE) -> None:
     """A pause that keeps the requests on their engines."""
     world.gate.set_state(GateState.HOLDING)
     for engine in world.engines:
-        await engine.pause_generation(PauseMode.RETRACT)
+        await engine.pause_generation(mode)
+
+
+async def retract(world: World) -> None:
+    await freeze(world, PauseMode.RETRACT)
 
 
 async def lose(world: World) -> None:
@@ -343,6 +347,7 @@ MOMENTS = {
     "held": Moment(before=hold, after=open_gate, num_tokens=0, reaches_engines=False),
     "in flight": Moment(),
     "paused": Moment(World.pause, after=World.resume, reaches_engines=False),
+    "retracted": Moment(retract, after=World.resume),
     "frozen": Moment(freeze, after=World.resume),
     "engine lost": Moment(lose, after=serve_other, names=["e0"], reaches_engines=False),
     "engine replaced": Moment(lose_and_send, names=["e0"]),
