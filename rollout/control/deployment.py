@@ -3,7 +3,8 @@
 Always true: ``offload`` and ``serve`` are one transaction each over all servers.  The trainer's
 GPUs are shared by all.  So no server releases before every server has flushed, and none serves
 before every server can.  One transaction runs at a time.  A repeated transaction, also one that
-failed, continues from the phase of each group.
+failed, continues from the phase of each group.  One that failed or was cancelled leaves no gate
+holding, also of servers that did their part.
 
 Stacked servers have engines on the same GPUs.  They start and resume memory one after the other,
 so that each is measured against what is really free.
@@ -13,18 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
 from rollout.core.command_lock import CommandLock
-from rollout.core.errors import ConfigError
-from rollout.core.fanout import barrier
+from rollout.core.errors import ActorLost, ConfigError
+from rollout.core.fanout import barrier, run_to_completion
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.lifecycle import OFFLOAD, SERVE_UPDATED, TAKE_MEMORY, Command, up_to
 from rollout.weights.push.weight_push import WeightPush
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# For a server to close its gate: a call of its router, and a write of its journal.
+_CLOSE_S = 60.0
 
 
 class Deployment:
@@ -86,7 +92,7 @@ class Deployment:
     async def offload(self) -> dict[str, StepReport]:
         """Pause all servers, then flush all, then release all, in whatever phase they are."""
         async with self._lock.held("offload"):
-            return await self._advance(*OFFLOAD)
+            return await self._whole("offload", self._advance(*OFFLOAD))
 
     async def serve(
         self, pushes: Mapping[str, WeightPush], until: Command = Command.CONTINUE_GENERATION
@@ -104,13 +110,14 @@ class Deployment:
                 known = ", ".join(self._servers)
                 raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
         async with self._lock.held("serve"):
-            return await self._update_and(up_to(until, SERVE_UPDATED), pushes)
+            unpushed = {name: one for name, one in self._servers.items() if name not in pushes}
+            await barrier({name: server.check_can_restore() for name, server in unpushed.items()})
+            last = up_to(until, SERVE_UPDATED)
+            return await self._whole("serve", self._update_and(last, pushes))
 
     async def _update_and(
         self, last: Sequence[Command], pushes: Mapping[str, WeightPush]
     ) -> dict[str, StepReport]:
-        unpushed = {name: one for name, one in self._servers.items() if name not in pushes}
-        await barrier({name: server.check_can_restore() for name, server in unpushed.items()})
         await barrier({name: self._servers[name].make_idle() for name in pushes})
         reports = await self._advance(Command.ONLOAD_WEIGHTS)
         updated = await barrier(
@@ -126,6 +133,29 @@ class Deployment:
             name: report.merged(updated[name]).merged(ended[name])
             for name, report in reports.items()
         }
+
+    async def _whole(self, operation: str, work: Awaitable[T]) -> T:
+        """What ``work`` returns; if it is cut, requests do not wait for the rest of it."""
+        try:
+            return await work
+        except BaseException as error:
+            await run_to_completion(self._close_gates(operation, error))
+            raise
+
+    async def _close_gates(self, operation: str, error: BaseException) -> None:
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        why = f"{operation} of all servers " + (
+            "was cancelled" if is_cancelled else f"failed: {describe(error)}"
+        )
+        is_lost = isinstance(error, ActorLost)
+        try:
+            closing = {
+                name: server.end_transaction(operation, why, is_lost=is_lost)
+                for name, server in self._servers.items()
+            }
+            await barrier(closing, operation="close the gate", budget_s=_CLOSE_S)
+        except Exception as more:  # must not hide the first failure
+            logger.error("after a failed %s of all servers: %s", operation, describe(more))
 
     async def status(self) -> dict[str, ServerStatus]:
         """Status of every server."""

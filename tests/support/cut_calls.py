@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.control.server.journal import JournalRecord
+from rollout.control.server.journal import JournalRecord, ServerJournal
 from rollout.core.types import EngineStatus, GroupStatus
 from rollout.rules.health import EngineHealth, RecoveryState
 from rollout.rules.routing import Backend, BackendState
+from tests.support.builders import ServerBench
 from tests.support.virtual_time import VirtualTimeLoop
 
 
@@ -116,6 +117,44 @@ class World:
 
     def in_groups(self) -> Iterable[tuple[GroupStatus, EngineStatus]]:
         return ((group, engine) for group in self.groups for engine in group.engines)
+
+
+class MemoryJournal(ServerJournal):
+    """A journal whose file is in memory."""
+
+    newest: JournalRecord
+
+    def _write(self, record: JournalRecord, number: int, durable: bool) -> None:
+        self.newest = record
+
+
+async def world_of(bench: ServerBench, journal: MemoryJournal) -> World:
+    """The server and all that is known of it now."""
+    server, router = bench.server, bench.router
+    statuses = await server._registry.statuses()
+    return World(
+        gate=server._gate.state,
+        phases={name: phase.value for name, phase in server.phases().items()},
+        version=server.base_version,
+        unfinished={
+            name: command.value for name, command in server._phase_runner.unfinished.items()
+        },
+        groups=tuple(statuses.values()),
+        router_gate=router.gate,
+        members={member.engine_id: member for member in router.members},
+        health=server._recovery.tracker.snapshot(),
+        record=journal.newest,
+        engines={
+            name: EngineFacts(
+                not process.engine.is_dead,
+                process.engine.paused is not None,
+                frozenset(process.engine.released),
+                process.engine._version,
+                not (process.engine.weights_are_garbage or process.engine.is_updating),
+            )
+            for name, process in bench.launcher.processes.items()
+        },
+    )
 
 
 def disagreements(world: World) -> list[str]:

@@ -443,6 +443,12 @@ class PhaseRunner:
                 engines=entries_of(self._registry.all_last_known()),
             )
 
+    async def close_gate(self, operation: str, why: str) -> None:
+        """Refuse the requests that an unfinished transaction holds."""
+        if self._gate.state == "holding":
+            await self._gate.shut("closed", why, operation, needs_push=self.needs_push)
+            await self.write_journal()
+
     async def _after_failure(self, command: Command, error: BaseException) -> None:
         """Close the gate after a failed phase; groups keep the phase they reached.
 

@@ -425,6 +425,21 @@ class RolloutServer:
                 self._refuse_unchecked()
             return await self._phase_runner.advance(command)
 
+    async def end_transaction(self, operation: str, why: str, *, is_lost: bool) -> None:
+        """A transaction over several servers has failed: close a gate that holds requests for it.
+
+        A command that runs meanwhile decides about the gate itself.
+
+        Args:
+            why: for the requests.
+            is_lost: an actor was; where recovery brings it back, the gate goes on holding, because
+                the caller repeats the transaction.
+        """
+        if self._lock.owner or (is_lost and self._recovery.is_on):
+            return
+        async with self._lock.held("end_transaction"):
+            await run_to_completion(self._phase_runner.close_gate(operation, why))
+
     async def make_idle(self) -> StepReport:
         """Pause and flush the groups that serve, so that all can take new weights."""
         async with self._lock.held("make_idle"):

@@ -108,7 +108,8 @@ async def test_an_offload_that_failed_on_one_server_can_be_taken_up_again(tmp_pa
     with pytest.raises(PhaseFailed, match="actor-0: flush"):
         await servers.deployment.offload()
     assert servers.got("release_memory_occupation") == set()
-    assert servers.policy.router.gate == "closed"
+    # The one that did its part has no requests either that wait for the rest.
+    assert (servers.policy.router.gate, servers.reference.router.gate) == ("closed", "closed")
     await servers.deployment.offload()
     assert await servers.phases() == dict.fromkeys(("policy", "reference"), "offloaded")
     assert servers.reference["judge-0"].operations().count("flush_cache") == 1

@@ -22,7 +22,6 @@ from engines.fake.engine.faults import Fault, RecordedCall
 from engines.fake.launcher import FakeRunningEngine
 from engines.protocol.spec import EngineSpec
 from rollout.control.deployment import Deployment
-from rollout.control.server.journal import JournalRecord, ServerJournal
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RolloutError
 from rollout.core.pending import Pending
@@ -34,12 +33,13 @@ from tests.support import builders
 from tests.support.builders import RecordingRouter, ServerBench, make_server
 from tests.support.cut_calls import (
     Cutter,
-    EngineFacts,
+    MemoryJournal,
     TurnLoop,
     World,
     disagreements,
     ended,
     unfit_in_routing,
+    world_of,
 )
 from tests.support.virtual_time import pass_time
 
@@ -110,15 +110,6 @@ async def wait_a_while(call: RecordedCall) -> Fault | None:
     return None
 
 
-class MemoryJournal(ServerJournal):
-    """A journal whose file is in memory."""
-
-    newest: JournalRecord
-
-    def _write(self, record: JournalRecord, number: int, durable: bool) -> None:
-        self.newest = record
-
-
 class Bench:
     """A server with a journal, a deployment and a handle."""
 
@@ -145,31 +136,7 @@ class Bench:
         return make(self.server.weight_version + 1)
 
     async def world(self) -> World:
-        server, router = self.server, self.router
-        statuses = await server._registry.statuses()
-        return World(
-            gate=server._gate.state,
-            phases={name: phase.value for name, phase in server.phases().items()},
-            version=server.base_version,
-            unfinished={
-                name: command.value for name, command in server._phase_runner.unfinished.items()
-            },
-            groups=tuple(statuses.values()),
-            router_gate=router.gate,
-            members={member.engine_id: member for member in router.members},
-            health=server._recovery.tracker.snapshot(),
-            record=self.journal.newest,
-            engines={
-                name: EngineFacts(
-                    not process.engine.is_dead,
-                    process.engine.paused is not None,
-                    frozenset(process.engine.released),
-                    process.engine._version,
-                    not (process.engine.weights_are_garbage or process.engine.is_updating),
-                )
-                for name, process in self.of_server.launcher.processes.items()
-            },
-        )
+        return await world_of(self.of_server, self.journal)
 
 
 class LoopCaller:
@@ -288,6 +255,11 @@ ROWS: dict[str, Row] = {
         "RolloutServer.check_push_path", lambda b: b.server.check_push_path(loaded())
     ),
     "advance": Row("RolloutServer.advance", lambda b: b.server.advance(Command.PAUSE_GENERATION)),
+    "end_transaction": Row(
+        "RolloutServer.end_transaction",
+        lambda b: b.server.end_transaction("offload", "it was cut", is_lost=False),
+        (run(Command.PAUSE_GENERATION),),
+    ),
     "make_idle": Row("RolloutServer.make_idle", lambda b: b.server.make_idle()),
     "pause_generation": Row("RolloutServer.run", run(Command.PAUSE_GENERATION)),
     "flush_cache": Row("RolloutServer.run", run(Command.FLUSH_CACHE), IDLE[:1]),
@@ -346,7 +318,7 @@ ROWS: dict[str, Row] = {
         "Deployment.start", lambda b: b.deployment.start(), ends=True, is_started=False
     ),
     "stop of all": Row("Deployment.stop", lambda b: b.deployment.stop(), ends=True),
-    "offload of all": Row("Deployment.offload", lambda b: b.deployment.offload(), holds=True),
+    "offload of all": Row("Deployment.offload", lambda b: b.deployment.offload()),
     "serve of all": Row(
         "Deployment.serve", lambda b: b.deployment.serve({"policy": b.next_push()}), (offload,)
     ),
