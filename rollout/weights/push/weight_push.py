@@ -213,8 +213,7 @@ class _PushRun:
         await self._call("look", checks)
         source = self._open(reader)
         try:
-            async with asyncio.timeout_at(self._deadline):
-                await source.open(self._members())
+            await self._begin(source)
             if joiners := self._joiners():
                 await self._join(joiners, source.terms)
             on_begin()
@@ -232,6 +231,18 @@ class _PushRun:
             engine_id: self._failed.get(engine_id, EngineReply(self._elapsed[engine_id]))
             for engine_id in self._routes
         }
+
+    async def _begin(self, source: BucketSource) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline) as limit:
+                await source.open(self._members())
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise WeightsUnavailable(
+                f"weight version {self._push.version}: its source had not begun when the "
+                f"{self._budget_s:g} s of the push were over; no engine's weights have changed"
+            ) from None
 
     def _open(self, reader: str) -> BucketSource:
         if self._push.stream is None:

@@ -9,6 +9,7 @@ import pytest
 from engines.fake import FakeEngine, FakeTensor, pack_tensors
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.core.errors import WeightsUnavailable
+from rollout.weights.push.stream_reader import StaticBuckets
 from rollout.weights.push.weight_push import PushTarget, WeightPush, push_weights
 from tests.support.builders import manifest, push
 from tests.support.virtual_time import virtual_time
@@ -211,6 +212,21 @@ async def test_the_whole_push_has_one_deadline() -> None:
     assert "update_weights took longer than 60 s" in str(answers["a"].failure)
     assert asyncio.get_running_loop().time() - started < 70
     assert engine.operations()[-1] == "end_weight_update"
+
+
+@virtual_time
+async def test_a_source_that_never_begins_ends_with_the_deadline_of_the_push(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(source: StaticBuckets, members: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(StaticBuckets, "open", never)
+    engine = FakeEngine("a")
+    late = r"weight version 7: its source had not begun when the 60 s of the push were over"
+    with pytest.raises(WeightsUnavailable, match=late):
+        await push_weights(push(7), targets(engine), budget_s=60)
+    assert not engine.is_updating
 
 
 @virtual_time
