@@ -114,6 +114,7 @@ class ExploredLoop:
         self._now = 0.0
         self.lost_errors: list[str] = []
         self.processes: list[ExploredProcess] = []
+        self.call_soon_threadsafe = self.call_soon  # there is one thread
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ExploredLoop, ()  # locks remember theirs

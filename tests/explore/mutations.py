@@ -34,6 +34,7 @@ from rollout.control.server.router_client import RouterClient
 from rollout.control.server.server import RolloutServer
 from rollout.core import fanout
 from rollout.core.types import StepReport
+from rollout.driver.stream.journal import Journal
 from rollout.rules import lifecycle
 from rollout.rules.lifecycle import OFFLOAD, Command, Phase
 from rollout.rules.routing import BackendState
@@ -70,6 +71,13 @@ def _route_by_the_first_members(patch: pytest.MonkeyPatch) -> None:
         self._members = first or self._members
 
     patch.setattr(RouterClient, "set_members", set_first)
+
+
+def _deliver_before_the_journal_has_it(patch: pytest.MonkeyPatch) -> None:
+    async def write(self: Journal) -> None:
+        """The sweep writes it later."""
+
+    patch.setattr(Journal, "write", write)
 
 
 @dataclass(frozen=True)
@@ -689,6 +697,18 @@ MUTATIONS = (
         "I6: .* is in routing",
         ("remove shared-1", "offload"),
         settings={"injections": ("crash router",), "outcomes": ORDER_ONLY},
+    ),
+    Mutation(
+        "deliver what the journal has not",
+        _deliver_before_the_journal_has_it,
+        "the driver's lives delivered",
+        ("offload", "onload"),
+        settings={
+            "injections": ("crash driver",),
+            "outcomes": ORDER_ONLY,
+            "num_requests": 0,
+            "num_prompts": 3,
+        },
     ),
     Mutation("forget to fence", _forget_to_fence, "I|goes on"),
     Mutation("release under requests", _release_under_requests, "requests run|barrier"),

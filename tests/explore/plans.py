@@ -163,6 +163,19 @@ def _under_a_lost_router(deviations: int) -> Callable[[Explorer], None]:
     )
 
 
+def _under_a_lost_driver(deviations: int, *injections: str) -> Callable[[Explorer], None]:
+    return _command(
+        "offload",
+        "onload",
+        deviations=deviations,
+        groups={"shared": {"num_engines": 2}},
+        outcomes=ORDER_ONLY,
+        num_requests=0,
+        num_prompts=3,
+        injections=("crash driver", *injections),
+    )
+
+
 _RAISE = {"on_failure": "raise"}
 # So long that garbage, which differs in each run, does not have the weights' log-probs by chance.
 BY_CANARY = {"verify_by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
@@ -590,6 +603,12 @@ DEFAULT: tuple[Plan, ...] = (
         _under_a_lost_router(1),
     ),
     Plan(
+        "a driver is lost under requests",
+        "the loss of a driver at any time of a step, also before and after each write of its "
+        "journal: any 1; another driver goes on from there",
+        _under_a_lost_driver(1),
+    ),
+    Plan(
         "a group of vLLM dies, or all",
         "a death of one group, or of all, at any time of each command of a step: any 1",
         _all_die(None, Settings((), ("kill shared", "kill all"), ORDER_ONLY), 1, protocol="vllm"),
@@ -733,6 +752,12 @@ DEEP: tuple[Plan, ...] = (
         "a router is lost under requests",
         "the loss of the router, a request, cancel, a death and an engine that leaves: any 2",
         _under_a_lost_router(2),
+    ),
+    Plan(
+        "a driver is lost under requests",
+        "the loss of a driver, of the one in its place, of the router, and a death, at any time of "
+        "a step: any 2",
+        _under_a_lost_driver(2, "crash driver", "crash router", "kill shared-0"),
     ),
     Plan(
         "a server and its router are lost in a command",

@@ -33,8 +33,9 @@ class Settings:
     Attributes:
         commands: what the training loop does, one after the other.
         injections: what may happen once each while it does: ``cancel``, ``request``, a command,
-            or ``kill <engine>``.
+            ``kill <engine>``, or ``crash`` of the driver, the router, the server or a group.
         num_requests: requests that are on their way when it begins.
+        num_prompts: that a driver with a journal samples beside the commands; 0 for no driver.
         router_outcomes: of a router call: 1 answers, 2 or lost before, 3 or lost after.
         kill_outcomes: of a kill: 1 works, 2 or fails.
         launch_outcomes: of a start: 1 works, 2 or fails, 3 or is slower than all other calls.
@@ -47,6 +48,7 @@ class Settings:
     injections: tuple[str, ...] = ()
     outcomes: tuple[tuple[str, faults.Fault | None], ...] = OUTCOMES
     num_requests: int = 1
+    num_prompts: int = 0
     router_outcomes: int = 1
     kill_outcomes: int = 1
     launch_outcomes: int = 1

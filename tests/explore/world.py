@@ -14,17 +14,19 @@ from typing import Any
 from engines.fake import FakeTensor, faults, pack_tensors
 from engines.fake.engine.fake_caches import FakeCaches
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
-from engines.protocol import SamplingParams
+from engines.protocol import Engine, GenerateReply, SamplingParams
 from engines.protocol.errors import EngineUnreachable
 from engines.protocol.plain_text import describe
 from rollout.control.server.journal import JournalRecord
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import RolloutError
 from rollout.core.types import StepReport
+from rollout.driver.client.generation_client import GenerationRequest
 from rollout.router.gate.gate import Refusal, Waiter
 from rollout.rules.lifecycle import Command
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.push.weight_push import WeightPush
+from tests.explore.driven import Driving, no_reply
 from tests.explore.explorer import ExploredLoop, ExploredProcess, Violation
 from tests.explore.invariants import Invariants
 from tests.explore.settings import Settings
@@ -57,6 +59,7 @@ class World(Invariants):
         self._requests: list[asyncio.Task[None]] = []
         self._main: asyncio.Task[None] | None = None
         self._server_process: ExploredProcess | None = None
+        self._driving: Driving | None = None
 
     # -- driven by the explorer
 
@@ -80,6 +83,8 @@ class World(Invariants):
             record.world = self
         for number in range(self.settings.num_requests):
             self._request(f"early-{number}")
+        if self.settings.num_prompts:
+            self._driving = Driving(self, self.settings.num_prompts)
         self._main = loop.create_task(self._train())
 
     def new_process(self) -> ExploredProcess:
@@ -110,9 +115,13 @@ class World(Invariants):
         count = len(self._late)
         for pending in self._pending:
             count += pending.num_outcomes
-        if self._left and self._main is not None and not self._main.done():
+        if self._left and self._is_busy():
             count += len(self._left)
         return count + self._may_time_pass()
+
+    def _is_busy(self) -> bool:
+        has_driver = self._driving is not None and not self._driving.is_done
+        return has_driver or (self._main is not None and not self._main.done())
 
     def _may_time_pass(self) -> bool:
         # These answer at once or not at all: they are no engines that think for a minute.
@@ -155,14 +164,20 @@ class World(Invariants):
             self._check_released("after an offload")
         self._check_boots()
         if self.violation:
+            if self._driving is not None:
+                self._driving.end()
             raise Violation(self.violation)
 
     def finish(self) -> None:
+        if self._driving is not None:
+            self._driving.end()
         if self._running or (self._main is not None and not self._main.done()):
             raise Violation(f"I4: {', '.join(self._running)} waits for ever")
         for rid, num_ends in self._clients.items():
             if num_ends != 1:
                 raise Violation(f"request {rid} ended {num_ends} times")
+        if self._driving is not None and (why := self._driving.wrong()):
+            raise Violation(why)
         for router in self.parts.routers.values():
             if len(router.gate.in_flight) or router.gate.num_held:
                 raise Violation("the gate counts requests that have ended")
@@ -330,10 +345,14 @@ class World(Invariants):
                 work.close()
 
     def _crash(self, which: str) -> None:
-        """A group, the server with its groups, or the router, is lost in the middle of all that it
-        does."""
+        """A group, the server with its groups, the router, or a driver, is lost in the middle of
+        all that it does."""
         if which == "router":
             self._lose_router()
+            return
+        if which == "driver":
+            assert self._driving is not None
+            self._driving.lose()
             return
         parts, is_server = self.parts, which == "server"
         names = list(parts.ports) if is_server else [which]
@@ -341,8 +360,7 @@ class World(Invariants):
         for process in [*lost, self._server_process] if is_server else lost:
             if process is not None and not process.is_lost:
                 process.kill()
-        for calls in (self._pending, self._late):
-            calls[:] = [one for one in calls if one.process is None or not one.process.is_lost]
+        self.forget_lost()
         for engine_id in parts.launcher.processes:  # what they did decides, and not who knew of it
             if slot_of(engine_id).rpartition("-")[0] in names:
                 self.hanging.pop(engine_id, None)
@@ -360,6 +378,11 @@ class World(Invariants):
                 return
             parts.continue_server(record.newest)._lock.opened.clear()
             self._begin("takeover", "other takeover")
+
+    def forget_lost(self) -> None:
+        """What lost processes have called comes to nothing."""
+        for calls in (self._pending, self._late):
+            calls[:] = [one for one in calls if one.process is None or not one.process.is_lost]
 
     def _lose_router(self) -> None:
         """Its clients lose their connections, and its server the calls that are under way."""
@@ -446,6 +469,34 @@ class World(Invariants):
             self._clients[rid] += 1
 
     async def _send(self, rid: str) -> None:
+        await self._route(
+            rid,
+            lambda engine: engine.generate(input_ids=[1], sampling_params=_ONE_TOKEN, rid=rid),
+        )
+
+    async def answer(self, request: GenerationRequest) -> GenerateReply:
+        """The reply to a request of a driver.
+
+        Raises:
+            GenerationError: there is none.
+        """
+        reply = await self._route(
+            request.rid,
+            lambda engine: engine.generate(
+                input_ids=request.input_ids,
+                sampling_params=request.sampling,
+                rid=request.rid,
+                return_logprob=True,
+            ),
+        )
+        if reply is None:
+            raise no_reply("HTTP 503")
+        return reply
+
+    async def _route(
+        self, rid: str, generate: Callable[[Engine], Awaitable[GenerateReply]]
+    ) -> GenerateReply | None:
+        """The reply of an engine, or of another one if that is lost; None for a refusal."""
         gate = self.parts.router.gate
         excluded_engine = ""
         for _ in range(2):
@@ -462,8 +513,7 @@ class World(Invariants):
             engine = self.parts.launcher.connect(member.endpoint, member.engine_id)
             try:
                 async with asyncio.timeout(_CLIENT_S):
-                    await engine.generate(input_ids=[1], sampling_params=_ONE_TOKEN, rid=rid)
-                break
+                    return await generate(engine)
             except TimeoutError:
                 break
             except EngineUnreachable as error:
@@ -471,6 +521,7 @@ class World(Invariants):
                 excluded_engine = member.engine_id
             finally:
                 gate.leave(decision)
+        return None
 
     # -- between runs
 
