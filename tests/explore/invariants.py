@@ -218,11 +218,12 @@ class Invariants:
             command in ("onload", "update", "serve", "continue_generation")
             and not self._is_stopping
         ):
-            gate = self.parts.router.gate
-            self._check_one_serves(self.parts.server, f"{command} is done")
-            # One that was lost since begins with it; see ``SteeredRouter.begin``.
-            if gate.wanted is not GateState.OPEN and not self.parts.router.is_away:
-                self.violate(f"{command} is done and the gate is {gate.wanted}")
+            router, server = self.parts.router, self.parts.server
+            self._check_one_serves(server, f"{command} is done")
+            # One that was lost since begins with what its server has; see ``SteeredRouter.begin``.
+            wanted = server._router._gate[0] if router.is_away else router.gate.wanted
+            if wanted != GateState.OPEN:
+                self.violate(f"{command} is done and the gate is {wanted}")
         if command == "all onload" and not self._is_stopping:
             for name, router in self.parts.routers.items():
                 if router.gate.wanted is not GateState.OPEN:
