@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tests.explore.world import World
 
 _GROUPS = 2
-# In memory: what a lost process has written is kept, and that of a lost machine is not explored.
-_FOLDER = "/dev/shm"
 _SAMPLING = SamplingParams(max_new_tokens=2)
 _real_thread = journal.in_own_thread
 # In which a driver runs.
@@ -70,7 +68,7 @@ class Driving:
         self.num_lives = 0
         self._world = world
         self._num_prompts = num_prompts
-        self._folder = tempfile.TemporaryDirectory(dir=_FOLDER, ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         # Of what is not in the script's process: the router and the engines.
         self._outside = copy_context()
         self._connections: list[asyncio.Task[GenerateReply]] = []
