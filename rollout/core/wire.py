@@ -43,7 +43,7 @@ Head: TypeAlias = dict[str, Any]
 GREETING_S = 10.0
 MAX_STRANGERS = 64
 _PATIENCE_S = 1.0
-"""In which a caller proves itself at once, also if a thousand of them come together."""
+"""In which a caller answers the greeting, also if a thousand of them come together."""
 _MAX_GREETING = 1024
 _MAX_HEAD = 64 << 20
 _MAX_BODY = 1 << 40

@@ -380,7 +380,7 @@ def test_the_oldest_stranger_makes_room_and_those_who_know_the_token_take_none(
 
 
 def test_callers_who_come_together_are_all_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each proves itself at once, so none is a stranger whose place another one needs."""
+    """Each answers at once, so none is a stranger whose place another one needs."""
     monkeypatch.setattr(wire, "MAX_STRANGERS", 2)
     begin = threading.Barrier(40)
 
