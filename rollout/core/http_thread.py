@@ -36,12 +36,16 @@ class HttpThread:
     Args:
         what: names it in errors and logs, and is the slice of the configuration with its port.
         loop_factory: makes its event loop; None takes asyncio's.
+
+    Attributes:
+        then: what follows when the server fails after it has started.
     """
 
     def __init__(
         self, what: str, *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     ) -> None:
         self._what = what
+        self.then = Then.IS_OVER
         self._loop_factory = loop_factory
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,7 +82,7 @@ class HttpThread:
         listener = bind(host, port, what=self._what)
         endpoint = Endpoint(host, listener.getsockname()[1])
         self._thread = keep_thread(
-            partial(self._run, listener, make), f"{self._what}-{endpoint.port}", Then.IS_OVER
+            partial(self._run, listener, make), f"{self._what}-{endpoint.port}", self.then
         )
         await asyncio.wait_for(asyncio.wrap_future(self._started), timeout_s)
         return endpoint
@@ -136,13 +140,14 @@ class HttpThread:
             with asyncio.Runner(loop_factory=self._loop_factory) as runner:
                 runner.run(self._serve(listener, make))
         except BaseException as error:
-            logger.exception("%s thread failed", self._what)
-            if not self._started.done():
-                reason = RolloutError(
-                    f"the {self._what} could not start: {type(error).__name__}: {error}"
-                )
-                reason.__cause__ = error
-                self._started.set_exception(reason)
+            if self._started.done():
+                raise
+            logger.exception("the %s could not start", self._what)
+            reason = RolloutError(
+                f"the {self._what} could not start: {type(error).__name__}: {error}"
+            )
+            reason.__cause__ = error
+            self._started.set_exception(reason)
         finally:
             listener.close()
             self._ended.set_result(None)

@@ -59,6 +59,7 @@ class RouterActor(RouterHost):
         if is_own_process():
             collect_in_sweeps()
             switch_threads_often()
+            self._thread.then = Then.PROCESS_ENDS  # Ray starts another
             keep_freed_memory()
         if is_successor:
             self.why_not_serving = "it has just been started again"

@@ -9,15 +9,13 @@ lost actor is killed before another replaces it.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import ray
-from engines.process.process_identity import is_running
+from engines.process.process_identity import is_visible, kill_all
 from engines.protocol import Endpoint, ProcessIdentity
 
 from rollout.config import ServerConfig
@@ -99,8 +97,8 @@ class ServerActors:
 
         Both are on one node.  ``ray.kill`` does not end a process that has stopped.
         """
-        if is_running(process):
-            os.kill(process.pid, signal.SIGKILL)
+        if is_visible(process):
+            kill_all({process.pid: process.started})
 
     def end(self) -> None:
         """Kill all actors, after their server has stopped."""

@@ -11,6 +11,8 @@ import pytest
 import uvicorn
 
 from engines.http.uvicorn_server import HttpServer
+from engines.process import background
+from engines.process.background import Then
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.http_thread import HttpThread
 from tests.support.virtual_time import VirtualTimeLoop
@@ -109,6 +111,31 @@ async def test_a_port_that_is_taken_is_named_with_its_setting() -> None:
         with pytest.raises(ConfigError, match=f"page cannot bind 127.0.0.1:{port}") as caught:
             await HttpThread("page").start("127.0.0.1", port, make_server)
     assert caught.value.setting == "page.port"
+
+
+class Failing(HttpServer):
+    async def main_loop(self) -> None:
+        raise ValueError("no memory")
+
+
+@pytest.mark.parametrize("ends_process", [False, True])
+async def test_a_server_that_fails_says_so_and_ends_a_process_that_is_nothing_without_it(
+    ends_process: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(background.os, "_exit", statuses.append)
+    thread = HttpThread("router")
+    if ends_process:
+        thread.then = Then.PROCESS_ENDS
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    await thread.start("127.0.0.1", 0, lambda: Failing(config), 10)
+    assert thread._thread is not None
+    await asyncio.to_thread(thread._thread.join, 20)
+    assert statuses == [1] * ends_process
+    (record,) = caplog.records
+    assert "failed with ValueError('no memory')" in record.getMessage()
+    with pytest.raises(RolloutError, match="the router is not running"):
+        await thread.call(name_of_thread())
 
 
 async def test_work_that_a_stop_cuts_short_is_an_error() -> None:
