@@ -82,6 +82,15 @@ def test_what_its_group_calls_stale_is_stale_and_is_readmitted(
         assert is_any_readmission_due(record.groups(), can_restore=False)
 
 
+def test_a_probe_that_began_before_an_engine_was_verified_does_not_make_it_stale() -> None:
+    record = tracker(a=RecoveryState.STALE)
+    probe = GroupProbe(True, (EngineProbe("a", ProbeResult.ANSWERED, is_stale=True),))
+    before = record.snapshot()["main"]
+    record.mark_verified("main", "a")
+    record.apply_probe("main", probe, before)
+    assert state_of(record, "a") is RecoveryState.SERVING
+
+
 def test_an_engine_that_its_group_has_no_more_is_forgotten_and_one_that_came_meanwhile_is_not() -> (
     None
 ):
