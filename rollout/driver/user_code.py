@@ -24,9 +24,9 @@ from rollout.core.pending import place_of_error, place_of_task
 logger = logging.getLogger(__name__)
 
 _CLEAN_UP_S = 0.5
-"""For which an async hook may go on behind its cancel."""
+"""Seconds for which an async hook may go on behind its cancel."""
 _CALLED: dict[int, tuple[str, float]] = {}
-"""By thread: which code of the user it is in, and since when."""
+"""The code of the user that each thread is in, and since when."""
 
 
 class HookError(RolloutError):
@@ -170,7 +170,7 @@ async def _end(what: str, task: asyncio.Task[Any]) -> None:
 
 
 def _read(task: asyncio.Task[Any]) -> None:
-    """Of what ends behind its limit, the error has no reader."""
+    """Take the error of a hook that ended behind its limit; asyncio would log it."""
     if not task.cancelled():
         task.exception()
 

@@ -37,7 +37,7 @@ class Taken:
         self.new(report for report in reports if is_named(report))
 
     def new(self, reports: Iterable[Report]) -> list[Report]:
-        """Those of them that were not taken; they are now."""
+        """The reports among them that were not taken; they are now."""
         found = []
         for report in reports:
             router, serial = report["router"], report["serial"]
@@ -65,9 +65,9 @@ class ReportFile:
         """The last reports, oldest first."""
         lines = [*last_lines(self._old, _MAX_READ_BYTES), *last_lines(self._file, _MAX_READ_BYTES)]
         return [
-            {name: value for name, value in one.items() if name != "launch"}
-            for one in parsed(lines)
-            if one.get("launch", "") == self._launch and _is_whole(one)
+            {name: value for name, value in report.items() if name != "launch"}
+            for report in parsed(lines)
+            if report.get("launch", "") == self._launch and _is_whole(report)
         ]
 
     def append(self, report: Report) -> None:

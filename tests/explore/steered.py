@@ -261,8 +261,8 @@ class SteeredRouter:
             await self.world.happens("router", "asks its server", 1)
             if self.num_lost != num_lost or self.is_stopped:
                 return
-            asked = server()
-            port, members, state, why = await asked.router_serves()
+            source = server()
+            port, members, state, why = await source.router_serves()
             if not port:  # its server is not where this one is known
                 with suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.get_running_loop().create_future(), 0.1)
@@ -271,7 +271,7 @@ class SteeredRouter:
             return
         if members is not None:
             # What a server that is lost now had given serves on, as in a router that outlives it.
-            if server() is asked:
+            if server() is source:
                 self.world.check_may_route(members[1])
             self.gate.set_members(*members)
         self._set_gate(state, dict(why))

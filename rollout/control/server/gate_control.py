@@ -119,7 +119,9 @@ class GateControl:
             for engine in group.engines
             if not (engine.fence_reason or engine.is_stale)
         ]
-        unfit = [(one.engine_id, why_unfit(one, served.base_version)) for one in candidates]
+        unfit = [
+            (engine.engine_id, why_unfit(engine, served.base_version)) for engine in candidates
+        ]
         if unfit and all(why for _, why in unfit):
             reasons = "; ".join(f"engine {name}: {why}" for name, why in unfit)
             raise PhaseFailed(
@@ -148,7 +150,7 @@ class GateControl:
         self._timeline.event("gate", f"open at weight version {weight_version}")
 
     def _metrics_of_step(self) -> dict[str, float]:
-        """Of the step boundary that ends now, or of the last one; empty times at the start."""
+        """Metrics of the step boundary that ends now, or of the last one; no times at the start."""
         excerpt = self._timeline.since(self._cursor)
         self.paused_s = 0.0
         # In the place of a lost server there has been none so far: the router has those of before.

@@ -268,7 +268,7 @@ class Completer:
         return load
 
     async def server_metrics(self) -> Mapping[str, float]:
-        """Those of the client; none, and a line in the log, if it fails."""
+        """The client's metrics of its server; none, and a line in the log, if it fails."""
         try:
             what = f"{_CLIENT}'s server_metrics"
             return dict(await result_of(what, self.client.server_metrics, limit_s=_CONTROL_S))

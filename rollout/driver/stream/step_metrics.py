@@ -115,7 +115,7 @@ def step_metrics(
 
 
 def kind_of(sample: Sample) -> str:
-    """Of what a failed sample failed; one that code of the user has marked failed has no kind."""
+    """The kind of a failed sample; one that code of the user has marked has ``generate_error``."""
     return sample.failure or SampleFailure.GENERATE_ERROR
 
 

@@ -30,7 +30,7 @@ Ts = TypeVarTuple("Ts")
 MOST_BYTES_ON_LOOP = 1 << 20
 """A longer body is read here: the router needs 2 ms and more to parse one of this length."""
 _DEADLINE_S = 60.0
-"""Of one call: for so long one client can delay another.  8 MiB take 6 s."""
+"""Limit of one call: for so long one client can delay another.  8 MiB take 6 s."""
 _LEFT_S = 1.0
 """So long a call goes on whose client has left: to start the process again costs about as much."""
 _NICENESS = 5

@@ -257,7 +257,7 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
     }
     if columns:
         check_logprobs(columns.get("token_logprobs", ()))
-        check_logprobs([one.get("logprob") for one in columns.get("content", ())])
+        check_logprobs([token.get("logprob") for token in columns.get("content", ())])
     if "text_offset" in columns:  # in the whole text; SGLang does not know it, and sends -1
         before = len(reply.base.text)
         columns["text_offset"] = [

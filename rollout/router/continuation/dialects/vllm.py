@@ -189,7 +189,7 @@ def _event(reply: Reply, event: Payload) -> None:
         if reply.base.num and experts is not None:
             raise ValueError("its routed experts are not those of the engine that was lost")
         logprobs = (choice.get("logprobs") or {}).get("content")
-        check_logprobs([one.get("logprob") for one in logprobs or ()])
+        check_logprobs([token.get("logprob") for token in logprobs or ()])
         _take(reply, choice, {"content": logprobs, "mask": choice.get("sampling_mask")})
     reply.last = {"usage": usage, "routed_experts": experts}
 
