@@ -1,4 +1,7 @@
-"""This machine: its memory, limits, seconds since boot, and a flush to its disk."""
+"""This machine: its memory and whether something fits in it, seconds since boot, disk flushes.
+
+Always true: a refusal names the limit, the available bytes and the needed bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from engines.protocol.plain_text import size_text
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -34,8 +39,29 @@ class Room:
         return {"the node": self.available_bytes, **own}
 
     def usable_bytes(self, spare_bytes: int) -> int:
-        """The most that ``rules.host_room`` does not refuse."""
+        """The most that ``why_no_room`` does not refuse."""
         return max(0, min(self.free_bytes, min(self.memory_bytes.values()) - spare_bytes))
+
+
+def why_no_room(needed_bytes: int, room: Room, *, spare_bytes: int) -> str:
+    """Why ``needed_bytes`` more cannot be allocated; empty if they can.
+
+    Args:
+        spare_bytes: memory that stays free for everything else on the host.
+    """
+    if needed_bytes > room.free_bytes:
+        return (
+            f"{room.path} has {size_text(room.free_bytes)} free and {size_text(needed_bytes)} are "
+            "needed (in Docker, raise --shm-size)"
+        )
+    for owner, available in room.memory_bytes.items():
+        if needed_bytes + spare_bytes > available:
+            return (
+                f"memory of {owner}: {size_text(available)} available, "
+                f"{size_text(needed_bytes)} are needed "
+                f"and {size_text(spare_bytes)} must stay free"
+            )
+    return ""
 
 
 def room_on(path: str | Path) -> Room:

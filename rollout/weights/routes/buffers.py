@@ -27,10 +27,9 @@ from engines.protocol.plain_text import describe
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
 from rollout.core.errors import WeightsUnavailable
-from rollout.core.machine import room_on
+from rollout.core.machine import room_on, why_no_room
 from rollout.core.os_errors import way_out
 from rollout.core.pending import Pending
-from rollout.rules.host_room import why_no_room
 from rollout.weights.format.bucket_layout import LayoutCache, lay_out
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from engines.process.background import Then, keep_thread
 from engines.process.locks import own_folder
 from engines.process.process_identity import boot_id
 from rollout.core.errors import WeightsUnavailable
-from rollout.core.machine import room_on, since_boot_s
-from rollout.rules.host_room import why_no_room
+from rollout.core.machine import room_on, since_boot_s, why_no_room
 from rollout.weights.store.layout.commit import NodeState, Write
 from rollout.weights.store.layout.placement import tensor_ranges
 from rollout.weights.store.layout.record import StoreRecord

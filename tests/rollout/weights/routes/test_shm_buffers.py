@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.core.errors import WeightsUnavailable
-from rollout.core.machine import Room, room_on
-from rollout.rules.host_room import why_no_room
+from rollout.core.machine import Room, room_on, why_no_room
 from rollout.weights.format.bucket_layout import LayoutCache, lay_out
 from rollout.weights.format.manifest import TensorSpec
 from rollout.weights.routes.buffers import (

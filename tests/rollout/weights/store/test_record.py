@@ -5,8 +5,7 @@ import random
 import pytest
 
 from rollout.core.errors import WeightsUnavailable
-from rollout.core.machine import Room
-from rollout.rules.host_room import why_no_room
+from rollout.core.machine import Room, why_no_room
 from rollout.weights.store.layout.commit import NodeState, Write, current_write, nodes_to_commit
 from rollout.weights.store.layout.placement import assign_replicas, make_units
 from rollout.weights.store.layout.record import StoreRecord, dump, load
