@@ -35,10 +35,12 @@ class RouterConfig(ConfigSection):
     request_timeout_s: Seconds = 7200.0
     """Deadline from the head of a request to the last byte of its reply, including the time it was
     held; after it, the client gets a 504 or an incomplete reply."""
-    policy: Literal["least_in_flight", "affinity", "prefix"] = "least_in_flight"
-    """How an engine is chosen for a request. ``affinity`` uses ``X-Affinity`` or ``affinity``,
-    ``prefix`` the beginning of the prompt; both skip an engine whose load is too high. Of
-    affinities 100 000 are kept, each for an hour after its last request."""
+    policy: Literal["affinity", "least_in_flight", "prefix"] = "affinity"
+    """How an engine is chosen for a request. ``affinity``: turns of a session, and requests with
+    the same ``X-Affinity`` (or ``affinity`` in the first or last 4 KiB of the body), stay with the
+    engine that has their prefix while its load is not much above the least; all others go to the
+    least loaded. 100 000 are kept, each for an hour after its last request. ``least_in_flight``
+    ignores them; ``prefix`` uses the beginning of the prompt."""
     session_ttl_s: Seconds = 3600.0
     """A session of an agent without requests for this long is removed, with its turns."""
     max_sessions: Annotated[int, Field(ge=1)] = 100_000

@@ -1,17 +1,13 @@
 """The routing policies: each chooses an engine for a request.
 
 Always true: the cost of a choice does not depend on the number of engines; only the cost of a
-change of the membership does.
-
-Bounded load: a policy with a preferred engine (affinity, prefix) uses it only while it has less
-than its share of all requests, plus some slack.  So an engine that many requests prefer is not
-overloaded.
+change of the membership does.  An engine that many requests prefer gets no more of them than a
+bound that grows with the load of all.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import OrderedDict
 from hashlib import blake2b
 
@@ -33,60 +29,59 @@ class LeastInFlight(_RoutingPolicy):
         return candidates.least()
 
 
-class _BoundedLoad(_RoutingPolicy):
-    """Base of the policies with a preferred engine.
+class Affinity(_RoutingPolicy):
+    """Requests with one affinity go to the engine that has their prefix, while that is cheap.
 
-    Args:
-        at_least: the bound is never lower than this.
-    """
+    It is the engine that got the last of them, their home.  The first of them, and every request
+    without an affinity, goes to the least loaded engine.
 
-    _SLACK = 1.25
+    What another engine would have to compute again grows with the prompt, so the longer the prompt,
+    the more live requests the home may have beyond the least loaded engine: two, and one more for
+    each ``_BYTES_A_REQUEST`` of the body, up to half an average engine's load and four.  Past it,
+    or if the home cannot be chosen, the least loaded engine is the new home: the newest prefix is
+    there.  ``benchmarks.router --families affinity`` is where these numbers come from.
 
-    def __init__(self, at_least: int) -> None:
-        self._at_least = at_least
-
-    def _bound(self, candidates: Candidates) -> int:
-        """A preferred engine is chosen only if it has fewer live requests than this."""
-        share = (candidates.total + 1) / len(candidates.members)
-        return max(self._at_least, math.ceil(self._SLACK * share))
-
-
-class Affinity(_BoundedLoad):
-    """All requests with one affinity go to one engine, by consistent hashing with bounded load.
-
-    An affinity keeps its engine when engines are added.  While its engine is unavailable, all its
-    requests go to one other engine; they return when it is available again.  Affinities without a
-    request for ``ttl_s``, and the oldest beyond ``max_num``, are removed.
+    Affinities without a request for ``ttl_s``, and the oldest beyond ``max_num``, are forgotten.
     """
 
     wants_affinity = True
-    _POINTS = 64
+    _LEAST = 2
+    _BYTES_A_REQUEST = 256
+    _MOST = 4
+    _MOST_OF_SHARE = 0.5
 
-    def __init__(self, *, ttl_s: float = 3600.0, max_num: int = 100_000, at_least: int = 4) -> None:
-        super().__init__(at_least)
+    def __init__(self, *, ttl_s: float = 3600.0, max_num: int = 100_000) -> None:
         self._ttl_s = ttl_s
         self._max_num = max_num
         self._homes: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._ring: list[tuple[int, str]] = []
-        self._on_ring: set[str] = set()
-        self._ring_is_for: Candidates | None = None
 
     def choose(self, candidates: Candidates, hint: Hint = NO_HINT) -> Backend:
+        least = candidates.least()
         if not hint.affinity:
-            return candidates.least()
+            return least
         self._forget(hint.now_s)
-        bound = self._bound(candidates)
-        home = self._homes.get(hint.affinity, ("", 0.0))[0]
-        chosen = candidates.get(home)
-        if chosen is None or candidates.load(home) >= bound:
-            chosen = self._walk(candidates, hint.affinity, bound)
-        self._homes[hint.affinity] = (home or chosen.engine_id, hint.now_s)
+        home = self._homes.get(hint.affinity)
+        chosen = None if home is None else candidates.get(home[0])
+        if chosen is None or self._is_dear(candidates, chosen, least, hint.num_bytes):
+            chosen = least
+        self._homes[hint.affinity] = (chosen.engine_id, hint.now_s)
         self._homes.move_to_end(hint.affinity)
         return chosen
 
     @property
     def num_kept(self) -> int:
         return len(self._homes)
+
+    def _is_dear(
+        self, candidates: Candidates, home: Backend, least: Backend, num_bytes: int
+    ) -> bool:
+        """Whether to wait at the home costs more than to compute the prompt elsewhere."""
+        more = candidates.load(home.engine_id) - candidates.load(least.engine_id)
+        if more <= self._LEAST:
+            return False
+        share = candidates.total / len(candidates.members)
+        most = self._MOST + self._MOST_OF_SHARE * share
+        return more > min(self._LEAST + num_bytes / self._BYTES_A_REQUEST, most)
 
     def _forget(self, now_s: float) -> None:
         while self._homes:
@@ -95,54 +90,28 @@ class Affinity(_BoundedLoad):
                 return
             del self._homes[affinity]
 
-    def _walk(self, candidates: Candidates, affinity: str, bound: int) -> Backend:
-        """The first candidate under the bound, from the position of the affinity on the ring."""
-        if candidates is not self._ring_is_for:
-            self._extend_ring(candidates)
-        ring, load = self._ring, candidates.load
-        start = bisect_right(ring, (_hash(affinity.encode()), ""))
-        for step in range(len(ring)):
-            member = candidates.get(ring[(start + step) % len(ring)][1])
-            if member is not None and load(member.engine_id) < bound:
-                return member
-        return candidates.least()
 
-    def _extend_ring(self, candidates: Candidates) -> None:
-        """Put all candidates on the ring.
-
-        Engines that are no candidates now stay on the ring and are skipped, so an engine that
-        leaves and returns costs nothing.  They are removed once they are the majority.
-        """
-        ids = {member.engine_id for member in candidates.members}
-        new = ids - self._on_ring
-        if len(self._on_ring) + len(new) > 2 * len(ids):
-            self._ring = [point for point in self._ring if point[1] in ids]
-            self._on_ring &= ids
-        if new:
-            self._ring += [
-                (_hash(f"{engine_id}#{point}".encode()), engine_id)
-                for engine_id in new
-                for point in range(self._POINTS)
-            ]
-            self._ring.sort()
-            self._on_ring |= new
-        self._ring_is_for = candidates
-
-
-class PrefixAffinity(_BoundedLoad):
+class PrefixAffinity(_RoutingPolicy):
     """The engine that received the longest beginning of the prompt before, with bounded load.
 
     The prompt is cut into blocks; the hash of a block includes the blocks before it.  For the
     ``max_blocks`` most recent hashes, the policy keeps the engine that last received that
     beginning.  This is an approximation: engines are not queried for their caches.
+
+    Bounded load: an engine that many beginnings prefer is used only while it has less than its
+    share of all requests, plus some slack.
+
+    Args:
+        at_least: the bound is never lower than this.
     """
 
     wants_prompt = True
+    _SLACK = 1.25
 
     def __init__(
         self, *, block_bytes: int = 256, max_blocks: int = 100_000, at_least: int = 4
     ) -> None:
-        super().__init__(at_least)
+        self._at_least = at_least
         self._block_bytes = block_bytes
         self._max_blocks = max_blocks
         self._engines: OrderedDict[bytes, str] = OrderedDict()
@@ -156,6 +125,11 @@ class PrefixAffinity(_BoundedLoad):
         while len(self._engines) > self._max_blocks:
             self._engines.popitem(last=False)
         return chosen
+
+    def _bound(self, candidates: Candidates) -> int:
+        """A preferred engine is chosen only if it has fewer live requests than this."""
+        share = (candidates.total + 1) / len(candidates.members)
+        return max(self._at_least, math.ceil(self._SLACK * share))
 
     def _preferred(self, candidates: Candidates, blocks: list[bytes]) -> Backend | None:
         bound = self._bound(candidates)
@@ -172,10 +146,6 @@ class PrefixAffinity(_BoundedLoad):
             chain.update(prompt[start : start + self._block_bytes])
             blocks.append(chain.digest())
         return blocks
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest())
 
 
 def make_policy(name: str, *, affinity_ttl_s: float, max_affinities: int) -> RoutingPolicy:

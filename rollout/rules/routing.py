@@ -83,11 +83,13 @@ class Hint:
     Attributes:
         affinity: requests with the same one prefer the same engine; empty for none.
         prompt: the first bytes of the prompt as they are in the body.
+        num_bytes: of the body; most of them are the prompt.
     """
 
     affinity: str = ""
     prompt: bytes = b""
     now_s: float = 0.0
+    num_bytes: int = 0
 
 
 NO_HINT = Hint()

@@ -43,6 +43,8 @@ from rollout.router.http.routes import (
 MAX_PARSED_BYTES = 1 << 20
 KEY_NAMES = ("extra_key", "cache_salt")
 MAX_AFFINITY_CHARACTERS = 256
+_AFFINITY = b'"affinity"'
+_SEARCHED_BYTES = 4096
 MAX_KEY_CHARACTERS = 128
 """vLLM takes no longer ``cache_salt``, and none with a slash."""
 _OPENS = re.compile(rb"\s*\{")
@@ -62,12 +64,16 @@ _MAX_PROMPT_BYTES = 1 << 16
 def affinity_of(body: bytes, headers: Headers) -> str:
     """What names the requests that prefer one engine, from a header or the body; empty for none.
 
+    Every request without the header is searched, so of a long body only the begin and the end are.
     It is kept, so one of more than ``MAX_AFFINITY_CHARACTERS`` counts as none.
     """
     affinity: object = next(
         (value.decode("latin-1") for name, value in headers if name == b"x-affinity"), None
     )
     if affinity is None:
+        end = max(0, len(body) - _SEARCHED_BYTES)
+        if body.find(_AFFINITY, 0, _SEARCHED_BYTES) < 0 and body.find(_AFFINITY, end) < 0:
+            return ""
         affinity = find_field(body, "affinity")[1]
     is_one = isinstance(affinity, str) and len(affinity) <= MAX_AFFINITY_CHARACTERS
     return str(affinity) if is_one else ""

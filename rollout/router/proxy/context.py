@@ -171,6 +171,7 @@ class Proxy:
             affinity_of(request.body, request.head.headers) if policy.wants_affinity else "",
             prompt_of(request.body) if policy.wants_prompt else b"",
             self.now_s(),
+            len(request.body),
         )
 
     def stats(self) -> dict[str, Any]:

@@ -28,14 +28,10 @@ def idle(engine_ids: str) -> Candidates:
     return Candidates(members(engine_ids), lambda engine_id: 0)
 
 
-def loaded(**loads: int) -> Candidates:
-    return Candidates(members("".join(loads)), loads.__getitem__)
-
-
 def policies():
     return [
         LeastInFlight(),
-        Affinity(at_least=1),
+        Affinity(),
         PrefixAffinity(at_least=1, block_bytes=4),
     ]
 
@@ -69,20 +65,128 @@ def test_every_policy_chooses_a_candidate_and_counts_return_to_zero(number, even
     assert in_flight.by_engine() == {}
 
 
-@given(
-    st.integers(1, 8),
-    st.lists(st.tuples(st.sampled_from(["s", "t", "u"]), st.binary(max_size=12)), max_size=200),
-    st.booleans(),
-)
-def test_a_preference_never_takes_an_engine_over_its_share(num_engines, requests, is_affinity):
-    policy = Affinity(at_least=1) if is_affinity else PrefixAffinity(at_least=1, block_bytes=4)
-    in_flight = InFlight[int]()
+@given(st.integers(1, 8), st.lists(st.binary(max_size=12), max_size=200))
+def test_a_prefix_never_takes_an_engine_over_its_share(num_engines, prompts):
+    policy, in_flight = PrefixAffinity(at_least=1, block_bytes=4), InFlight[int]()
     (engines,) = in_flight.offer(members("abcdefgh"[:num_engines]))
-    for number, (affinity, prompt) in enumerate(requests):
-        chosen = policy.choose(engines, Hint(affinity, prompt))
+    for number, prompt in enumerate(prompts):
+        chosen = policy.choose(engines, Hint(prompt=prompt))
         in_flight.add(chosen.engine_id, number)
         fair = (number + 1) / num_engines
         assert in_flight.num(chosen.engine_id) <= math.ceil(1.25 * fair)
+
+
+@given(
+    st.integers(1, 8),
+    st.lists(
+        st.tuples(st.sampled_from(["", "s", "t"]), st.integers(0, 1 << 20), st.integers(0, 300)),
+        max_size=200,
+    ),
+)
+def test_an_affinity_keeps_its_home_as_long_as_its_prompt_is_worth_the_wait(num_engines, events):
+    """The rule as it is written down, at random loads."""
+    policy, in_flight = Affinity(), InFlight[int]()
+    (engines,) = in_flight.offer(members("abcdefgh"[:num_engines]))
+    live: dict[int, str] = {}
+    homes: dict[str, str] = {}
+    for number, (affinity, num_bytes, ending) in enumerate(events):
+        least, home = engines.least().engine_id, homes.get(affinity)
+        chosen = policy.choose(engines, Hint(affinity, num_bytes=num_bytes)).engine_id
+        expected = least
+        if affinity and home is not None:
+            more = in_flight.num(home) - in_flight.num(least)
+            worth = min(2 + num_bytes / 256, 4 + len(in_flight) / num_engines / 2)
+            expected = home if more <= max(2, worth) else least
+        assert chosen == expected
+        if affinity:
+            homes[affinity] = chosen
+        in_flight.add(chosen, number)
+        live[number] = chosen
+        if ending in live:
+            in_flight.discard(live.pop(ending), ending)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 60)), max_size=120))
+def test_without_an_affinity_it_is_least_in_flight(events):
+    chosen = []
+    for policy in (LeastInFlight(), Affinity()):
+        in_flight = InFlight[int]()
+        (engines,) = in_flight.offer(members("abcd"))
+        at: dict[int, str] = {}
+        for number, (num_bytes, ending) in enumerate(events):
+            at[number] = policy.choose(engines, Hint(num_bytes=num_bytes)).engine_id
+            in_flight.add(at[number], number)
+            if ending in at:
+                in_flight.discard(at[ending], ending)
+        chosen.append(at)
+    assert chosen[0] == chosen[1]
+
+
+TURN = 20_000
+"""Bytes of a turn of an agent with about 5000 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "at_home", "elsewhere", "stays"),
+    [
+        (0, 2, 0, True),  # a wait that no prompt is too short for
+        (0, 3, 0, False),
+        (255, 3, 0, False),
+        (256, 3, 0, True),
+        (TURN, 4, 0, True),
+        (TURN, 5, 0, False),  # over four and half a share: 4 + 5 / 4 / 2
+        (TURN, 51, 30, True),
+        (TURN, 52, 30, False),  # 4 + 142 / 4 / 2 is less than 22
+        (0, 33, 30, False),
+    ],
+)
+def test_the_table_of_when_a_turn_leaves_its_home(num_bytes, at_home, elsewhere, stays):
+    loads = dict.fromkeys("abcd", 0)
+    engines, policy = Candidates(members("abcd"), loads.__getitem__), Affinity()
+    home = policy.choose(engines, Hint("s", num_bytes=num_bytes)).engine_id
+    loads |= dict.fromkeys("abcd", elsewhere) | {home: at_home}
+    engines.changed |= dict.fromkeys("abcd")
+    assert (policy.choose(engines, Hint("s", num_bytes=num_bytes)).engine_id == home) == stays
+
+
+def test_a_turn_stays_where_it_has_moved_as_its_newest_prefix_is_there():
+    loads = dict.fromkeys("abcd", 0)
+    engines, policy = Candidates(members("abcd"), loads.__getitem__), Affinity()
+    turn = Hint("s", num_bytes=TURN)
+    home = policy.choose(engines, turn).engine_id
+    loads[home] = 50
+    engines.changed[home] = None
+    second = policy.choose(engines, turn).engine_id
+    assert second != home
+    loads[home] = 0
+    engines.changed[home] = None
+    assert {policy.choose(engines, turn).engine_id for _ in range(5)} == {second}
+
+
+def test_sessions_of_a_lost_engine_spread_and_come_back_only_to_balance_the_load():
+    policy, in_flight = Affinity(), InFlight[str]()
+    sessions = [f"s{number}" for number in range(40)]
+
+    def turn_of_all(ids: str) -> dict[str, str]:
+        (engines,) = in_flight.offer(members(ids))
+        at = {}
+        for session in sessions:
+            at[session] = policy.choose(engines, Hint(session, num_bytes=TURN)).engine_id
+            in_flight.add(at[session], session)
+        for session, engine_id in at.items():
+            in_flight.discard(engine_id, session)
+        return at
+
+    first = turn_of_all("abcd")
+    assert set(Counter(first.values()).values()) == {10}
+    without = turn_of_all("abc")
+    assert all(without[one] == first[one] for one in sessions if first[one] != "d")
+    assert sorted(Counter(without.values()).values()) == [13, 13, 14]
+    again = turn_of_all("abcd")
+    moved = [one for one in sessions if again[one] != without[one]]
+    assert 0 < len(moved) <= 10
+    assert {again[one] for one in moved} == {"d"}
+    assert turn_of_all("abcd") == again
 
 
 @given(st.text(min_size=1, max_size=8), st.integers(1, 8))
@@ -92,48 +196,11 @@ def test_an_affinity_sticks(affinity, num_engines):
     assert len(chosen) == 1
 
 
-@given(st.text(min_size=1, max_size=8))
-def test_an_affinity_fails_over_to_one_engine_and_comes_back(affinity):
-    policy, engines = Affinity(), idle("abcd")
-    home = policy.choose(engines, Hint(affinity))
-    rest = engines.without(home.engine_id)
-    away = {policy.choose(rest, Hint(affinity)).engine_id for _ in range(5)}
-    assert len(away) == 1
-    assert policy.choose(engines, Hint(affinity)) == home
-
-
 def test_an_affinity_stays_where_it_is_when_engines_are_added():
     policy = Affinity()
     few, many = idle("ab"), idle("abcdefgh")
     homes = {n: policy.choose(few, Hint(f"s{n}")) for n in range(50)}
     assert {n: policy.choose(many, Hint(f"s{n}")) for n in range(50)} == homes
-
-
-def test_an_affinity_keeps_its_engine_when_others_come_and_go():
-    """The ring keeps those that are gone for a while; it must not matter."""
-    affinities = [Hint(f"s{n}") for n in range(100)]
-    policy, engines = Affinity(), idle("adgz")
-    for others in ("abcd", "efgh", "az", "adg"):
-        policy.choose(idle(others), Hint(f"on {others}"))
-    fresh = Affinity()
-    for hint in affinities:
-        assert policy.choose(engines, hint) == fresh.choose(engines, hint)
-
-
-def test_the_ring_forgets_engines_that_are_gone_for_good():
-    policy = Affinity()
-    for number in range(50):
-        policy.choose(
-            Candidates(members(["a", "b", f"c{number}"]), lambda engine_id: 0), Hint(f"s{number}")
-        )
-    assert len(policy._ring) <= 2 * 3 * 64
-
-
-def test_affinities_spread_over_the_engines():
-    policy, engines = Affinity(), idle("abcd")
-    chosen = Counter(policy.choose(engines, Hint(f"s{n}")).engine_id for n in range(400))
-    assert len(chosen) == 4
-    assert max(chosen.values()) < 200
 
 
 def test_affinities_are_forgotten_past_their_time_and_beyond_the_cap():

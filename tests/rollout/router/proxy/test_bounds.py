@@ -55,6 +55,17 @@ def test_an_affinity_that_is_long_counts_as_none():
     assert affinity_of(b'{"affinity": "%s"}' % (b"s" * 1000), []) == ""
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [(0, 0, "s"), (4070, 0, "s"), (0, 1 << 16, "s"), (1 << 16, 0, "s"), (1 << 16, 1 << 16, "")],
+)
+def test_an_affinity_in_the_body_is_found_near_its_begin_and_its_end(
+    before: int, after: int, found: str
+) -> None:
+    body = b'{"a": "%s", "affinity": "s", "b": "%s"}' % (b"x" * before, b"y" * after)
+    assert affinity_of(body, []) == found
+
+
 @pytest.mark.slow
 def test_many_connection_headers_cost_no_more_than_their_number():
     def took_s(num):
