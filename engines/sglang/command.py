@@ -121,12 +121,13 @@ def bootstrap_port(spec: EngineSpec, endpoint: Endpoint) -> int:
 def default_options(spec: EngineSpec) -> dict[str, Any]:
     """What we choose where the spec's options do not; None there keeps SGLang's own choice."""
     options = normalized(spec.options)
-    found: dict[str, Any] = {}
+    # Without it, chats and completions of OpenAI's routes have no cached tokens.
+    found: dict[str, Any] = {"enable_cache_report": True}
     if spec.is_on_cpu:
-        found = _CPU_DEFAULTS | {"device": "cpu"}
+        found |= _CPU_DEFAULTS | {"device": "cpu"}
     elif spec.memory_saver:
         # In 0.5.23 the default prefill graphs refuse to start in pausable memory.
-        found = {"cuda_graph_backend_prefill": "disabled"}
+        found["cuda_graph_backend_prefill"] = "disabled"
     if spec.memory_saver and draft_of(options):
         # No push contains a draft model, so a release would lose its weights.
         found[BACKUP_OPTION] = True

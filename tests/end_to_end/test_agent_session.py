@@ -48,9 +48,35 @@ def test_a_killed_engine_leaves_the_samples_of_an_agent_exact(policy: ServerHand
         os.kill(busy.pid, signal.SIGKILL)
         *_, last = stream
         assert last.choices[0].finish_reason == "length"
-        again = ask(messages=history, **options)  # the other engine, without a failure
+        ask_raw: Any = client.chat.completions.with_raw_response.create
+        raw = ask_raw(messages=history, **options)  # the other engine, without a failure
+        again = raw.parse()
         assert again.session["parent"] == last.session["parent"] == 0
+        assert raw.headers["x-engine-id"] != busy.engine_id
         check(policy, session.turns().result(60), session.samples().result(60))
+
+
+def test_the_turns_of_a_session_stay_with_their_cache(policy: ServerHandle) -> None:
+    """Beside requests that come and go, each turn finds what the one before it has left."""
+    with policy.session() as session:
+        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
+        ask: Any = client.chat.completions.with_raw_response.create
+        history: list[Any] = []
+        engines, before = set(), 0
+        for number in range(6):
+            policy.generate([1, 2, number], rollout.SamplingParams(max_new_tokens=2)).result(60)
+            history.append({"role": "user", "content": f"{number}: " + "and then? " * 10})
+            raw = ask(model="policy", messages=history, temperature=0, max_tokens=40)
+            reply = raw.parse()
+            engines.add(raw.headers["x-engine-id"])
+            cached = reply.usage.prompt_tokens_details.cached_tokens
+            assert cached >= 0.9 * before
+            before = reply.usage.prompt_tokens
+            history.append(reply.choices[0].message)
+        turns = session.turns().result(60)
+    assert {turn["engine_id"] for turn in turns} == engines
+    assert len(engines) == 1
+    assert turns[-1]["cached_tokens"] == cached
 
 
 def check(policy: ServerHandle, turns: list[dict[str, Any]], samples: list[rollout.Sample]) -> None:

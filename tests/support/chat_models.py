@@ -79,12 +79,14 @@ def speaking(
     dies_after: Callable[[], int | None] = lambda: None,
     begin: str = "<|im_start|>assistant\n",
     end_of: Callable[[str], str] = lambda answer: "<|im_end|>",
+    num_cached: int | None = None,
 ) -> Script:
     """An engine that answers a prompt's text with ``say``, four tokens an event, with its end.
 
     Args:
         begin: of an answer, whose first tokens may be in the prompt; empty if they are not.
         end_of: the token that ends an answer.
+        num_cached: tokens of each prompt that it reports as cached; None: it reports none.
         dies_after: a number of tokens after which the connection breaks; None: it does not.
     """
     from tokenizers import Tokenizer
@@ -113,13 +115,21 @@ def speaking(
                 connection.reset()
                 raise ConnectionResetError
             skips = raw["sampling_params"].get("skip_special_tokens", True)
-            await connection.send(chunk(_event(tokenizer, ids[:num], num == len(ids), end, skips)))
+            event = _event(tokenizer, ids[:num], num == len(ids), end, skips, num_cached)
+            await connection.send(chunk(event))
         await connection.send(chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
 
     return script
 
 
-def _event(tokenizer: Any, ids: list[int], is_last: bool, end: int, skips: bool) -> bytes:
+def _event(
+    tokenizer: Any,
+    ids: list[int],
+    is_last: bool,
+    end: int,
+    skips: bool,
+    num_cached: int | None,
+) -> bytes:
     finish = None
     if is_last:
         finish = {"type": "stop", "matched": end}
@@ -132,6 +142,8 @@ def _event(tokenizer: Any, ids: list[int], is_last: bool, end: int, skips: bool)
         "weight_version": "7",
         "output_token_logprobs": [[logprob_of(one), one, None] for one in ids],
     }
+    if num_cached is not None:
+        meta["cached_tokens"] = num_cached
     shown = ids[:-1] if ids[-1:] == [end] else ids  # engines leave out what ended an answer
     text = tokenizer.decode(shown, skip_special_tokens=skips)
     payload = {"text": text, "output_ids": ids, "meta_info": meta}

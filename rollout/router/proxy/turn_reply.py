@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from engines.http.sglang_json import read_generate, read_logprob
-from engines.protocol import GenerateReply
 from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.fast_path import loads_reply
 from rollout.router.continuation.reply import Reply
@@ -26,7 +25,7 @@ from rollout.router.http.routes import GENERATE_PATH, route_of
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.exchange import Exchange
 from rollout.router.proxy.token_reader import why_unusable
-from rollout.router.sessions.chat_sessions import ChatFailure, failure
+from rollout.router.sessions.chat_sessions import ChatFailure, Ended, failure
 from rollout.router.sessions.session_store import Session
 
 _MOST_AT_ONCE = 1 << 13
@@ -41,11 +40,13 @@ class Progress:
 
     Attributes:
         entries: of their log-probs, as the engine writes them.
+        signed: lines of a head that name the engine and its weights.
     """
 
     text: str
     ids: Sequence[int]
     entries: Sequence[Any]
+    signed: bytes = b""
 
     def logprobs_from(self, num: int) -> list[float]:
         """Those of the tokens from this one on."""
@@ -59,22 +60,32 @@ class _Unread:
     Attributes:
         size: its tokens, or its bytes.
         read_now: reads it.  Raises as ``UNUSABLE`` has.
+        signed: lines of a head that name the engine and its weights.
     """
 
     size: int
-    read_now: Callable[[], GenerateReply]
+    read_now: Callable[[], Ended]
+    signed: bytes = b""
 
-    async def read(self) -> GenerateReply:
+    async def read(self) -> Ended:
         """The reply; a long one is read in a thread."""
         if self.size > _MOST_AT_ONCE:
-            return await asyncio.to_thread(self.read_now)
-        return self.read_now()
+            ended = await asyncio.to_thread(self.read_now)
+        else:
+            ended = self.read_now()
+        return replace(ended, signed=self.signed)
+
+
+def _read(payload: Payload) -> Ended:
+    reply = read_generate(payload)
+    is_known = payload["meta_info"].get("cached_tokens") is not None
+    return Ended(reply, num_cached=reply.cached_tokens if is_known else None)
 
 
 async def generate(
     proxy: Proxy, affinity: str, body: bytes, session: Session | None = None
-) -> AsyncGenerator[Progress | GenerateReply, None]:
-    """The tokens so far, at last the reply.  When it is closed, the request ends.
+) -> AsyncGenerator[Progress | Ended, None]:
+    """The tokens so far, at last the end.  When it is closed, the request ends.
 
     Args:
         affinity: of the session, whose turns prefer one engine.
@@ -89,7 +100,7 @@ async def generate(
     exchange = Exchange(proxy, response, head, session=session)
     exchange.start_whole(body)
     del body
-    reply: Progress | GenerateReply | None = None
+    reply: Progress | Ended | None = None
     try:
         while True:
             await response.has_news.wait()
@@ -106,7 +117,7 @@ async def generate(
                 break
     finally:
         exchange.client_left()
-    if not isinstance(reply, GenerateReply):
+    if not isinstance(reply, Ended):
         raise failure(502, "engine_failure", "the reply ended before its last token")
 
 
@@ -123,17 +134,15 @@ class _AsObjects:
             return ChatFailure(502, dumps({"error": last["error"]}))
         meta, ids = last["meta_info"], last.get("output_ids") or ()
         if meta.get("finish_reason") is not None:
-            return _Unread(len(ids), partial(read_generate, last))
+            return _Unread(len(ids), partial(_read, last))
         return Progress(last.get("text") or "", ids, meta.get("output_token_logprobs") or ())
 
     def whole(self, reply: Reply) -> list[_Unread]:
         parts = reply.passed_on
         if parts is not None:
-            return [
-                _Unread(sum(map(len, parts)), lambda: read_generate(loads_reply(b"".join(parts))))
-            ]
+            return [_Unread(sum(map(len, parts)), lambda: _read(loads_reply(b"".join(parts))))]
         payload = reply.payload()
-        return [_Unread(len(payload.get("output_ids") or ()), partial(read_generate, payload))]
+        return [_Unread(len(payload.get("output_ids") or ()), partial(_read, payload))]
 
 
 class _TurnResponse:
@@ -182,7 +191,7 @@ class _TurnResponse:
         if isinstance(events, ChatFailure):
             self.failure = events
         elif events is not None:
-            self._newest = events
+            self._newest = replace(events, signed=signed)
             self.has_begun = True
             self.has_news.set()
 

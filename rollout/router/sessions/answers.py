@@ -141,11 +141,13 @@ def _place(turn: Turn) -> Payload:
 
 
 def _usage(turn: Turn, num_prompt: int) -> Payload:
-    num = len(turn.generated.ids)
+    num, num_cached = len(turn.generated.ids), turn.generated.num_cached
+    details = {} if num_cached is None else {"prompt_tokens_details": {"cached_tokens": num_cached}}
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num,
         "total_tokens": num_prompt + num,
+        **details,
     }
 
 

@@ -13,7 +13,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from engines.process.background import start_task
 from rollout.core.errors import ConfigError
 from rollout.router.http.fast_json import dumps
-from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
+from rollout.router.sessions.chat_sessions import (
+    ChatFailure,
+    ChatSessions,
+    failure,
+    headers_of,
+)
 from rollout.router.sessions.messages import BadChat
 from rollout.router.sessions.session_store import MAX_ID_CHARACTERS
 from rollout.router.sessions.tree import Turn
@@ -39,10 +44,12 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
             # Not ``request.body()``, which keeps it as long as the request.
             body = b"".join([part async for part in request.stream()])
             pieces, body = chats.answer(session_id, body), b""
-            first = await _unless_left(request, anext(pieces))
+            signed = headers_of(await _unless_left(request, anext(pieces)))
+            first = await anext(pieces)
             if first.startswith(b"data:"):
-                return StreamingResponse(_with(first, pieces), media_type="text/event-stream")
-            return Response(first, media_type="application/json")
+                events = _with(first, pieces)
+                return StreamingResponse(events, headers=signed, media_type="text/event-stream")
+            return Response(first, headers=signed, media_type="application/json")
         except (BadChat, RecursionError) as error:
             return _reply(failure(400, "bad_request", str(error)))
         except ConfigError as error:

@@ -59,9 +59,26 @@ class Progress(Protocol):
     def text(self) -> str: ...
     @property
     def ids(self) -> Sequence[int]: ...
+    @property
+    def signed(self) -> bytes: ...
     def logprobs_from(self, num: int) -> list[float]:
         """Those of the tokens from this one on."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a turn's generation.
+
+    Attributes:
+        num_cached: tokens of its prompt that the first engine had in its cache; None if that does
+            not say.
+        signed: lines of a head that name the engine and its weights.
+    """
+
+    reply: GenerateReply
+    num_cached: int | None = None
+    signed: bytes = b""
 
 
 class ChatFailure(Exception):
@@ -105,7 +122,7 @@ class ChatSessions:
     Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
         generate: takes a session's id, a body of ``/generate``, and the session if it stays with
-            the weights of its first turn; gives the tokens so far, at last the reply; raises
+            the weights of its first turn; gives the tokens so far, at last the end; raises
             ``ChatFailure``.
         reading: where long chats are read.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
@@ -115,9 +132,7 @@ class ChatSessions:
         self,
         store: SessionStore,
         find_folder: Callable[[], Awaitable[str]],
-        generate: Callable[
-            [str, bytes, Session | None], AsyncGenerator[Progress | GenerateReply, None]
-        ],
+        generate: Callable[[str, bytes, Session | None], AsyncGenerator[Progress | Ended, None]],
         reading: ReadingProcess,
         *,
         now_s: Callable[[], float],
@@ -139,8 +154,8 @@ class ChatSessions:
     # -- one turn ---------------------------------------------------------------------------
 
     async def answer(self, session_id: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """The response in pieces: a JSON object, or events.  The first one comes when the engine
-        has replied.
+        """Lines of a head that name the engine, then the body in pieces: a JSON object, or events.
+        The first ones come when the engine has replied.
 
         Raises:
             BadChat: template or request do not fit.
@@ -209,7 +224,7 @@ class ChatSessions:
         session_id: str,
         session: Session,
         plan: Plan,
-        replies: AsyncGenerator[Progress | GenerateReply, None],
+        replies: AsyncGenerator[Progress | Ended, None],
     ) -> AsyncGenerator[bytes, None]:
         """The response, and the turn into the session's tree before its last byte."""
         chat, tokenizer = plan.chat, self._model.tokenizer
@@ -221,28 +236,34 @@ class ChatSessions:
         has_begun = False
         try:
             async for reply in replies:
-                if isinstance(reply, GenerateReply):
+                if isinstance(reply, Ended):
                     continue
                 begin = writer.num_tokens_sent
                 ids, logprobs = reply.ids[begin:], reply.logprobs_from(begin)
                 if payloads := writer.piece(reply.text, ids, logprobs):
+                    if not has_begun:
+                        yield reply.signed
                     has_begun = True
                     yield as_events(payloads)
-            assert isinstance(reply, GenerateReply)
-            is_long = len(reply.text) + len(reply.output_ids) > _MOST_BYTES_IN_THREAD
+            assert isinstance(reply, Ended)
+            ended, whole = reply, reply.reply
+            is_long = len(whole.text) + len(whole.output_ids) > _MOST_BYTES_IN_THREAD
             do = self._in_thread if is_long else _at_once
-            answer, generated = await do(_read_reply, reader, reply, chat.tools)
+            answer, generated = await do(_read_reply, reader, ended, chat.tools)
             if reader is not None:
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
-            turn = _keep(session, plan, generated, reply, message)
+            turn = _keep(session, plan, generated, whole, message)
             self.store.num_turns[plan.prompt.drift] += 1
         except ChatFailure as error:
             if not has_begun:
                 raise
             yield b"data: " + (error.body.replace(b"\n", b" ")) + b"\n\n" + _DONE_EVENT
             return
-        yield await do(_end_of_response, writer, chat, answer, turn, plan.num_prompt)
+        end = await do(_end_of_response, writer, chat, answer, turn, plan.num_prompt)
+        if not has_begun:
+            yield ended.signed
+        yield end
 
     def _warn_of_unread_call(self, begin: str, form: str) -> None:
         if begin and begin not in self._unread_calls:  # the model writes the same in every turn
@@ -368,10 +389,9 @@ def _continuation(template: Template, chat: ChatRequest, known: Known) -> list[i
     return new + tokenised(template, chat.begun)[0] if new is not None and chat.begun else new
 
 
-def _read_reply(
-    reader: AnswerReader | None, reply: GenerateReply, tools: Any
-) -> tuple[Answer, Generated]:
+def _read_reply(reader: AnswerReader | None, ended: Ended, tools: Any) -> tuple[Answer, Generated]:
     """The answer, and what a turn keeps of it, without routed experts."""
+    reply = ended.reply
     answer = _read_answer(reader, reply.text, tools)
     ids, finish = reply.output_ids, reply.finish_reason
     assert finish is not None
@@ -385,8 +405,21 @@ def _read_reply(
             finish,
             text,
             logprob_kind=reply.logprob_kind,
+            num_cached=ended.num_cached,
+            engine_id=engine_of(ended.signed),
         )
         return answer, compact_generated(made)
+
+
+def headers_of(signed: bytes) -> dict[str, str]:
+    """The lines of a head as headers."""
+    lines = signed.decode("latin-1").split("\r\n")
+    return dict(line.split(": ", 1) for line in lines if line)
+
+
+def engine_of(signed: bytes) -> str:
+    """The engine that lines of a head name; empty for none."""
+    return headers_of(signed).get("x-engine-id", "")
 
 
 def _keep(

@@ -52,6 +52,9 @@ class Generated:
         experts: routed experts of the tokens that were computed for this turn and for none before
             it, from the parent's last token to the one before its own last; None if not reported.
         logprob_kind: of the log-probs.
+        num_cached: tokens of the whole prompt that came from the engine's cache; None if it does
+            not report them.
+        engine_id: the engine that generated the last of it.
     """
 
     ids: Sequence[int]
@@ -61,6 +64,8 @@ class Generated:
     text: str
     experts: bytes | None = None
     logprob_kind: LogprobKind | None = None
+    num_cached: int | None = None
+    engine_id: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +95,7 @@ class Turn:
         generated, finish = self.generated, self.generated.finish
         num_tokens = len(self.prompt.ids) + len(generated.ids)
         texts = [generated.text, str(finish.kind), str(finish.matched or ""), finish.message]
+        texts.append(generated.engine_id)
         texts += [span.version for span in generated.versions]
         num_others = 4 * sum(map(len, texts)) + len(generated.experts or b"")
         num_others += _BYTES_PER_CHECKPOINT * len(self.prompt.checkpoints)
@@ -115,6 +121,8 @@ class Turn:
             },
             "text": generated.text,
             "logprob_kind": generated.logprob_kind,
+            "cached_tokens": generated.num_cached,
+            "engine_id": generated.engine_id,
         }
         yield dumps(fields)[:-1]
         yield from _list("prompt_ids", prompt.ids)

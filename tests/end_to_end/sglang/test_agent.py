@@ -36,6 +36,9 @@ def test_a_session_has_the_ids_that_sglang_sampled(tmp_path: Path) -> None:
             first, second = session.turns().result(60)
             (sample,) = session.samples().result(60)
         assert [first["drift"], second["drift"]] == ["clean", "realigned"]
+        assert whole.usage.prompt_tokens_details.cached_tokens == first["cached_tokens"] == 0
+        assert second["cached_tokens"] >= len(first["prompt_ids"])
+        assert first["engine_id"] == second["engine_id"] != ""
         assert CONTEXT - 8 <= len(sample.prompt_ids) + len(sample.output_ids) <= CONTEXT
         prompt = first["prompt_ids"] + first["output_ids"] + second["prompt_ids"]
         greedy = rollout.SamplingParams(max_new_tokens=16, temperature=0.0)

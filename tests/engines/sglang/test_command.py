@@ -38,6 +38,7 @@ def test_a_spec_becomes_sglangs_flags() -> None:
         "--host": ["10.0.0.1"],
         "--port": ["1234"],
         "--weight-version": ["7"],
+        "--enable-cache-report": [],
         "--enable-memory-saver": [],
         "--enable-weights-cpu-backup": [],
         "--cuda-graph-backend-prefill": ["disabled"],

@@ -76,6 +76,28 @@ async def test_a_turn_continues_the_exact_ids_though_the_template_drops_the_thin
     assert sample.status is SampleStatus.COMPLETED
 
 
+@pytest.mark.parametrize("num_cached", [None, 0, 17])
+async def test_a_reply_has_the_cached_tokens_and_the_engine_of_its_turn(
+    make_agent: MakeAgent, num_cached: int | None
+) -> None:
+    """Without a report the count is left out: 0 would be a prompt that was computed as a whole."""
+    agent = await make_agent(speech={"num_cached": num_cached})
+    raw = await agent.client.chat.completions.with_raw_response.create(
+        model="policy", messages=[USER]
+    )
+    assert (raw.headers["x-engine-id"], raw.headers["x-weight-version"]) == ("e-0", "7")
+    stream = await agent.client.chat.completions.with_raw_response.create(
+        model="policy", messages=[USER], stream=True, stream_options={"include_usage": True}
+    )
+    assert stream.headers["x-engine-id"] == "e-0"
+    *_, last = [chunk async for chunk in stream.parse()]
+    for usage in (raw.parse().usage, last.usage):
+        details = usage.prompt_tokens_details
+        assert (None if details is None else details.cached_tokens) == num_cached
+    for turn in await agent.turns():
+        assert (turn["cached_tokens"], turn["engine_id"]) == (num_cached, "e-0")
+
+
 async def test_a_client_that_removes_the_thinking_continues_the_same_turn(
     make_agent: MakeAgent,
 ) -> None:
