@@ -37,7 +37,7 @@ class RouterConfig(ConfigSection):
     held; after it, the client gets a 504 or an incomplete reply."""
     policy: Literal["affinity", "least_in_flight", "prefix"] = "affinity"
     """How an engine is chosen for a request. ``affinity``: turns of a session, and requests with
-    the same ``X-Affinity`` (or ``affinity`` in the first or last 4 KiB of the body), stay with the
+    the same ``X-Affinity`` (or ``affinity`` in the first or last KiB of the body), stay with the
     engine that has their prefix while its load is not much above the least; all others go to the
     least loaded. 100 000 are kept, each for an hour after its last request. ``least_in_flight``
     ignores them; ``prefix`` uses the beginning of the prompt."""

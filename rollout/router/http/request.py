@@ -44,7 +44,7 @@ MAX_PARSED_BYTES = 1 << 20
 KEY_NAMES = ("extra_key", "cache_salt")
 MAX_AFFINITY_CHARACTERS = 256
 _AFFINITY = b'"affinity"'
-_SEARCHED_BYTES = 4096
+_SEARCHED_BYTES = 1024
 MAX_KEY_CHARACTERS = 128
 """vLLM takes no longer ``cache_salt``, and none with a slash."""
 _OPENS = re.compile(rb"\s*\{")
@@ -67,12 +67,19 @@ def affinity_of(body: bytes, headers: Headers) -> str:
     Every request without the header is searched, so of a long body only the begin and the end are.
     It is kept, so one of more than ``MAX_AFFINITY_CHARACTERS`` counts as none.
     """
-    affinity: object = next(
-        (value.decode("latin-1") for name, value in headers if name == b"x-affinity"), None
-    )
-    if affinity is None:
-        end = max(0, len(body) - _SEARCHED_BYTES)
-        if body.find(_AFFINITY, 0, _SEARCHED_BYTES) < 0 and body.find(_AFFINITY, end) < 0:
+    affinity: object = None
+    for name, value in headers:
+        if name == b"x-affinity":
+            affinity = value.decode("latin-1")
+            break
+    else:
+        if len(body) <= 2 * _SEARCHED_BYTES:
+            if _AFFINITY not in body:
+                return ""
+        elif (
+            body.find(_AFFINITY, 0, _SEARCHED_BYTES) < 0
+            and body.find(_AFFINITY, len(body) - _SEARCHED_BYTES) < 0
+        ):
             return ""
         affinity = find_field(body, "affinity")[1]
     is_one = isinstance(affinity, str) and len(affinity) <= MAX_AFFINITY_CHARACTERS

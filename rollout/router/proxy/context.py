@@ -24,7 +24,7 @@ from rollout.router.http.reading_process import ReadingProcess
 from rollout.router.http.request import Request, affinity_of, prompt_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
-from rollout.rules.routing import Hint
+from rollout.rules.routing import NO_HINT, Hint
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +166,12 @@ class Proxy:
 
     def hint_of(self, request: Request) -> Hint:
         """The affinity and prompt of a request, as far as the policy uses them."""
-        policy = self.gate.policy
-        return Hint(
-            affinity_of(request.body, request.head.headers) if policy.wants_affinity else "",
-            prompt_of(request.body) if policy.wants_prompt else b"",
-            self.now_s(),
-            len(request.body),
-        )
+        policy, body = self.gate.policy, request.body
+        affinity = affinity_of(body, request.head.headers) if policy.wants_affinity else ""
+        prompt = prompt_of(body) if policy.wants_prompt else b""
+        if not (affinity or prompt):
+            return NO_HINT
+        return Hint(affinity, prompt, self.now_s(), len(body))
 
     def stats(self) -> dict[str, Any]:
         return asdict(self.counts)
