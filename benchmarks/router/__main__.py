@@ -6,7 +6,8 @@ the same percentile straight to the engines, at the same steady rate.  ``cached_
 of prompt tokens that embedded engines found in their prefix caches, by policy.  ``choice_ns`` is
 CPU per request for choosing an engine, by policy and number of engines.  ``ray_call`` is a call to
 the router's actor, idle and under load.  ``turns`` are turns of sessions, one after the other, with
-2 KB of new text.  ``agents`` are turns of one agent by the length of its history.
+2 KB of new text.  ``agents`` are turns of one agent by the length of its history.  ``affinity`` is
+a simulation: sessions of recorded agents over engines with a KV budget, by policy.
 
 ``--smoke`` leaves out the peers and most kinds of requests, and installs nothing.  ``--families``
 measures some parts alone.
@@ -39,6 +40,8 @@ from benchmarks.router import agents, load, peers
 from benchmarks.router.affinity import measure_affinity
 from benchmarks.router.calls import measure_calls
 from benchmarks.router.choice import measure_choice
+from benchmarks.router.simulation.measure import SCENARIOS as AGENT_SCENARIOS
+from benchmarks.router.simulation.measure import SMALL, measure_agents_cache
 from tests.support.chat_models import write_chat_model
 
 Runs = dict[str, dict[str, list[dict[str, float]]]]
@@ -55,7 +58,7 @@ TARGETS = (
     "fastapi_httpx",
     "direct",
 )
-FAMILIES = ("routers", "choice_ns", "turns", "agents", "cached_share", "ray_call")
+FAMILIES = ("routers", "choice_ns", "turns", "agents", "cached_share", "affinity", "ray_call")
 PYTHON_ROUTERS = ("ours", "ours_failover", "fastapi_httpx")
 _START_TIMEOUT_S = 60.0
 _ONCE_OVER_S = 20.0
@@ -367,6 +370,10 @@ def main() -> None:
         result["agents"] = measure_agents(num_turns, tuple(sizes), plan.repeats)
     if "cached_share" in families:
         result["cached_share"] = asyncio.run(measure_affinity(num_requests))
+    if "affinity" in families:
+        scenarios = arguments.by_size(smoke=SMALL, quick=AGENT_SCENARIOS, full=AGENT_SCENARIOS)
+        seeds = arguments.by_size(smoke=1, quick=1, full=5)
+        result["affinity"] = measure_agents_cache(seeds, scenarios)
     if "ray_call" in families:
         with stub_engines() as engines:
             result["ray_call"] = asyncio.run(measure_calls(engines, plan.for_s))

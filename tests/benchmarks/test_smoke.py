@@ -95,6 +95,11 @@ ROUTER = {
     "errors",
 }
 NUMS_OF_ENGINES = {"4", "64", "1024"}
+OF_SIMULATED = {"cached", "cached_ratio", "makespan_s", "makespan_ratio"}
+SIMULATED = {
+    *("clairvoyant", "affinity", "least_in_flight", "sticky_hash", "bounded_hash"),
+    *("sglang_cache_aware", "smg_cache_aware", "kv_aware", "llm_d"),
+}
 TURNS = {"first_s", "turns_per_s", "cpu_ms_per_turn", "errors"}
 LOST_ACTOR = {
     *("kills", "serving_s", "worst_serving_s", "command_s", "worst_command_s"),
@@ -200,6 +205,9 @@ KEYS: dict[str, dict[str, Any]] = {
         "turns": {kind: {"p50_ms", "cpu_ms_per_1k", "errors"} for kind in ("turn", "turn_sse")},
         "agents": {"4k": dict.fromkeys(("sessions", "spliced", "fastapi_httpx"), TURNS)},
         "cached_share": {"least_in_flight", "prefix"},
+        "affinity": {
+            "agents": dict.fromkeys(SIMULATED, OF_SIMULATED),
+        },
         "ray_call": {
             "idle_p50_ms",
             "idle_p99_ms",

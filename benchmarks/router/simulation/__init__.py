@@ -1,0 +1,1 @@
+"""Routing policies in a simulation: engines with a KV budget, sessions of recorded agents."""
