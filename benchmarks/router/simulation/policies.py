@@ -15,7 +15,7 @@ with the smallest tree.  ``smg_cache_aware`` is the same with the defaults of it
 
 ``kv_aware``: vLLM's production-stack with ``kvaware`` (use_cases/kv-aware-routing): the engine that
 holds the longest prefix in its cache now; a short match, under 2000 tokens short of the prompt,
-goes by session.  ``llm_d``: the highest of 3 x share of the prompt that was sent there and
+goes by session, and equal ones by load.  ``llm_d``: the highest of 3 x share of the prompt that was sent there and
 2 x (1 - queue / longest queue), the weights of its default (docs.redhat.com, llm-d, Configuring
 scheduler settings).
 
@@ -104,7 +104,7 @@ def kv_aware(fleet: Fleet, turn: Turn) -> int:
         engine = fleet.engines[number]
         return min(turn.root, engine.root) + engine.cached.get(turn.session, 0)
 
-    best = max(fleet.numbers, key=held)
+    best = max(fleet.numbers, key=lambda number: (held(number), -fleet.load(number)))
     return sticky_hash(fleet, turn) if held(best) < turn.prompt - 2000 else best
 
 
