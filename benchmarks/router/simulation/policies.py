@@ -14,10 +14,10 @@ with the smallest tree.  ``smg_cache_aware`` is the same with the defaults of it
 (github.com/lightseekorg/smg, docs/getting-started/load-balancing.md): 64, 1.5 and 0.3.
 
 ``kv_aware``: vLLM's production-stack with ``kvaware`` (use_cases/kv-aware-routing): the engine that
-holds the longest prefix in its cache now; a short match, under 2000 tokens short of the prompt,
-goes by session, and equal ones by load.  ``llm_d``: the highest of 3 x share of the prompt that was sent there and
-2 x (1 - queue / longest queue), the weights of its default (docs.redhat.com, llm-d, Configuring
-scheduler settings).
+holds the longest prefix in its cache now, of equals the least loaded; where over 2000 tokens of the
+prompt are missing, by session.  ``llm_d``: the highest of 3 x share of the prompt that was sent
+there and 2 x (1 - queue / longest queue), the weights of its default (docs.redhat.com, llm-d,
+Configuring scheduler settings).
 
 ``clairvoyant`` knows all turns to come: each session begins on the engine with the least work left,
 by its lengths, and stays, or (``moves``) leaves where the difference is over twice its prefill.

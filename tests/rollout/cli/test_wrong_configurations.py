@@ -129,7 +129,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
         "an engine on GPUs keeps its memory",
     ),
     (f"{S}.router.port", 70000, "", "less than or equal to 65535"),
-    (f"{S}.router.policy", "round_robin", "", "'least_in_flight', 'affinity' or 'prefix'"),
+    (f"{S}.router.policy", "round_robin", "", "'affinity', 'least_in_flight' or 'prefix'"),
     (f"{S}.router.token_failover", "sometimes", "", "'off', 'asked' or 'on'"),
     (f"{S}.router.tool_call_parser", "qwen25", "", "'auto', 'hermes'"),
     (f"{S}.router.hold_timeout_s", -1, "", POSITIVE),
