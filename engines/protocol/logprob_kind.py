@@ -1,10 +1,11 @@
 """The distribution that the log-probs of a reply belong to: plain decisions.
 
 A trainer computes log-softmax of logits / temperature.  An engine takes its log-probs at some step
-of sampling: before or after it divides by the temperature, changes logits by penalties, and cuts
-by top-k, top-p and min-p.  What it takes depends on the engine, its mode and the request.
+of sampling: before or after it forbids tokens or changes logits by penalties, divides by the
+temperature, and cuts by top-k, top-p and min-p.  What it takes depends on the engine, its mode and
+the request.
 
-Grammars and ``min_new_tokens`` forbid tokens; they are not looked at here.
+Always true: where several of these hold, the kind is the one that is furthest from ``full``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from engines.protocol.sampling_params import GRAMMARS
 
 CUTS = ("top_p", "top_k", "min_p")
 CHANGES = (
@@ -23,9 +26,21 @@ CHANGES = (
     "bad_words",
     "allowed_token_ids",
     "custom_logit_processor",
+    "min_new_tokens",
+    "min_tokens",
+    "thinking_token_budget",
 )
-NAMES = ("temperature", *CUTS, *CHANGES)
-"""Sampling parameters on which a kind depends; all kinds of engines have these names for them."""
+"""Penalties, biases, and what forbids tokens: one of them is enough to change the logits."""
+FORMS = (
+    *GRAMMARS,
+    "structured_outputs",
+    "response_format",
+    "tool_choice",
+    "tools",
+)
+"""The form of an output, which forbids tokens, too: engines apply it to the logits first of all,
+so it changes log-probs in every mode."""
+_OF_CHECKPOINTS = ("temperature", *CUTS, "repetition_penalty")
 _NEUTRAL: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 _GREEDY_BELOW = 1e-5
 
@@ -33,14 +48,24 @@ _GREEDY_BELOW = 1e-5
 class LogprobKind(StrEnum):
     """The distribution that log-probs belong to.
 
-    ``full``: log-softmax of logits / temperature, which a trainer computes; greedy counts as
-    temperature 1.  ``cut``: scaled to what top-k, top-p or min-p kept, or changed by penalties or
-    a logit bias.  ``raw``: log-softmax of the logits, where the temperature is not 1.
+    From the one that a trainer computes to the one that is furthest from it:
+
+    ``full``: log-softmax of logits / temperature; greedy counts as temperature 1.
+    ``raw``: log-softmax of the logits, where the temperature is not 1.
+    ``cut``: scaled to what top-k, top-p or min-p kept.
+    ``penalised``: of logits that penalties, biases, a grammar or a least length have changed,
+    with or without a temperature and a cut behind that.
     """
 
     FULL = "full"
-    CUT = "cut"
     RAW = "raw"
+    CUT = "cut"
+    PENALISED = "penalised"
+
+    @property
+    def code(self) -> int:
+        """0 for ``full``, which a trainer computes, and more for what is further from it."""
+        return _FROM_FULL.index(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +74,7 @@ class LogprobRule:
 
     Attributes:
         has_temperature: after the division by the temperature.
-        has_penalties: after penalties and logit biases.
+        has_penalties: after ``CHANGES``; all are after ``FORMS``.
         has_cuts: after top-k, top-p and min-p.
         defaults: sampling of requests on OpenAI's routes, where these do not set it.
     """
@@ -61,12 +86,14 @@ class LogprobRule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sampling parameters on which kinds depend; without any of them, all are neutral."""
+        """The fields on which kinds depend; a body without any of them has a neutral kind."""
         needs_temperature = not self.has_temperature or (self.has_cuts and self.defaults)
         return (
             *(("temperature",) if needs_temperature else ()),
             *(CUTS if self.has_cuts else ()),
             *(CHANGES if self.has_penalties else ()),
+            # Many bodies have tools, and few have strict ones.
+            *("strict" if name == "tools" else name for name in FORMS),
         )
 
     def kind_of(self, sampling: Mapping[str, Any], *, has_defaults: bool = False) -> LogprobKind:
@@ -81,8 +108,9 @@ class LogprobRule:
             sampling = {**dict(self.defaults), **given}
         temperature = _number(sampling, "temperature")
         is_greedy = temperature < _GREEDY_BELOW
-        if self.has_penalties and any(_changes(sampling, name) for name in CHANGES):
-            return LogprobKind.CUT
+        changes = (*CHANGES, *FORMS) if self.has_penalties else FORMS
+        if any(name in sampling and _changes(sampling, name) for name in changes):
+            return LogprobKind.PENALISED
         if self.has_cuts and not is_greedy and any(_cuts(sampling, name) for name in CUTS):
             return LogprobKind.CUT
         if self.has_temperature or is_greedy or temperature == 1.0:
@@ -102,7 +130,9 @@ def read_kind(text: Any) -> LogprobKind | None:
 def sampling_defaults(config: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     """What a ``generation_config.json`` sets of a rule's ``defaults``."""
     return tuple(
-        (name, config[name]) for name in NAMES if isinstance(config.get(name), int | float)
+        (name, config[name])
+        for name in _OF_CHECKPOINTS
+        if isinstance(config.get(name), int | float)
     )
 
 
@@ -112,13 +142,25 @@ def joined(first: LogprobKind | None, second: LogprobKind | None) -> LogprobKind
     return max(known, key=_FROM_FULL.index, default=None)
 
 
-_FROM_FULL = (LogprobKind.FULL, LogprobKind.RAW, LogprobKind.CUT)
+_FROM_FULL = tuple(LogprobKind)
 
 
 def _changes(sampling: Mapping[str, Any], name: str) -> bool:
+    value = sampling[name]
     if name.endswith("_penalty"):
         return _number(sampling, name) != _NEUTRAL.get(name, 0.0)
-    return bool(sampling.get(name))
+    if name == "response_format" and isinstance(value, Mapping):
+        return value.get("type") != "text"
+    if name == "tool_choice":
+        return value not in (None, "auto", "none")
+    if name == "tools":
+        return isinstance(value, list) and any(map(_is_strict, value))
+    return bool(value)
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and bool(function.get("strict"))
 
 
 def _cuts(sampling: Mapping[str, Any], name: str) -> bool:

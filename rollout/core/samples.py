@@ -80,8 +80,9 @@ class Sample:
             not computed, and neither was what an environment appended to it.  None unless
             requested, and where an engine did not report those of its tokens.
         logprob_kind: of which distribution ``output_logprobs`` are: ``full`` for log-softmax of
-            logits / temperature, ``cut`` behind top-p, top-k, min-p or penalties, ``raw`` at
-            temperature 1 where the request has another one.  None where it is not known.
+            logits / temperature, ``raw`` at temperature 1 where the request has another one,
+            ``cut`` behind top-p, top-k or min-p, ``penalised`` of logits that penalties, biases, a
+            grammar or a least length changed.  None where it is not known.
 
     Raises:
         ValueError: the lengths disagree, or spans do not fit the output.

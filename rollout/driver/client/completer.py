@@ -183,7 +183,9 @@ class Completer:
             return True
         if is_training and (why := why_not_trained(reply.logprob_kind, sampling)):
             raise GenerationError(f"the engine reports {why}")
-        if len(sample.output_ids) > base and has_other_kind(sample, reply):
+        has_least = sampling.min_new_tokens > rest.min_new_tokens == 0
+        is_begun = len(sample.output_ids) > base
+        if is_begun and has_other_kind(sample, reply, has_least_length=has_least):
             if base:
                 raise GenerationError(
                     "a turn was cut off, and the next engine's log-probs are of another kind"

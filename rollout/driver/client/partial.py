@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from engines.http.reply_check import check_lengths
 from engines.protocol import GenerateReply, SamplingParams
-from engines.protocol.logprob_kind import joined
+from engines.protocol.logprob_kind import LogprobKind, joined
 from rollout.core.samples import EngineSpan, Sample, SampleStatus
 from rollout.rules.continuation import check_budget, join_experts, join_spans, spans_of
 
@@ -77,9 +77,16 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
         sample.status = SampleStatus.TRUNCATED
 
 
-def has_other_kind(sample: Sample, reply: GenerateReply) -> bool:
-    """Whether the log-probs of a reply are of another distribution than those of ``sample``."""
+def has_other_kind(sample: Sample, reply: GenerateReply, *, has_least_length: bool = False) -> bool:
+    """Whether the log-probs of a reply are of another distribution than those of ``sample``.
+
+    Args:
+        has_least_length: the whole request has one, and the rest has reached it: from there on it
+            changes no log-prob.
+    """
     kinds = {sample.logprob_kind, reply.logprob_kind} - {None}
+    if has_least_length and reply.logprob_kind is LogprobKind.FULL:
+        kinds.discard(LogprobKind.PENALISED)
     return len(kinds) > 1 and len(reply.output_ids) > 0
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from engines.protocol import sampling_params
-from engines.protocol.logprob_kind import CHANGES, CUTS, LogprobKind
+from engines.protocol.logprob_kind import CHANGES, CUTS, FORMS, LogprobKind
 from engines.protocol.sampling_params import GRAMMARS
 from rollout.core.arguments import Count, Positive, Share, TokenIds, Whole, options, wrong
 
@@ -105,6 +105,7 @@ def check_sampling(sampling: Any, *, least_tokens: int = 1) -> None:
         raise wrong("max_new_tokens", sampling.max_new_tokens, f"at least {least_tokens}")
 
 
+_ANY_CHANGE = "a penalty, logit_bias, min_new_tokens or a grammar"
 _RAW_AT_1 = "vLLM with logprobs-mode: raw_logprobs and temperature=1"
 
 
@@ -127,14 +128,16 @@ def why_not_trained(
         found = _not_at_defaults(sampling, ("temperature",)) or "another temperature"
         why = f"these are at temperature 1, and the request has {found}"
         ways = "sample at temperature=1, or use engines that report them at the temperature"
-    else:
-        names = _not_at_defaults(sampling, (*CUTS, *CHANGES)) or "top_p, top_k, min_p or a penalty"
+    elif kind is LogprobKind.CUT:
+        names = _not_at_defaults(sampling, CUTS) or "top_p, top_k or min_p"
         why = f"these are of what {names} made of the distribution"
-        # SGLang and the embedded engine report what penalties have changed, too.
-        others = (
-            "" if _not_at_defaults(sampling, CHANGES) else " use SGLang or the embedded engine,"
-        )
-        ways = f"leave that out,{others} or use {_RAW_AT_1}"
+        ways = f"leave that out, use SGLang or the embedded engine, or use {_RAW_AT_1}"
+    else:
+        # A form of the output changes what each engine reports.
+        of_form, of_others = (_not_at_defaults(sampling, names) for names in (FORMS, CHANGES))
+        changes = ", ".join(filter(None, (of_form, of_others)))
+        why = f"these are of logits changed by {changes or _ANY_CHANGE}"
+        ways = "leave that out" + ("" if of_form else f", or use {_RAW_AT_1}")
     return f"{what}: {why}; {ways} (docs/how-to/mismatch.md)"
 
 

@@ -13,6 +13,7 @@ from rollout.router.http.fast_json import Data, dumps, loads
 
 END = sys.maxsize
 _ONLY_SGLANG = frozenset({"sglang"})
+_PROCESSOR = "custom_logit_processor"
 
 
 class Reply(Continuation):
@@ -149,7 +150,9 @@ class Route:
             return rule.kind_of(raw, has_defaults=True)
         sampling = raw.get("sampling_params") or {}
         several = sampling if isinstance(sampling, list) else [sampling]
-        kinds = {rule.kind_of(each) for each in several if isinstance(each, Mapping)}
+        # SGLang has it beside them.
+        more = {_PROCESSOR: raw[_PROCESSOR]} if raw.get(_PROCESSOR) else {}
+        kinds = {rule.kind_of({**each, **more}) for each in several if isinstance(each, Mapping)}
         return kinds.pop() if len(kinds) == 1 else None
 
     def reply(

@@ -10,7 +10,7 @@ import pytest
 from engines.kinds import kind_of
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule, joined, read_kind
 
-FULL, CUT, RAW = LogprobKind
+FULL, RAW, CUT, PENALISED = LogprobKind
 OF_VLLM = {
     "logprobs_mode": "processed_logprobs",
     "generation_config": "auto",
@@ -43,12 +43,27 @@ TABLE: list[tuple[dict[str, Any], tuple[LogprobKind, LogprobKind, LogprobKind]]]
     ({"min_p": 0.2}, (FULL, CUT, FULL)),
     ({"temperature": 0.3, "top_p": 0.5}, (FULL, CUT, RAW)),
     ({"temperature": 0, "top_p": 0.5, "top_k": 5, "min_p": 0.2}, (FULL, FULL, FULL)),
-    ({"repetition_penalty": 1.2}, (CUT, CUT, FULL)),
-    ({"presence_penalty": 1.5}, (CUT, CUT, FULL)),
-    ({"frequency_penalty": -1.0}, (CUT, CUT, FULL)),
-    ({"logit_bias": {"5": 2.0}}, (CUT, CUT, FULL)),
-    ({"temperature": 0, "presence_penalty": 1.5}, (CUT, CUT, FULL)),
-    ({"temperature": 0.3, "presence_penalty": 1.5}, (CUT, CUT, RAW)),
+    ({"repetition_penalty": 1.2}, (PENALISED, PENALISED, FULL)),
+    ({"presence_penalty": 1.5}, (PENALISED, PENALISED, FULL)),
+    ({"frequency_penalty": -1.0}, (PENALISED, PENALISED, FULL)),
+    ({"logit_bias": {"5": 2.0}}, (PENALISED, PENALISED, FULL)),
+    ({"temperature": 0, "presence_penalty": 1.5}, (PENALISED, PENALISED, FULL)),
+    ({"temperature": 0.3, "presence_penalty": 1.5}, (PENALISED, PENALISED, RAW)),
+    ({"top_p": 0.5, "presence_penalty": 1.5}, (PENALISED, PENALISED, FULL)),
+    ({"min_new_tokens": 2}, (PENALISED, PENALISED, FULL)),
+    ({"min_tokens": 2}, (PENALISED, PENALISED, FULL)),
+    ({"min_new_tokens": 0, "min_tokens": None}, (FULL, FULL, FULL)),
+    ({"allowed_token_ids": [5]}, (PENALISED, PENALISED, FULL)),
+    # A grammar forbids tokens before anything else is done with the logits.
+    ({"regex": "a+"}, (PENALISED, PENALISED, PENALISED)),
+    ({"structured_outputs": {"regex": "a+"}}, (PENALISED, PENALISED, PENALISED)),
+    ({"response_format": {"type": "json_object"}}, (PENALISED, PENALISED, PENALISED)),
+    ({"response_format": {"type": "text"}}, (FULL, FULL, FULL)),
+    ({"tool_choice": "required"}, (PENALISED, PENALISED, PENALISED)),
+    ({"tool_choice": {"type": "function"}}, (PENALISED, PENALISED, PENALISED)),
+    ({"tool_choice": "auto"}, (FULL, FULL, FULL)),
+    ({"tools": [{"function": {"strict": True}}]}, (PENALISED, PENALISED, PENALISED)),
+    ({"tools": [{"function": {"name": "add"}}, None]}, (FULL, FULL, FULL)),
 ]
 
 
@@ -63,7 +78,7 @@ def test_a_kind_follows_from_engine_and_parameters(
 def test_sglang_that_returns_original_log_probs_is_at_temperature_1() -> None:
     assert ORIGINAL.kind_of({}) is FULL
     assert ORIGINAL.kind_of({"temperature": 0.3, "top_p": 0.5}) is RAW
-    assert ORIGINAL.kind_of({"presence_penalty": 1.5}) is CUT
+    assert ORIGINAL.kind_of({"presence_penalty": 1.5}) is PENALISED
     own = rule_of("embedded", {"returns_original_logprob": True})
     assert own.kind_of({"temperature": 0.3}) is RAW
 
@@ -74,8 +89,8 @@ def test_openai_routes_have_the_sampling_of_the_checkpoint(kind: str) -> None:
     raw = {**OF_VLLM, "sampling_defaults": "model"}
     rule = kind_of(kind).logprob_rule(raw, {}, {"/models/m": config}.__getitem__)
     assert rule.kind_of({}) is FULL  # /generate takes none of it
-    assert rule.kind_of({}, has_defaults=True) is CUT
-    assert rule.kind_of({"repetition_penalty": None}, has_defaults=True) is CUT
+    assert rule.kind_of({}, has_defaults=True) is PENALISED
+    assert rule.kind_of({"repetition_penalty": None}, has_defaults=True) is PENALISED
     neutral = {"top_p": 1.0, "repetition_penalty": 1.0}
     assert rule.kind_of(neutral, has_defaults=True) is FULL
 
@@ -100,4 +115,19 @@ def test_a_sample_of_several_kinds_has_the_one_that_is_furthest_from_full() -> N
     assert joined(FULL, None) is FULL
     assert joined(FULL, RAW) is RAW
     assert joined(CUT, FULL) is CUT
+    assert joined(CUT, PENALISED) is PENALISED
     assert (read_kind("cut"), read_kind("?"), read_kind(None)) == (CUT, None, None)
+
+
+@pytest.mark.parametrize("rule", [SGLANG, PROCESSED, AS_THEY_ARE, ORIGINAL])
+def test_a_parameter_that_decides_is_one_that_is_looked_for(rule: LogprobRule) -> None:
+    for sampling, _ in TABLE:
+        if rule.kind_of(sampling) is not FULL:
+            assert set(rule.names) & keys_of(sampling)
+
+
+def keys_of(value: Any) -> set[str]:
+    """Of an object of JSON, and of all in it."""
+    if isinstance(value, Mapping):
+        return set(value).union(*map(keys_of, value.values()))
+    return set().union(*map(keys_of, value)) if isinstance(value, list) else set()

@@ -27,7 +27,7 @@ from tests.support.driving import prompts
 
 pytestmark = pytest.mark.timeout(60)
 CUT = SamplingParams(max_new_tokens=6, top_p=0.5)
-FULL_KIND, CUT_KIND, RAW_KIND = LogprobKind
+FULL_KIND, RAW_KIND, CUT_KIND, PENALISED_KIND = LogprobKind
 
 
 @asynccontextmanager
@@ -54,8 +54,14 @@ async def rolled(driver: RolloutDriver, sampling: SamplingParams, **more: Any) -
         (
             "processed_logprobs",
             {"repetition_penalty": 1.2},
-            "repetition_penalty=1.2 made .* leave that out, or use vLLM with logprobs-mode: raw_",
+            "changed by repetition_penalty=1.2; .* or use vLLM with logprobs-mode: raw_",
         ),
+        (
+            "processed_logprobs",
+            {"min_new_tokens": 3, "top_p": 0.5},
+            "changed by min_new_tokens=3; leave that out, or use vLLM with logprobs-mode: raw_",
+        ),
+        ("raw_logprobs", {"regex": "a+"}, "changed by regex=a.; leave that out .docs"),
         ("raw_logprobs", {"temperature": 0.3}, "at temperature 1, and the request has .*=0.3"),
     ],
 )
@@ -78,6 +84,7 @@ async def test_sampling_that_no_engine_has_for_a_trainer_is_refused_at_once(
         ("sglang", "processed_logprobs", {"temperature": 0.3}),
         ("vllm", "processed_logprobs", {"temperature": 0.3}),
         ("vllm", "raw_logprobs", {"top_p": 0.5}),
+        ("vllm", "raw_logprobs", {"presence_penalty": 1.5, "min_new_tokens": 2}),
     ],
 )
 async def test_what_is_the_full_distribution_is_taken(
@@ -132,16 +139,16 @@ async def test_a_client_has_each_reply_with_its_mark(
 
 
 class Scripted:
-    """A client whose replies are given; each is cut off but the last."""
+    """A client whose replies are given; each is cut off but number ``num``, by default the last."""
 
-    def __init__(self, *kinds: LogprobKind) -> None:
+    def __init__(self, *kinds: LogprobKind, num: int = 0) -> None:
         self.replies = [
             GenerateReply(
                 "r",
                 "x",
                 (number,),
                 (-1.0,),
-                FinishReason("stop" if number == len(kinds) else "abort"),
+                FinishReason("stop" if number == (num or len(kinds)) else "abort"),
                 logprob_kind=kind,
             )
             for number, kind in enumerate(kinds, 1)
@@ -172,14 +179,29 @@ class Scripted:
 async def test_a_sample_that_goes_on_elsewhere_has_one_kind(
     kinds: tuple[LogprobKind, ...], output: list[int]
 ) -> None:
-    client, sample = Scripted(*kinds), Sample([7])
+    client = Scripted(*kinds)
+    sample = await completed(client, CUT)
+    assert sample.output_ids == output
+    assert sample.logprob_kind is CUT_KIND
+    assert client.prompts[1] == [7, 1]
+
+
+@pytest.mark.parametrize(("least", "output"), [(1, [1, 2]), (0, [3])])
+async def test_a_sample_goes_on_after_its_least_length(least: int, output: list[int]) -> None:
+    """Its first tokens are of other logits, and the others are not."""
+    client = Scripted(PENALISED_KIND, FULL_KIND, FULL_KIND, num=2 if least else 3)
+    sample = await completed(client, SamplingParams(max_new_tokens=6, min_new_tokens=least))
+    assert sample.output_ids == output
+    assert sample.logprob_kind is (PENALISED_KIND if least else FULL_KIND)
+
+
+async def completed(client: Scripted, sampling: SamplingParams) -> Sample:
+    sample = Sample([7])
     sample.status = SampleStatus.PENDING
     clock = asyncio.get_running_loop().time
     completer = Completer(client, Limiter(4, clock=clock), RetryPolicy())
     await completer.complete(
-        sample, CUT, scope=AbortScope(), is_stale=lambda sample: False, is_training=False
+        sample, sampling, scope=AbortScope(), is_stale=lambda sample: False, is_training=False
     )
     assert sample.status is SampleStatus.COMPLETED
-    assert sample.output_ids == output
-    assert sample.logprob_kind is CUT_KIND
-    assert client.prompts[1] == [7, 1]
+    return sample

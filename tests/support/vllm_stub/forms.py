@@ -26,8 +26,13 @@ _RECORDED: Mapping[str, Json] = {step["name"]: step for step in TALK if "name" i
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _ROUTES = {routes.GENERATE: "generate", COMPLETIONS: "completion", CHAT: "chat"}
 _TOKEN = re.compile(r" (\d{1,3})(?!\d)|(.)", re.DOTALL)
-# A cut makes what it keeps more probable; the logits as they are differ, too.
-_SHARES = {LogprobKind.FULL: 1.0, LogprobKind.CUT: 0.5, LogprobKind.RAW: 1.5}
+# A cut makes what it keeps more probable; the others differ, too.
+_SHARES = {
+    LogprobKind.FULL: 1.0,
+    LogprobKind.CUT: 0.5,
+    LogprobKind.RAW: 1.5,
+    LogprobKind.PENALISED: 0.7,
+}
 
 
 class Refused(Exception):

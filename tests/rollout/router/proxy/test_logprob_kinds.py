@@ -23,9 +23,11 @@ CUT = {"top_p": 0.5}
         ("vllm", {}, "full"),
         ("vllm", {"temperature": 0.3}, "full"),
         ("vllm", CUT, "cut"),
-        ("vllm", {"repetition_penalty": 1.2}, "cut"),
+        ("vllm", {"repetition_penalty": 1.2}, "penalised"),
         ("sglang", CUT, "full"),
-        ("sglang", {"presence_penalty": 1.5}, "cut"),
+        ("sglang", {"presence_penalty": 1.5}, "penalised"),
+        ("vllm", {"min_new_tokens": 2}, "penalised"),
+        ("sglang", {"regex": "a+"}, "penalised"),
     ],
 )
 @pytest.mark.parametrize("failover", ["on", "off"])
@@ -136,6 +138,9 @@ def test_a_body_is_parsed_only_where_a_parameter_decides() -> None:
     assert kind_of_unread("/tokenize", body, processed, 1 << 20) is None
     several = b'{"sampling_params":[{"top_p":0.5},{"top_p":1}]}'
     assert kind_of_unread("/generate", several, processed, 1 << 20) is None
+    processor = b'{"sampling_params":{},"custom_logit_processor":"x"}'  # SGLang has it outside
+    found = kind_of_unread("/generate", processor, LogprobRule(), 1 << 20)
+    assert found is LogprobKind.PENALISED
     of_config = LogprobRule(has_cuts=True, defaults=(("top_p", 0.8),))
     for fields, kind in ((b"{}", LogprobKind.CUT), (b'{"temperature":0}', LogprobKind.FULL)):
         assert kind_of_unread("/v1/completions", fields, of_config, 1 << 20) is kind
