@@ -87,10 +87,10 @@ class LogprobRule:
     @property
     def names(self) -> tuple[str, ...]:
         """The fields on which kinds depend; a body without any of them has a neutral kind."""
-        needs_temperature = not self.has_temperature or (self.has_cuts and self.defaults)
+        needs_temperature = not self.has_temperature or self.defaults
         return (
             *(("temperature",) if needs_temperature else ()),
-            *(CUTS if self.has_cuts else ()),
+            *(CUTS if self.has_cuts else ("top_k",)),
             *(CHANGES if self.has_penalties else ()),
             # Many bodies have tools, and few have strict ones.
             *("strict" if name == "tools" else name for name in FORMS),
@@ -113,9 +113,11 @@ class LogprobRule:
             return LogprobKind.PENALISED
         if self.has_cuts and not is_greedy and any(_cuts(sampling, name) for name in CUTS):
             return LogprobKind.CUT
-        if self.has_temperature or is_greedy or temperature == 1.0:
+        if is_greedy or temperature == 1.0:
             return LogprobKind.FULL
-        return LogprobKind.RAW
+        # SGLang takes such a request for a greedy one, unless others are in its batch.
+        is_top = sampling.get("top_k") == 1
+        return LogprobKind.FULL if self.has_temperature and not is_top else LogprobKind.RAW
 
 
 BEFORE_CUTS = LogprobRule()

@@ -1,8 +1,9 @@
 """Next tokens from logits, and the forward pass that they are drawn in.
 
 The reported log-probability is SGLang's default: log-softmax of the logits at the request's
-temperature (at 1 for greedy), before top-k and top-p cut the distribution.  As with SGLang, it is
-at 1 for all requests with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` in the engine's environment.
+temperature (at 1 for greedy and top-k 1), before top-k and top-p cut the distribution.  As with
+SGLang, it is at 1 for all requests with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` in the engine's
+environment.
 
 Each request draws one uniform number per token from its own stream and inverts the cumulative
 distribution with it, so a seeded request does not depend on what else is in the batch.
@@ -41,7 +42,8 @@ def sample(
         torch.nan_to_num_(logits)
     _forbid_early_stops(logits, generations)
     scores = logits.clone() if RETURNS_ORIGINAL else logits
-    temperatures = [generation.params.temperature or 1.0 for generation in generations]
+    every = [generation.params for generation in generations]
+    temperatures = [1.0 if params.is_greedy else params.temperature for params in every]
     if any(temperature != 1.0 for temperature in temperatures):
         logits.div_(torch.tensor(temperatures, device=logits.device).unsqueeze(1))
     if all(generation.params.is_greedy for generation in generations):

@@ -40,6 +40,8 @@ TABLE: list[tuple[dict[str, Any], tuple[LogprobKind, LogprobKind, LogprobKind]]]
     ({"top_k": 0}, (FULL, FULL, FULL)),
     ({"top_p": 0.5}, (FULL, CUT, FULL)),
     ({"top_k": 5}, (FULL, CUT, FULL)),
+    ({"top_k": 1}, (FULL, CUT, FULL)),
+    ({"top_k": 1, "temperature": 0.3}, (RAW, CUT, RAW)),
     ({"min_p": 0.2}, (FULL, CUT, FULL)),
     ({"temperature": 0.3, "top_p": 0.5}, (FULL, CUT, RAW)),
     ({"temperature": 0, "top_p": 0.5, "top_k": 5, "min_p": 0.2}, (FULL, FULL, FULL)),

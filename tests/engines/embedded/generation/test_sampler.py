@@ -64,8 +64,8 @@ def test_requests_of_all_kinds_share_a_batch() -> None:
 
 
 def test_logprobs_are_of_the_whole_distribution_at_the_temperature() -> None:
-    _, logprobs = draw(generation(top_k=1, temperature=0.5))
-    assert logprobs[0][0] == pytest.approx(math.log(0.16 / 0.3))
+    _, logprobs = draw(generation(top_p=0.1, temperature=0.5), generation(top_k=1, temperature=0.5))
+    assert logprobs[0] == pytest.approx([math.log(0.16 / 0.3), math.log(0.4)])
 
 
 def test_logprobs_are_without_the_temperature_if_the_environment_says_so(
