@@ -19,9 +19,13 @@ tensors of them without a copy:
     response_lengths     [N]            [N]      int64
     rewards              [N]            [N]      float32  NaN if a sample has none
     group_index          [N]            [N]      int64    index of the sample's group in the batch
+    logprob_kinds        [N]            [N]      int64    of the sample's log-probs: 0 full, 1 raw,
+                                                          2 cut, 3 penalised; -1 if unknown
     routed_experts       [N, T, E]      [S, E]   int32    of each token that was computed; -1 for
                                                           the last one, padding and samples
                                                           without; no key if no sample has any
+
+A trainer whose log-probs are log-softmax of logits / temperature has ``logprob_kinds.max() <= 0``.
 
 E is layers x experts per token, layer by layer, as the engines report them; ``array.reshape(*array.
 shape[:-1], num_layers, -1)`` separates both.
@@ -101,8 +105,8 @@ def train_data(groups: Sequence[SampleGroup]) -> dict[str, list[Any]]:
     ``tokens`` (list of int), ``response_lengths`` (int), ``rewards`` (float or None),
     ``truncated`` (0 or 1), ``sample_indices`` (int, from 0), ``group_indices`` (int),
     ``loss_masks`` (list of int over the response), ``rollout_log_probs`` (list of float over the
-    response), ``weight_versions`` (list of [version, start, end] over the response), ``metadata``.
-    Routed experts are not among them.
+    response), ``weight_versions`` (list of [version, start, end] over the response), ``metadata``,
+    ``logprob_kinds`` (the name of a kind, or None).  Routed experts are not among them.
 
     Args:
         groups: a list, as the driver returns it.
@@ -122,6 +126,7 @@ def train_data(groups: Sequence[SampleGroup]) -> dict[str, list[Any]]:
             for sample in samples
         ],
         "metadata": [sample.metadata for sample in samples],
+        "logprob_kinds": [s.logprob_kind and s.logprob_kind.value for s in samples],
     }
 
 
@@ -201,4 +206,7 @@ def _sample_arrays(groups: Sequence[SampleGroup], samples: list[Sample]) -> dict
         "response_lengths": np.array([len(s.output_ids) for s in samples], np.int64),
         "rewards": np.array(rewards, np.float32),
         "group_index": np.array(group_index, np.int64),
+        "logprob_kinds": np.array(
+            [-1 if s.logprob_kind is None else s.logprob_kind.code for s in samples], np.int64
+        ),
     }

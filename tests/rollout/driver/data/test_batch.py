@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from engines.protocol import VersionSpan
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
+from rollout.driver.data import batch as batches
 from rollout.driver.data.batch import packed, padded, train_data
 
 
@@ -99,6 +101,23 @@ def test_arrays_of_samples_have_length_reward_and_group(make) -> None:
     assert batch["response_lengths"].tolist() == [3, 1]
     np.testing.assert_array_equal(batch["rewards"], [1.0, np.nan])
     assert batch["group_index"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("make", [padded, packed])
+def test_a_trainer_checks_the_kinds_of_its_log_probs_in_one_line(make) -> None:
+    made = groups()
+    (long,), (short,) = made
+    assert make(made)["logprob_kinds"].tolist() == [-1, -1]
+    long.logprob_kind, short.logprob_kind = LogprobKind.FULL, LogprobKind.PENALISED
+    kinds = make(made)["logprob_kinds"]
+    assert kinds.tolist() == [0, 3]
+    assert kinds.max() > 0  # not what a trainer computes
+    assert train_data(made)["logprob_kinds"] == ["full", "penalised"]
+
+
+def test_the_codes_of_kinds_are_the_documented_ones() -> None:
+    assert [kind.code for kind in LogprobKind] == [0, 1, 2, 3]
+    assert "0 full, 1 raw, 2 cut, 3 penalised" in " ".join((batches.__doc__ or "").split())
 
 
 def test_dtypes_are_the_documented_ones() -> None:

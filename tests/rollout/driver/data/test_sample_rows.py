@@ -71,7 +71,7 @@ GROUPS = [
                 metadata={"answer": [1, None]},
                 engines=(EngineSpan("main-0", 0, 1),),
                 routed_experts=b"\0\xff",
-                logprob_kind=LogprobKind.FULL,
+                logprob_kind=LogprobKind.PENALISED,
             ),
             Sample([1], status=SampleStatus.FAILED, error="HTTP 400: no", metadata={"other": "x"}),
         ],
@@ -79,6 +79,18 @@ GROUPS = [
     ),
     group(1),
 ]
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [(kind.value, kind) for kind in LogprobKind] + [(None, None), ("of a later version", None)],
+)
+def test_a_kind_is_read_by_its_name(written: str | None, kind: LogprobKind | None) -> None:
+    """Files of earlier versions have ``cut`` for penalties, too."""
+    (row,) = sample_rows([group(logprob_kind=kind)])
+    assert row["logprob_kind"] == (kind and kind.value)
+    (read,) = groups_of([{**row, "logprob_kind": written}])
+    assert read.samples[0].logprob_kind is kind
 
 
 def test_a_parquet_file_of_datasets_gives_back_its_groups(tmp_path: Path) -> None:
