@@ -5,7 +5,8 @@ An engine's log-prob belongs to one of three distributions over the vocabulary:
 - ``softmax(logits / temperature)``: what SGLang reports by default, and the embedded engine too;
   top-k, top-p and min-p are not in it;
 - ``softmax(logits)``: with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` in the engine's environment;
-- the first, cut by top-k, top-p and min-p and scaled to a sum of 1: what tokens are drawn from.
+- the first, cut by top-k, top-p and min-p and scaled to a sum of 1: what tokens are drawn from, and
+  what vLLM reports with ``processed_logprobs``.
 
 From the log-prob of one token in one of them, that in another cannot be computed: it needs the
 logits.  A trainer has them, so it computes whichever is wanted.
@@ -28,6 +29,7 @@ def token_logprobs(
     top_k: int = -1,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    renormalises: bool = False,
 ) -> torch.Tensor:
     """The natural-log probability of each token.
 
@@ -37,6 +39,8 @@ def token_logprobs(
         token_ids: shape ``[...]``.
         temperature: 0 (greedy) counts as 1, as in SGLang.
         top_k, top_p, min_p: cut as SGLang does, in this order; by default nothing is cut.
+        renormalises: cut as vLLM and transformers do: first ``min_p``, then ``top_k``, then
+            ``top_p`` of what they kept.  It differs from SGLang's where ``top_p`` is not alone.
 
     Returns:
         Float32, the shape of ``token_ids``; minus infinity for a token that is cut off.
@@ -52,10 +56,11 @@ def token_logprobs(
         return chosen
     ordered, order = logprobs.exp().sort(dim=-1, descending=True)
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    kept = ordered.cumsum(-1) - ordered <= top_p
+    kept = ordered >= ordered[..., :1] * min_p
     if top_k > 0:
         kept &= rank < top_k
-    kept &= ordered >= ordered[..., :1] * min_p
+    shares = ordered * kept / (ordered * kept).sum(-1, keepdim=True) if renormalises else ordered
+    kept &= shares.cumsum(-1) - shares <= top_p
     is_kept = kept.gather(-1, order.argsort(-1).gather(-1, token_ids.unsqueeze(-1))).squeeze(-1)
     mass = (ordered * kept).sum(-1).log()
     return torch.where(is_kept, chosen - mass, -torch.inf)

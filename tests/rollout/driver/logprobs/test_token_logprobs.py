@@ -40,6 +40,23 @@ def test_what_is_kept_of_the_distribution_sums_to_one(settings, kept) -> None:
     assert found[2] == pytest.approx(0.2 / sum(kept) if 0.2 in kept else 0.0)
 
 
+def test_cuts_are_transformers_where_each_renormalises() -> None:
+    transformers = pytest.importorskip("transformers")
+    from rollout.driver.logprobs.token_logprobs import token_logprobs
+
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(3)) * 2
+    tokens = logits.argmax(-1)
+    cuts = {"min_p": 0.05, "top_k": 6, "top_p": 0.6}
+    rows, of = logits / 0.8, transformers.generation.logits_process
+    for name, warper in (("min_p", "MinP"), ("top_k", "TopK"), ("top_p", "TopP")):
+        rows = getattr(of, f"{warper}LogitsWarper")(cuts[name])(None, rows)
+    expected = rows.log_softmax(-1)[range(40), tokens].tolist()
+    found = token_logprobs(logits, tokens, temperature=0.8, renormalises=True, **cuts)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    other = token_logprobs(logits, tokens, temperature=0.8, **cuts)  # SGLang's
+    assert (other - found).abs().max() > 0.1
+
+
 @pytest.mark.embedded
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
 def test_it_is_what_the_embedded_engine_reports(temperature: float) -> None:
