@@ -19,6 +19,7 @@ from rollout.core.arguments import AboveZero, checked
 from rollout.core.errors import ConfigError, LogprobMismatch
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import Cell, GapFigures, GapSums, ratios, summed, total
+from rollout.driver.logprobs.gap_shapes import TokenGap, token_gaps
 from rollout.driver.logprobs.mismatch import ROUNDING, LogprobRows, Mismatch, Place, find_mismatch
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -126,9 +127,9 @@ def compare_logprobs(
         trainer_logprobs: for each sample, in order, the natural-log probability of each output
             token under the trainer's model: lists, or one-dimensional arrays or tensors.
         temperature: at which the trainer's were computed.  It has to be the engine's: the one of
-            the sampling parameters, or 1 if the engine reports them without a temperature.  With a
-            ``logprob_kind`` of ``cut`` they are behind top-p, top-k, min-p or penalties, which a
-            mismatch then says.
+            the sampling parameters, or 1 if the engine reports them without a temperature.  A
+            mismatch says so if they are behind cuts or penalties: by ``logprob_kind`` or, where
+            that is None, by the gaps.
         dtype: in which engine and trainer compute, the narrower of the two: sets the limit.
         limit: nats that the average gap of the tokens of one engine and weight version may have; by
             default what rounding costs: 0.05 for bfloat16, 0.01 for float16, 0.001 for float32.
@@ -192,17 +193,22 @@ def _find(
 ) -> Mismatch | None:
     def rows_of(places: set[Place]) -> list[LogprobRows]:
         return [
-            LogprobRows(
-                sample.output_logprobs[piece.start : piece.end],
-                row[piece.start : piece.end],
-                sample.logprob_kind,
-            )
+            _of_piece(sample, row, piece)
             for sample, row in zip(samples, rows, strict=True)
             for piece in _pieces(sample)
             if piece.place in places
         ]
 
     return find_mismatch(sums, rows_of, limit=limit, temperature=temperature)
+
+
+def _of_piece(sample: Sample, row: Sequence[float], piece: _Piece) -> LogprobRows:
+    engine, trainer = sample.output_logprobs[piece.start : piece.end], row[piece.start : piece.end]
+    gaps: Sequence[TokenGap] = ()
+    if sample.logprob_kind is None:
+        found = list(map(sub, trainer, engine))
+        gaps = token_gaps(sample.prompt_ids, sample.output_ids, piece.start, found)
+    return LogprobRows(engine, trainer, sample.logprob_kind, gaps)
 
 
 def _report(

@@ -1,7 +1,8 @@
 """Which engines and weight versions have log-probs that are not the trainer's.
 
 Always true: it reports facts of the tokens that are off: their places, gaps and kinds of log-probs,
-and on which side a value is not finite.  It does not guess why.
+and on which side a value is not finite.  Where the kind is not known, it names the sampling
+parameters that leave such gaps; it does not guess anything else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from engines.protocol.logprob_kind import LogprobKind
 from rollout.driver.logprobs.gap_figures import Cell, GapSums, summed, total
+from rollout.driver.logprobs.gap_shapes import TokenGap, shape_of
 
 Place = tuple[str, str]
 """An engine id and a weight version."""
@@ -21,8 +23,10 @@ ROUNDING = {"bfloat16": 0.05, "float16": 0.01, "float32": 0.001}
 0.03 with bfloat16, 0.003 with float16, 1e-6 with float32."""
 
 _OF_KIND = {
-    LogprobKind.CUT: "behind top-p, top-k, min-p or penalties (logprob_kind is cut): leave these "
-    "out, or compute the trainer's with the same cuts, before you look for wrong weights",
+    LogprobKind.PENALISED: "of logits that penalties, logit_bias, a grammar or min_new_tokens "
+    "changed (logprob_kind is penalised): leave these out before you look for wrong weights",
+    LogprobKind.CUT: "behind top-p, top-k or min-p (logprob_kind is cut): leave these out, or "
+    "compute the trainer's with the same cuts, before you look for wrong weights",
     LogprobKind.RAW: "at temperature 1 (logprob_kind is raw): compare at temperature 1",
 }
 
@@ -50,11 +54,13 @@ class LogprobRows:
 
     Attributes:
         kind: of the engine's; None if it is not known.
+        gaps: of each token, where the kind is not known.
     """
 
     engine: Sequence[float]
     trainer: Sequence[float]
     kind: LogprobKind | None = None
+    gaps: Sequence[TokenGap] = ()
 
 
 def find_mismatch(
@@ -87,12 +93,15 @@ def find_mismatch(
         off = {place for place, one in sums.items() if one.mean > limit}
         if not off:
             return None
-        kinds = {row.kind for row in rows_of(off)}
+        rows = rows_of(off)
+        kinds = {row.kind for row in rows}
         facts = [
             f"Log-probs of these engines are {words}"
             for kind, words in _OF_KIND.items()
             if kind in kinds and not (kind is LogprobKind.RAW and temperature == 1.0)
         ]
+        if shape := shape_of((gap for row in rows for gap in row.gaps), limit):
+            facts.append(f"{shape}: compare samples without them before you look for wrong weights")
         fact = ". ".join(facts) or f"The limit is {limit:g}"
     engines, versions = ({place[part] for place in off} for part in (0, 1))
     mine = total(sums[place] for place in off).figures()

@@ -117,12 +117,18 @@ def with_cut(samples: Sequence[Sample], kind: LogprobKind | None) -> Sequence[Sa
 
 def test_a_mismatch_says_that_log_probs_are_behind_a_cut() -> None:
     engines = ("main-0", NEW), ("main-1", NEW)
-    assert "top-p" not in found_in(with_cut(sampled(*engines), None)).why
     mismatch = found_in(with_cut(sampled(*engines), LogprobKind.CUT))
     assert "top-p" in mismatch.why
     assert "before you look for wrong weights" in mismatch.why
     halves = [*with_cut(sampled(engines[0]), LogprobKind.CUT), *sampled(engines[1])]
     assert found_in(halves).engine_id == "main-0"
+
+
+def test_a_mismatch_says_that_logits_were_changed() -> None:
+    samples = with_cut(sampled(("main-0", NEW), ("main-1", NEW)), LogprobKind.PENALISED)
+    why = found_in(samples).why
+    assert "a grammar or min_new_tokens changed (logprob_kind is penalised)" in why
+    assert "top-p" not in why
 
 
 def test_a_cut_elsewhere_is_not_told_of_tokens_that_are_off() -> None:
