@@ -63,7 +63,7 @@ def token_gaps(
 
 
 def shape_of(gaps: Iterable[TokenGap], limit: float) -> str:
-    """What has left these gaps, in words; empty if they have no shape that is known.
+    """What made these gaps, in words; empty if they have no shape that is known.
 
     Args:
         limit: what rounding may cost.
