@@ -98,9 +98,10 @@ class Contract:
         """
         if not self.has_versions:
             return ""
-        if oldest is None or newest is None:
-            return "the weight versions of its tokens are not known"
         exact, least, lag = self.weight_version, self.min_weight_version, self.max_version_lag
+        # Only an exact version limits the newest one.
+        if oldest is None or (newest is None and exact is not None):
+            return "the weight versions of its tokens are not known"
         if exact is not None and not oldest == newest == exact:
             other = oldest if oldest != exact else newest
             return f"a token has weight version {other}, and weight_version is {exact}"
@@ -112,6 +113,12 @@ class Contract:
                 f"max_version_lag is {lag}"
             )
         return ""
+
+    @property
+    def words(self) -> str:
+        """Its weight versions, for messages."""
+        given = [(field, getattr(self, field)) for field in VERSION_FIELDS]
+        return " and ".join(f"{field} {value}" for field, value in given if value is not None)
 
     def to_headers(self) -> dict[str, str]:
         """The headers that say it, with names in lower case."""

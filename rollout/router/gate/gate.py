@@ -4,8 +4,13 @@ Always true:
 - A request is on an engine only between its admission and ``leave``; it ends exactly once.
 - No request is admitted unless the gate is open and an engine serves.  Choice, weight version and
   admission are one step: no other event comes between them.
-- A held request is admitted in order of arrival, refused with a reason, or its client leaves.
-- While the gate is open a request is held only behind others that were, until its turn comes.
+- A held request is admitted, refused with a reason, or its client leaves.  Of those that may be
+  admitted the one that came first is the next, also among those that waited for a weight version.
+- While the gate is open a request is held only behind others that were, until its turn comes, or
+  for a weight version that its contract wants and that is not served so far.  No other request
+  waits behind such a one.
+- What would answer an admitted request fits its contract, and its engine gives the log-probs that
+  the request requires.
 - What is decided for many requests is carried out for some of them at a time, and by one caller:
   what a request does then leads to no decision about another one within it.
 - A gate that was opened holds while no engine serves and recovery may bring one back.
@@ -31,6 +36,7 @@ from engines.protocol.plain_text import describe, one_line
 from rollout.router.gate.aborts import AbortedRequests, AbortOrder
 from rollout.router.gate.avoidance import AVOIDED_S
 from rollout.router.gate.membership import Membership
+from rollout.rules.contract import NO_CONTRACT, Contract, Fit
 from rollout.rules.load_balancing import LeastInFlight
 from rollout.rules.routing import (
     JUST_STARTED,
@@ -86,11 +92,14 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request was not admitted; the client gets 503, 499 if it was aborted, or 500 if the
-    router failed.
+    """Why a request was not admitted; the client gets 503, 499 if it was aborted, 500 if the
+    router failed, 409 if no weights that it gets fit its contract, or 400 if no engine gives the
+    log-probs that it requires.
 
     Attributes:
         needs_push: see ``Gate``.
+        is_unmet: its contract wants another weight version than ``weight_version``.
+        unfit: the engines that would have taken it and do not give what it requires.
     """
 
     message: str
@@ -101,11 +110,18 @@ class Refusal:
     is_abort: bool = False
     is_router_error: bool = False
     needs_push: int | None = None
+    is_unmet: bool = False
+    weight_version: int | None = None
+    unfit: tuple[Backend, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A held request.  ``on_decision`` is called once, unless the request leaves before."""
+    """A held request.  ``on_decision`` is called once, unless the request leaves before.
+
+    Attributes:
+        number: in the order of arrival.
+    """
 
     rid: str
     num_bytes: int
@@ -114,6 +130,9 @@ class Waiter:
     hint: Hint = NO_HINT
     names: Names = UNNAMED
     prefers: Callable[[Backend], bool] | None = None
+    contract: Contract = NO_CONTRACT
+    requires: Callable[[Backend], bool] | None = None
+    number: int = 0
     decision: Admission | Refusal | None = None
     on_decision: Callable[[Admission | Refusal], None] | None = None
 
@@ -183,6 +202,8 @@ class Gate:
         self._spent_s = dict.fromkeys(GateState, 0.0)
         self.call_soon: Callable[[Callable[[], None]], object] | None = None
         self._waiters: dict[Waiter, None] = {}
+        self._later: dict[Waiter, None] = {}  # they wait for a weight version, at an open gate
+        self._num_arrived = 0
         self._lost: deque[tuple[Admission, str]] = deque()  # to be evicted, and why
         self._is_carrying_out = False
         self._held_bytes = 0
@@ -226,6 +247,28 @@ class Gate:
             self._unnamed = self._weights_of(UNNAMED)
         self._settle()
 
+    def version_for(self, names: Names) -> int | None:
+        """The weight version that would answer a request with these names now."""
+        return (self._unnamed if names == UNNAMED else self._weights_of(names))[1]
+
+    def _line_up(self) -> None:
+        """Let those that waited for a weight version take their turn, if it may be theirs."""
+        if not self._later:
+            return
+        is_end = self.state is GateState.CLOSED or (
+            self.state is GateState.OPEN and not self.members.can_serve
+        )
+        fits = [
+            waiter
+            for waiter in self._later
+            if is_end or waiter.contract.fit(self.version_for(waiter.names)) is not Fit.LATER
+        ]
+        if fits:
+            for waiter in fits:
+                del self._later[waiter]
+            in_order = sorted((*self._waiters, *fits), key=lambda waiter: waiter.number)
+            self._waiters = dict.fromkeys(in_order)
+
     def _settle(self) -> None:
         """Set the state to what was wanted, or hold while recovery may bring an engine back."""
         state, members = self.wanted, self.members
@@ -239,6 +282,7 @@ class Gate:
             self._spent_s[self.state] += now_s - self._since_s
             self._since_s = now_s
         self.state = state
+        self._line_up()
         self._carry_out()
 
     def set_members(self, epoch: int, members: Sequence[Backend]) -> bool:
@@ -249,7 +293,7 @@ class Gate:
         """
         if not self.members.replace(epoch, members):
             return False
-        for waiter in self._waiters:
+        for waiter in (*self._waiters, *self._later):
             waiter.excluded_engine = ""  # the newer set says which engines serve
         for admission in self.in_flight:
             why = self.members.why_lost(admission.member)
@@ -293,15 +337,25 @@ class Gate:
 
     def _release(self, waiter: Waiter) -> None:
         self._remove_waiter(waiter)
-        decision: Admission | Refusal
+        decision: Admission | Refusal | None
         try:
             decision = self._admit_or_refuse(
-                waiter.rid, waiter.excluded_engine, waiter.hint, waiter.names, waiter.prefers
+                waiter.rid,
+                waiter.excluded_engine,
+                waiter.hint,
+                waiter.names,
+                waiter.prefers,
+                waiter.contract,
+                waiter.requires,
             )
         except Exception as error:
             logger.exception("held request %s could not be admitted", one_line(waiter.rid))
             decision = Refusal(describe(error, with_type=True), self.state, is_router_error=True)
-        self._decide(waiter, decision)
+        if decision is None:
+            self._later[waiter] = None
+            self._held_bytes += waiter.num_bytes
+        else:
+            self._decide(waiter, decision)
 
     def _decide(self, waiter: Waiter, decision: Admission | Refusal) -> None:
         waiter.decision = decision
@@ -323,6 +377,8 @@ class Gate:
         hint: Hint = NO_HINT,
         names: Names = UNNAMED,
         prefers: Callable[[Backend], bool] | None = None,
+        contract: Contract = NO_CONTRACT,
+        requires: Callable[[Backend], bool] | None = None,
     ) -> Admission | Refusal | Waiter:
         """Request admission.
 
@@ -330,16 +386,40 @@ class Gate:
             excluded_engine: an engine that must not be chosen.
             names: of the weights that shall answer, as the client or an admission has them.
             prefers: one of these engines is chosen, if there is any.
+            contract: of which its weight versions count here.
+            requires: only these engines may be chosen.
         """
+        is_later = False
         if self.state is not GateState.HOLDING and not self._waiters:
-            return self._admit_or_refuse(rid, excluded_engine, hint, names, prefers)
-        if len(self._waiters) >= self._max_held:
+            decision = self._admit_or_refuse(
+                rid, excluded_engine, hint, names, prefers, contract, requires
+            )
+            if decision is not None:
+                return decision
+            is_later = True
+        elif contract is not NO_CONTRACT:
+            served = self.version_for(names)
+            if contract.fit(served) is Fit.NEVER:
+                return self._refuse_version(contract, served)
+        if self.num_held >= self._max_held:
             return self._refuse_more()
         if self._held_bytes + num_bytes > self._max_held_bytes:
             return self._refuse(f"held requests already take {self._held_bytes} bytes")
         now_s = self._clock()
-        waiter = Waiter(rid, num_bytes, excluded_engine, now_s, hint, names, prefers)
-        self._waiters[waiter] = None
+        self._num_arrived += 1
+        waiter = Waiter(
+            rid,
+            num_bytes,
+            excluded_engine,
+            now_s,
+            hint,
+            names,
+            prefers,
+            contract,
+            requires,
+            self._num_arrived,
+        )
+        (self._later if is_later else self._waiters)[waiter] = None
         self._held_bytes += num_bytes
         return waiter
 
@@ -347,7 +427,7 @@ class Gate:
         """The refusal that a request would get now, so its body need not be read first."""
         if self.state is GateState.OPEN and self.members.can_serve:
             return None
-        if self.state is GateState.HOLDING and len(self._waiters) < self._max_held:
+        if self.state is GateState.HOLDING and self.num_held < self._max_held:
             return None
         if self.state is GateState.HOLDING:
             return self._refuse_more()
@@ -357,8 +437,12 @@ class Gate:
     def expire(self, waiter: Waiter) -> None:
         """The deadline of ``waiter`` has passed."""
         if self._remove_waiter(waiter):
-            held_s = self._clock() - waiter.since_s
-            self._decide(waiter, self._refuse(f"held for {held_s:.0f} s and not released"))
+            held, served = self._clock() - waiter.since_s, self.version_for(waiter.names)
+            if waiter.contract.fit(served) is Fit.LATER:
+                refusal = self._refuse_version(waiter.contract, served, held)
+            else:
+                refusal = self._refuse(f"held for {held:.0f} s and not released")
+            self._decide(waiter, refusal)
 
     def leave(self, request: Admission | Waiter) -> None:
         """Release a finished request.  Idempotent."""
@@ -440,7 +524,8 @@ class Gate:
     def abort(self, order: AbortOrder) -> AbortedRequests:
         """End the held requests that an order names; those on engines are found, and know it."""
         found = AbortedRequests()
-        for waiter in [waiter for waiter in self._waiters if order.names(waiter.rid)]:
+        held = (*self._waiters, *self._later)
+        for waiter in [waiter for waiter in held if order.names(waiter.rid)]:
             self._remove_waiter(waiter)
             self._num_refused += 1
             found.num_held += 1
@@ -469,7 +554,7 @@ class Gate:
 
     @property
     def num_held(self) -> int:
-        return len(self._waiters)
+        return len(self._waiters) + len(self._later)
 
     def seconds_by_state(self) -> dict[str, float]:
         """How long the gate has been in each state so far."""
@@ -490,7 +575,7 @@ class Gate:
                 "adapters": None if self.adapters is None else dict(self.adapters),
                 "pinned": dict(self.pinned),
                 "in_state_s": round(self._clock() - self._since_s, 3),
-                "num_held": len(self._waiters),
+                "num_held": self.num_held,
                 "held_bytes": self._held_bytes,
             },
             "epoch": self.members.epoch,
@@ -523,22 +608,38 @@ class Gate:
         hint: Hint,
         names: Names,
         prefers: Callable[[Backend], bool] | None = None,
-    ) -> Admission | Refusal:
+        contract: Contract = NO_CONTRACT,
+        requires: Callable[[Backend], bool] | None = None,
+    ) -> Admission | Refusal | None:
+        """None: it waits for a weight version."""
         if self.state is GateState.CLOSED:
             return self._refuse("the router is closed")
         members = self.members
+        names, version = self._unnamed if names == UNNAMED else self._weights_of(names)
+        if contract is not NO_CONTRACT and (fit := contract.fit(version)) is not Fit.NOW:
+            if fit is Fit.NEVER:
+                return self._refuse_version(contract, version)
+            if members.can_serve:
+                return None
         if members.avoided:
             members.avoid_at(self._clock())
-        member = _choose(self.policy, members.choosable, excluded_engine, hint, prefers)
+        choosable, decode = members.choosable, members.decode
+        if requires is not None:
+            choosable, decode = choosable.only(requires), decode.only(requires)
+        member = _choose(self.policy, choosable, excluded_engine, hint, prefers)
         partner = None
         if member is None:
             # The cached prompts are on the prefill engine, so the policy chooses that.
-            decode = members.decode
             member = _choose(self._decode_policy, decode, excluded_engine, NO_HINT, prefers)
             partner = _choose(self.policy, members.prefill, excluded_engine, hint)
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
+            decoding = members.decode.members if members.prefill.members else ()
+            able = (*members.choosable.members, *decoding)
+            unfit = tuple(one for one in able if one.engine_id != excluded_engine)
+            if requires is not None and unfit:
+                names_of = ", ".join(one.engine_id for one in unfit[:8])
+                return self._refuse(f"no engine fits of {names_of}", unfit=unfit)
             return self._refuse(f"no engine serves: {members.why_none_serves()}")
-        names, version = self._unnamed if names == UNNAMED else self._weights_of(names)
         admission = Admission(member, members.epoch, version, rid, partner, names)
         try:
             self.in_flight.add(member.engine_id, admission)
@@ -555,17 +656,45 @@ class Gate:
         names = resolved(names, self.adapters or {})
         return names, newest_version(names, self.base_version)
 
-    def _refuse(self, message: str) -> Refusal:
+    def _refuse(
+        self,
+        message: str,
+        *,
+        is_unmet: bool = False,
+        weight_version: int | None = None,
+        unfit: tuple[Backend, ...] = (),
+    ) -> Refusal:
         self._num_refused += 1
-        return Refusal(message, self.state, self.reason, self.phase, needs_push=self.needs_push)
+        return Refusal(
+            message,
+            self.state,
+            self.reason,
+            self.phase,
+            needs_push=self.needs_push,
+            is_unmet=is_unmet,
+            weight_version=weight_version,
+            unfit=unfit,
+        )
+
+    def _refuse_version(
+        self, contract: Contract, served: int | None, held_s: float | None = None
+    ) -> Refusal:
+        """Another weight version answers than the contract wants."""
+        how = "is past" if held_s is None else f"was not served within {held_s:.0f} s"
+        now = "no known one" if served is None else served
+        message = f"{contract.words} {how}: weight version {now} is served"
+        return self._refuse(message, is_unmet=True, weight_version=served)
 
     def _refuse_more(self) -> Refusal:
-        return self._refuse(f"{len(self._waiters)} requests are already held")
+        return self._refuse(f"{self.num_held} requests are already held")
 
     def _remove_waiter(self, waiter: Waiter) -> bool:
-        if waiter not in self._waiters:
+        if waiter in self._waiters:
+            del self._waiters[waiter]
+        elif waiter in self._later:
+            del self._later[waiter]
+        else:
             return False
-        del self._waiters[waiter]
         self._held_bytes -= waiter.num_bytes
         return True
 
