@@ -39,6 +39,11 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         ("why",),
         "Lost engines whose tokens could not be kept, so that a request started over or failed.",
     ),
+    "router_contracts_refused": (
+        "counter",
+        ("why",),
+        "Requests that ended because no tokens could fulfil their contract.",
+    ),
     "router_tokens_kept": (
         "counter",
         (),
@@ -111,6 +116,9 @@ class _RouterCollector(Collector):
             ],
             "router_failovers_refused": [
                 ((why,), (num,)) for why, num in self._proxy.counts.num_failovers_refused.items()
+            ],
+            "router_contracts_refused": [
+                ((why,), (num,)) for why, num in self._proxy.counts.num_contracts_refused.items()
             ],
             "router_session_turns": [
                 ((drift.value,), (num,)) for drift, num in self._proxy.sessions.num_turns.items()

@@ -67,7 +67,11 @@ class Contract:
     @property
     def has_versions(self) -> bool:
         """It limits weight versions."""
-        return any(getattr(self, field) is not None for field in VERSION_FIELDS)
+        return (
+            self.min_weight_version is not None
+            or self.weight_version is not None
+            or self.max_version_lag is not None
+        )
 
     @property
     def least(self) -> int | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines.http.reply_check import MOST_IDS
 from engines.plain_json import WRONG_FORM
@@ -36,6 +36,18 @@ UNUSABLE = WRONG_FORM
 _START: tuple[int, int, str | None] = (0, 0, None)
 # From so many ids before its first token SGLang begins to decode.
 _WINDOW = 5
+
+
+class Reported(NamedTuple):
+    """Weight versions of tokens, as their engine reports them.
+
+    Attributes:
+        each: of all tokens so far; None where it does not say which token has which.
+        last: of the last one, and no token is newer; None where it reports none.
+    """
+
+    each: tuple[str, ...] | None = None
+    last: str | None = None
 
 
 class Experts:
@@ -114,6 +126,7 @@ class Continuation:
         decode: of the model's tokenizer; None where the router has none.
         has_text: the engines send text; a stop string is not seen otherwise.
         version: of the weights of the current engine, when it got the request.
+        reported: weight versions of the current engine's tokens, as it has reported them.
         logprob_kind: of the log-probs so far, and of the current engine's.
         base: tokens of lost engines.
         now: tokens of the current engine.
@@ -156,6 +169,7 @@ class Continuation:
         self._longest_stop = max(map(len, self._stops), default=1)
         self.column = column
         self.version: int | None = None
+        self.reported = Reported()
         self.logprob_kind: LogprobKind | None = None
         self.head: Payload = {}
         self.first: Payload = {}
@@ -341,8 +355,20 @@ class Continuation:
         self.num_failovers += 1
         self.now, self.last, self.safe_end = Part(), {}, _START
         self.reported_experts = None
+        self.reported = Reported()
         self.finish, self._is_safe, self._has_stop = None, True, False
         return why
+
+    def start_over(self) -> None:
+        """Forget all tokens, of which its client has none."""
+        num_kept = self.num_kept
+        self.lose_engine()
+        self.num_kept = num_kept
+        self.num_recomputed += self.base.num
+        self._start_over()
+        self._sent_num = self._sent_text = self._sent_ids = self._sent_reasoning = 0
+        self._sent_columns = {}
+        self.has_begun = False
 
     def _start_over(self) -> None:
         self.base, self.first, self.reasoning = Part(), {}, ""
@@ -462,6 +488,19 @@ def version_spans(
             version = spans[-1].version
         spans.append(VersionSpan(version, end, num))
     return tuple(spans)
+
+
+def reported_of(spans: Iterable[VersionSpan], reported: Any, last: str | None) -> Reported:
+    """What an engine has reported of tokens with these spans.
+
+    Args:
+        reported: the spans that it has sent; None where it has sent none.
+        last: the version of the last token; None where it has sent none.
+    """
+    if reported is None:
+        return Reported(last=last)
+    each = tuple(span.version for span in spans)
+    return Reported(each, each[-1] if each else last)
 
 
 def span_payloads(spans: Iterable[VersionSpan]) -> list[Payload]:

@@ -28,7 +28,7 @@ from engines.http.reply_check import (
     check_tokens,
     check_versions,
 )
-from rollout.router.continuation.core import UNUSABLE, Payload
+from rollout.router.continuation.core import UNUSABLE, Payload, Reported
 from rollout.router.continuation.forms import read_object, token_ids_of
 from rollout.router.continuation.reply import END, Reply
 from rollout.router.http.fast_json import Data, JsonText, dumps, loads
@@ -464,6 +464,8 @@ class FastReply(Reply):
     # An event of the current engine was not parsed when it came.
     _has_put_off = False
     _lists: GrowingLists | None = None
+    # Of the tokens in ``passed_on``.
+    _passed_version: Any = None
 
     def of_request(self, parts: BodyParts) -> FastReply:
         """A new one for another request, which has these parts and the same other fields."""
@@ -527,6 +529,8 @@ class FastReply(Reply):
             self.rid,
         )
         self.finish = reason
+        self._passed_version = span["version"] if num else None
+        self.reported = Reported(last=self._passed_version)
         return True
 
     def _check(self, parts: EventParts) -> None:
@@ -572,6 +576,12 @@ class FastReply(Reply):
                 raise ValueError(f"{len(ids)} ids for {reported} tokens, after events with all ids")
         self.engine.event(self, event)
         self._is_cumulative = before > 0 and len(ids) == self.now.num
+
+    @property
+    def end_versions(self) -> tuple[str, str] | None:
+        if self.passed_on is None:
+            return super().end_versions
+        return self._passed_version and (self._passed_version, self._passed_version)
 
     @property
     def has_tokens_of_engine(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.http.reply_check import check_generate
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
-from rollout.router.continuation.core import Payload
+from rollout.router.continuation.core import Payload, Reported
 from rollout.router.continuation.reply import Reply
 
 _OF_GENERATE = frozenset({"meta_info", "output_ids"})
@@ -34,6 +34,8 @@ class ForwardedReply(Reply):
         self._has_sent = False
         self._needs_logprobs = needs_logprobs
         self._num_checked: dict[Any, int] = {}  # tokens of each completion
+        self._versions: set[str] = set()
+        self._has_spans = True
 
     def kind_by(self, rule: LogprobRule) -> LogprobKind | None:
         return None
@@ -66,10 +68,18 @@ class ForwardedReply(Reply):
             begin=begin,
             vocabulary=self.vocabulary,
         )
+        spans = meta.get("weight_versions")
+        self._has_spans &= spans is not None
+        self._versions.update(span["version"] for span in spans or ())
+        self.reported = Reported(tuple(self._versions) if self._has_spans else None)
 
     def read_all(self) -> None:
         """The reply has ended: only its engine knows which of its events is the last."""
         self.finish = {"type": "end"}
+
+    def start_over(self) -> None:
+        super().start_over()
+        self._has_sent = False
 
     @property
     def has_shown(self) -> bool:
@@ -80,6 +90,7 @@ class ForwardedReply(Reply):
 
     def lose_engine(self) -> str:
         self._payloads, self._num_checked = [], {}
+        self._versions, self._has_spans = set(), True
         return super().lose_engine()
 
     def payload(self) -> Payload:

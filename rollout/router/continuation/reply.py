@@ -83,6 +83,12 @@ class Reply(Continuation):
         """Parse the events that were taken and not parsed so far."""
 
     @property
+    def end_versions(self) -> tuple[str, str] | None:
+        """The weight versions of the first and the last token so far; None without any."""
+        first, last = self.base.spans or self.now.spans, self.now.spans or self.base.spans
+        return (first[0].version, last[-1].version) if first else None
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """The client requests log-probs of the prompt, and no prefill engine has sent them."""
         return False

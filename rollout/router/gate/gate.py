@@ -98,7 +98,8 @@ class Refusal:
 
     Attributes:
         needs_push: see ``Gate``.
-        is_unmet: its contract wants another weight version than ``weight_version``.
+        unmet: its contract wants another weight version than ``weight_version``: one that is
+            ``past``, or that is ``late``.
         unfit: the engines that would have taken it and do not give what it requires.
     """
 
@@ -110,7 +111,7 @@ class Refusal:
     is_abort: bool = False
     is_router_error: bool = False
     needs_push: int | None = None
-    is_unmet: bool = False
+    unmet: str = ""
     weight_version: int | None = None
     unfit: tuple[Backend, ...] = ()
 
@@ -660,7 +661,7 @@ class Gate:
         self,
         message: str,
         *,
-        is_unmet: bool = False,
+        unmet: str = "",
         weight_version: int | None = None,
         unfit: tuple[Backend, ...] = (),
     ) -> Refusal:
@@ -671,7 +672,7 @@ class Gate:
             self.reason,
             self.phase,
             needs_push=self.needs_push,
-            is_unmet=is_unmet,
+            unmet=unmet,
             weight_version=weight_version,
             unfit=unfit,
         )
@@ -680,10 +681,11 @@ class Gate:
         self, contract: Contract, served: int | None, held_s: float | None = None
     ) -> Refusal:
         """Another weight version answers than the contract wants."""
+        unmet = "past" if held_s is None else "late"
         how = "is past" if held_s is None else f"was not served within {held_s:.0f} s"
         now = "no known one" if served is None else served
         message = f"{contract.words} {how}: weight version {now} is served"
-        return self._refuse(message, is_unmet=True, weight_version=served)
+        return self._refuse(message, unmet=unmet, weight_version=served)
 
     def _refuse_more(self) -> Refusal:
         return self._refuse(f"{self.num_held} requests are already held")

@@ -23,6 +23,7 @@ from rollout.router.http.headers import (
 )
 from rollout.router.http.responses import RouterResponse
 from rollout.router.http.routes import Route
+from rollout.rules.contract import HEADERS
 
 MAX_HEADS = 1024
 MAX_SEEN_ONCE = 4096
@@ -31,6 +32,7 @@ _MAX_KNOWN_HEADERS = 64  # as objects they take thirty times their bytes
 _MAX_DIGITS = 9
 _LENGTH = b"\r\ncontent-length: "
 _END_OF_NAME = b"ength: "
+_CONTRACT = {header.encode(): field for field, header in HEADERS.items()}
 _SWITCHED_ON = frozenset({b"on", b"1", b"true"})
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ class RequestHead:
     is_http_1_0: bool = False
     expects_continue: bool = False
     _switches: frozenset[bytes] | None = field(default=None, init=False)
+    _contract_texts: tuple[tuple[str, str], ...] | None = field(default=None, init=False)
     _lines: bytes | None = field(default=None, init=False)
     _keyless: bytes | None = field(default=None, init=False)
 
@@ -65,6 +68,17 @@ class RequestHead:
                 name for name, value in self.headers if value.lower() in _SWITCHED_ON
             )
         return self._switches
+
+    @property
+    def contract_texts(self) -> tuple[tuple[str, str], ...]:
+        """Fields of the request's contract that are headers, with their values."""
+        if self._contract_texts is None:
+            self._contract_texts = tuple(
+                (_CONTRACT[name], value.decode("latin-1"))
+                for name, value in self.headers
+                if name in _CONTRACT
+            )
+        return self._contract_texts
 
     def for_engine(
         self, endpoint: Endpoint, num_bytes: int, target: bytes = b"", key: str = ""

@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 from engines.protocol import Endpoint
 from rollout.config import host_of, is_loopback
+from rollout.rules.contract import HEADERS
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -34,8 +35,12 @@ HOP_BY_HOP = frozenset(
     }
 )
 _REPLACED = frozenset({b"host", b"content-length", b"expect"})
-_OURS = frozenset({b"x-engine-id", b"x-weight-version", b"x-logprob-kind"})
-_NOT_TO_ENGINE = HOP_BY_HOP | _REPLACED
+# A contract is kept by the router, and its names are those of an engine's replies.
+_CONTRACT = frozenset(header.encode() for header in HEADERS.values())
+_OURS = frozenset(
+    {b"x-engine-id", b"x-weight-version", b"x-first-weight-version", b"x-logprob-kind"}
+)
+_NOT_TO_ENGINE = HOP_BY_HOP | _REPLACED | _CONTRACT
 _NOT_TO_KEYED_ENGINE = _NOT_TO_ENGINE | {b"authorization"}
 # Engines redirect to their own address, where there is no gate and no key.
 _NOT_TO_CLIENT = HOP_BY_HOP | _OURS | {b"location"}
@@ -76,10 +81,14 @@ def to_client(headers: Headers, engine_id: str, weight_version: int | None) -> H
 
 @lru_cache(4096)
 def signature(
-    engine_id: str, weight_version: int | None, logprob_kind: str | None = None
+    engine_id: str,
+    weight_version: int | str | None,
+    logprob_kind: str | None = None,
+    first_version: str | None = None,
 ) -> tuple[tuple[bytes, bytes], ...]:
     named = {
         b"x-engine-id": engine_id,
+        b"x-first-weight-version": first_version,
         b"x-weight-version": weight_version,
         b"x-logprob-kind": logprob_kind,
     }
@@ -88,9 +97,13 @@ def signature(
 
 @lru_cache(4096)
 def signature_lines(
-    engine_id: str, weight_version: int | None, logprob_kind: str | None = None
+    engine_id: str,
+    weight_version: int | str | None,
+    logprob_kind: str | None = None,
+    first_version: str | None = None,
 ) -> bytes:
-    return header_lines(signature(engine_id, weight_version, logprob_kind))
+    """Lines of a head that name the engine, and the versions of the first and the last token."""
+    return header_lines(signature(engine_id, weight_version, logprob_kind, first_version))
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

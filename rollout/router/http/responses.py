@@ -32,7 +32,11 @@ class RouterResponse:
 
 
 def error(
-    status: int, kind: str, message: str, *headers: tuple[bytes, bytes], **fields: str | int
+    status: int,
+    kind: str,
+    message: str,
+    *headers: tuple[bytes, bytes],
+    **fields: str | int | None,
 ) -> RouterResponse:
     """An error with more fields than its type and message, if any."""
     return RouterResponse(status, {"error": {"type": kind, "message": message, **fields}}, headers)
@@ -61,10 +65,12 @@ def router_error(why: str) -> RouterResponse:
 
 
 def refused(refusal: Refusal) -> RouterResponse:
-    """503 with the time to retry after; 499 for an abort."""
+    """503 with the time to retry after; 499 for an abort; 409 for another weight version."""
     if refusal.is_router_error:
         return router_error(refusal.message)
-    gate: dict[str, str | int] = {
+    if refusal.unmet:
+        return unmet(refusal.message, refusal.weight_version)
+    gate: dict[str, str | int | None] = {
         "gate": refusal.gate.value,
         "reason": refusal.reason,
         "phase": refusal.phase,
@@ -75,6 +81,20 @@ def refused(refusal: Refusal) -> RouterResponse:
         return error(499, "aborted", refusal.message, **gate)
     retry_after = (b"retry-after", str(refusal.retry_after_s).encode())
     return error(503, "unavailable", refusal.message, retry_after, **gate)
+
+
+def unmet(message: str, weight_version: int | None) -> RouterResponse:
+    """409: no weights that the request gets fulfil its contract.
+
+    Args:
+        weight_version: that would answer it now.
+    """
+    return error(409, "weight_version", message, weight_version=weight_version)
+
+
+def no_such_kind(message: str) -> RouterResponse:
+    """400: no engine gives log-probs of the kind that the request wants."""
+    return error(400, "logprob_kind", message)
 
 
 def engine_failed(failure: ConnectionFailure, why_not_again: str = "") -> RouterResponse:

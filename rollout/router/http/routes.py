@@ -83,6 +83,23 @@ NAMING_PATHS = (COMPLETION_PATHS - {VLLM_GENERATE_PATH}) | {
 }
 """Paths whose requests name the LoRA adapter that answers them, as SGLang 0.5.23 reads them."""
 
+WHOLE_JSON_PATHS = frozenset(
+    {
+        "/encode",
+        "/classify",
+        "/invocations",
+        "/vertex_generate",
+        "/v1/chat/completions/batch",
+        "/v1/classify",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+    }
+)
+"""Other paths whose replies, where they are not streamed, are one JSON value of the model."""
+
 TOKENIZER_PATHS = frozenset(
     {
         "/tokenize",

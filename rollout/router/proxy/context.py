@@ -49,6 +49,7 @@ class Counts:
         num_unusable_replies: replies whose tokens could not be read; their requests ended.
         num_broken_replies: responses that were begun and not completed.
         num_failovers: requests that continued on another engine with their tokens.
+        num_contracts_refused: why no tokens could fulfil a contract -> how often.
         num_failovers_refused: why tokens of a lost engine could not be kept -> how often.
         num_tokens_kept: carried over to another engine, which only prefills them.
         num_tokens_recomputed: generated a second time.
@@ -62,9 +63,14 @@ class Counts:
     num_cut: int = 0
     num_expired: int = 0
     num_failovers: int = 0
+    num_contracts_refused: dict[str, int] = field(default_factory=dict)
     num_failovers_refused: dict[str, int] = field(default_factory=dict)
     num_tokens_kept: int = 0
     num_tokens_recomputed: int = 0
+
+    def refuse_contract(self, why: str) -> None:
+        """Count a request that ended because its contract could not be fulfilled."""
+        self.num_contracts_refused[why] = self.num_contracts_refused.get(why, 0) + 1
 
     def refuse_failover(self, why: str) -> None:
         """Count a lost engine whose tokens could not be kept."""

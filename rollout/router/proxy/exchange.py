@@ -10,6 +10,9 @@ Always true:
   (With token failover, a request also continues after its first bytes: see ``token_reader``.)
 - Nothing is written before ``start``: earlier requests get their responses first.
 - An error in here ends this request, and is raised to none of its callers (``_handle``).
+- No token reaches a client of which its request's contract is not known to be fulfilled: a reply
+  with a contract of versions is read, and checked before each event and at its end.  What breaks it
+  starts over, if its client has nothing of it and served weights may fulfil it, or is a 409.
 - It alone has the state of the request.  What reads an engine's reply returns an action, and knows
   nothing of it.
 
@@ -31,6 +34,8 @@ from engines.process.background import start_task
 from engines.protocol.adapter_names import Names
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from engines.protocol.plain_text import one_line
+from rollout.router.continuation.contracts import Versions, versions_of, why_no_kind
+from rollout.router.continuation.core import UNUSABLE
 from rollout.router.continuation.dialects.table import ROUTES
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
@@ -68,6 +73,7 @@ from rollout.router.proxy.reader_choice import (
     is_read,
     kind_of_unread,
     read_body,
+    read_checked,
     read_for_adapter,
     read_forwarded,
     read_long_body,
@@ -87,6 +93,7 @@ from rollout.router.proxy.token_reader import (
     Write,
 )
 from rollout.router.sessions.session_store import Session
+from rollout.rules.contract import NO_CONTRACT, Contract, Fit
 from rollout.rules.routing import NO_HINT, Backend
 
 logger = logging.getLogger(__name__)
@@ -141,6 +148,10 @@ class Exchange:
     _request: Request | None = None
     _named: NamedWeights = NOT_NAMED
     _pinned: Names = ()
+    _contract: Contract = NO_CONTRACT
+    _is_checked: bool = False  # the contract limits versions
+    _kept: Versions | None = None  # of the tokens of earlier engines
+    _num_starts: int = 0  # because tokens did not fulfil the contract
     _tokens: TokenReader | None = None
     _entered: Admission | Refusal | Waiter | None = None  # until it is ``admission``
     _timer: asyncio.TimerHandle | None = None
@@ -281,11 +292,12 @@ class Exchange:
         wanted, is_post = wanted_of(proxy, head), head.method == b"POST"
         if len(body) > proxy.config.max_body_bytes:
             self._refuse(self._too_large())
-        elif len(body) <= MOST_BYTES_ON_LOOP or not is_read(wanted):
-            self._has_read(body, read_body(wanted, body, is_post=is_post))
+        elif len(body) <= MOST_BYTES_ON_LOOP or not is_read(wanted, body):
+            texts = head.contract_texts
+            self._has_read(body, read_body(wanted, body, is_post=is_post, texts=texts))
         else:
-            client = self.client_host
-            reading = proxy.reading.call(read_long_body, wanted, body, is_post, client=client)
+            arguments = (wanted, body, is_post, head.contract_texts)
+            reading = proxy.reading.call(read_long_body, *arguments, client=self.client_host)
             self._reading = start_task(reading, "router-read")
             self._reading.add_done_callback(
                 lambda reading: self._handle(self._has_read_long, body, reading)
@@ -305,6 +317,9 @@ class Exchange:
     def _has_read(self, body: bytes, read: ReadBody) -> None:
         """The body was read: what its reply is read with, if it is, and on to the gate."""
         proxy, self._named = self._proxy, read.named
+        if read.contract is not NO_CONTRACT:
+            self._contract, self._is_checked = read.contract, read.contract.has_versions
+        whole = body if read.fields.body is None else read.fields.body
         if read.named.problem or read.why_not:
             is_lacking = not read.named.problem and read.lacks_route
             problem = responses.error(
@@ -320,14 +335,17 @@ class Exchange:
             read.reply.passes_on &= self._http is not None
             tokens = TokenReader(read.reply)
         if tokens is None and proxy.gate.adapters is not None and not self._named.is_for_base:
-            tokens = read_for_adapter(body, self._named)
+            tokens = read_for_adapter(whole, self._named)
         elif tokens is None and self._http is None:
-            tokens = read_forwarded(body)
+            tokens = read_forwarded(whole)
+        elif tokens is None and read.is_stream_checked is not None:
+            tokens = read_checked(whole, is_streamed=read.is_stream_checked)
         if tokens is not None:
+            if self._is_checked:
+                tokens.may_show = self._may_show
             tokens.form = self.response.form
             self.is_decoding = True
         self._tokens = tokens
-        whole = body if fields.body is None else fields.body
         self._request = Request(self._head, whole, fields)
         self._enter("")
 
@@ -342,6 +360,8 @@ class Exchange:
             hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
             names=self._pinned or self._wanted_names(),
             prefers=self._prefers(),
+            contract=self._contract,
+            requires=None if self._contract.logprob_kind is None else self._gives_kind,
         )
         if isinstance(decision, Waiter):
             decision.on_decision = self.decided
@@ -374,10 +394,120 @@ class Exchange:
             self._send(decision)
         elif decision.is_abort:
             self._end_aborted(decision)
+        elif decision.unmet:
+            self._proxy.counts.refuse_contract(decision.unmet)
+            self._end_with(responses.refused(decision))
+        elif decision.unfit:
+            self._end_without_kind(decision.unfit)
         elif self._failure is None:
             self._end_with(responses.refused(decision))
         else:
             self._end_with(responses.engine_failed(self._failure))
+
+    # -- its contract -----------------------------------------------------------------------
+
+    def _kind_by(self, rule: LogprobRule) -> LogprobKind | None:
+        """The kind of an engine's log-probs for this request; None if it is not known."""
+        request, reply = self._request, None if self._tokens is None else self._tokens.reply
+        kind = None if reply is None else reply.kind_by(rule)
+        if kind is not None or request is None:
+            return kind
+        max_bytes = self._proxy.config.max_read_bytes
+        return kind_of_unread(self._head.route.path, request.body, rule, max_bytes)
+
+    def _gives_kind(self, member: Backend) -> bool:
+        return self._kind_by(member.logprobs) is self._contract.logprob_kind
+
+    def _end_without_kind(self, unfit: tuple[Backend, ...]) -> None:
+        wanted = self._contract.logprob_kind
+        assert wanted is not None
+        kinds = {one.engine_id: (self._kind_by(one.logprobs), one.logprobs) for one in unfit}
+        self._proxy.counts.refuse_contract("logprob_kind")
+        self._end_with(responses.no_such_kind(why_no_kind(wanted, kinds)))
+
+    def _served(self) -> int | None:
+        """The version that answers a new request with the client's names."""
+        return self._proxy.gate.version_for(self._named.names)
+
+    def _versions(self) -> Versions | None:
+        """Those that the tokens so far can have; None without any."""
+        tokens, admission = self._tokens, self.admission
+        if tokens is None or admission is None:
+            return self._kept
+        is_open = self._proxy.gate.state is GateState.OPEN
+        served, admitted = self._served(), admission.weight_version
+        if any(self._pinned):  # each name is of one version
+            served = self._proxy.gate.version_for(self._pinned)
+            admitted = admitted if len(self._pinned) == 1 else None
+        now = versions_of(tokens.reply.reported, admitted, served, is_open=is_open)
+        return now.joined(self._kept)
+
+    def _why_broken(self, versions: Versions | None) -> str:
+        """Why tokens of these versions do not fulfil the contract; empty if they do."""
+        if versions is None:
+            return ""
+        served = self._served()
+        if served is not None and versions.newest is not None:
+            served = max(served, versions.newest)
+        return self._contract.why_broken(*versions, served)
+
+    def _may_show(self) -> bool:
+        return not self._why_broken(self._versions())
+
+    def _end_if_broken(self) -> None:
+        """What is already broken needs no more tokens."""
+        versions = self._versions()
+        if versions is None or None in versions:
+            return
+        if why := self._why_broken(versions):
+            self._break_contract(why)
+
+    def _keep_versions(self) -> None:
+        """Note those of the tokens so far, before their engine is left."""
+        tokens = self._tokens
+        if tokens is None or not self._is_checked:
+            return
+        with suppress(*UNUSABLE):
+            tokens.reply.read_all()
+        if tokens.reply.has_tokens_of_engine:
+            self._kept = self._versions()
+
+    def _keeps_contract(self, admission: Admission) -> bool:
+        """Whether the request can go to this engine, with or without the tokens kept so far."""
+        new = Versions(admission.weight_version, admission.weight_version)
+        why = self._why_broken(new.joined(self._kept))
+        if why and not self._why_broken(new) and not self.response.has_begun:
+            self._forget_tokens()
+            return True
+        if why:
+            self._break_contract(why)
+        return not why
+
+    def _forget_tokens(self) -> None:
+        self._kept = None
+        if self._tokens is not None:
+            self._tokens.start_over()
+
+    def _break_contract(self, why: str) -> None:
+        """These tokens do not fulfil the contract: start over, or end."""
+        proxy, served = self._proxy, self._served()
+        proxy.counts.refuse_contract("tokens")
+        stays = self.session is not None or self.admission is None
+        if (
+            self.is_aborted
+            or stays
+            or self.response.has_begun
+            or self._num_starts >= MAX_FAILOVERS
+            or self._contract.fit(served) is Fit.NEVER
+        ):
+            self._end_with(responses.unmet(why, served))
+            return
+        self._num_starts += 1
+        self._forget_tokens()
+        self._failure = self._taken_away(why)
+        self._proxy.gate.unpin(self._pinned)
+        self._pinned = ()
+        self._enter("")
 
     def _pin(self, names: Names) -> None:
         """Stay with these weights to the end, also on another engine."""
@@ -402,6 +532,8 @@ class Exchange:
         self._num_attempts += 1
         if self._failure is not None:
             self._proxy.counts.num_retried += 1
+        if self._is_checked and not self._keeps_contract(admission):
+            return
         self._name_for_engine(request, admission)
         pool, endpoint, kind = self._proxy.pool, admission.member.endpoint, admission.member.of_kind
         version, more = admission.weight_version, _NOTHING
@@ -502,6 +634,8 @@ class Exchange:
             self._note_answer()
         if action is not None:
             self._do(action)
+        elif tokens.may_show is not None and not is_end:
+            self._end_if_broken()
 
     def _do(self, action: Action) -> None:
         """What the reader of an engine's reply wants."""
@@ -518,6 +652,9 @@ class Exchange:
                 self._lose_engine(why)
             case Refused(status, error, end):
                 if self._is_lost_by(status, error):
+                    return
+                if status < 400 and self._is_checked:
+                    self._end_unusable("sent a reply of another form, whose versions are unknown")
                     return
                 if end.content_type is not None and self.response.has_begun:
                     why = bytes(end.body[0])[:200].decode("latin-1")
@@ -548,6 +685,9 @@ class Exchange:
     def _end_reply(self, end: Finish) -> None:
         tokens, counts = self._tokens, self._proxy.counts
         assert tokens is not None
+        if self._is_checked and (why := self._why_broken(self._versions())):
+            self._break_contract(why)
+            return
         counts.num_tokens_recomputed += tokens.reply.num_recomputed
         counts.num_tokens_kept += tokens.reply.num_kept
         if end.why_not_continued:
@@ -566,6 +706,9 @@ class Exchange:
 
         A request that ends at the gate has tokens of engines, and weights of none.
         """
+        tokens = self._tokens
+        if tokens is not None and (ends := tokens.reply.end_versions) is not None:
+            return signature_lines(self.engine_id, ends[1], self._logprob_kind, ends[0])
         version = None if self.admission is None else self.admission.weight_version
         return signature_lines(self.engine_id, version, self._logprob_kind)
 
@@ -625,6 +768,7 @@ class Exchange:
         if self.is_aborted:
             self._end_aborted()
             return
+        self._keep_versions()
         self.drop()
         self._leave()
         self._fail_over(failure)
@@ -704,6 +848,7 @@ class Exchange:
         admission = self.admission
         assert admission is not None
         engine_id, target = admission.member.engine_id, self._operation
+        self._keep_versions()
         self.drop()
         self._leave()
         self._num_attempts -= 1
@@ -732,7 +877,10 @@ class Exchange:
         tokens, counts = self._tokens, self._proxy.counts
         if tokens is None:
             return not self.response.has_begun
-        if why := tokens.lose_engine():
+        why = tokens.lose_engine()
+        if not tokens.reply.base.num:
+            self._kept = None
+        if why:
             counts.refuse_failover(why)
             if tokens.reply.has_shown:
                 return False

@@ -8,8 +8,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
+from rollout.router.continuation.contracts import (
+    NOT_GIVEN,
+    Texts,
+    may_have_members,
+    read_contract,
+)
 from rollout.router.continuation.dialects.table import ROUTES, served
 from rollout.router.continuation.fast_path import PromptIds
+from rollout.router.continuation.forms import read_object
 from rollout.router.continuation.forwarded_reply import ForwardedReply
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights, read_named
 from rollout.router.continuation.reply import Reply
@@ -19,12 +26,14 @@ from rollout.router.http.request import (
     KEY_NAMES,
     BodyFields,
     find_field,
+    in_utf8,
     may_want_prompt_logprobs,
     read_fields,
 )
 from rollout.router.http.routes import KEYED_PATHS
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.token_reader import TokenReader
+from rollout.rules.contract import NO_CONTRACT, Contract
 
 WITH_BODY = (b"POST", b"PUT")
 FAILOVER_INTERVAL = 32
@@ -73,6 +82,9 @@ class ReadBody(NamedTuple):
         reply: its reply's tokens are read; None: it is passed on as it is.
         why_not: why the engines that serve here cannot take it; empty if they can.
         fields: of the router, which it has or needs.
+        contract: what its tokens have to fulfil.
+        is_stream_checked: its reply is not read as tokens, and its versions are checked; whether
+            it is a stream.  None: it is passed on as it is.
     """
 
     named: NamedWeights
@@ -80,6 +92,8 @@ class ReadBody(NamedTuple):
     why_not: str
     fields: BodyFields
     lacks_route: bool = False
+    contract: Contract = NO_CONTRACT
+    is_stream_checked: bool | None = None
 
 
 def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
@@ -124,27 +138,54 @@ def _wanted(
     )
 
 
-def is_read(wanted: Wanted) -> bool:
-    """Whether anything is read of bodies on this route."""
-    return wanted.path in KEYED_PATHS or wanted.names_weights
+def is_read(wanted: Wanted, body: bytes) -> bool:
+    """Whether anything is read of this body on its route."""
+    return wanted.path in KEYED_PATHS or wanted.names_weights or may_have_members(body)
 
 
-def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True) -> ReadBody:
-    """Read a body."""
+def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts = ()) -> ReadBody:
+    """Read a body.
+
+    Args:
+        texts: fields of the contract that are headers.
+    """
     named = NOT_NAMED if is_post else NamedWeights()
+    found, text = NOT_GIVEN, in_utf8(body) if wanted.path in KEYED_PATHS else body
+    if texts or may_have_members(text):
+        found = read_contract(wanted.path, texts, text, wanted.max_bytes)
+        body = body if found.body is None else found.body
     if wanted.names_weights:
         named = read_named(wanted.path, body, wanted.max_bytes)
-    reply, why_not = (None, "") if named.problem else _read_reply(wanted, body)
+    why_not, contract, reply, is_stream = found.problem, found.contract, None, None
+    is_checked = contract is not NO_CONTRACT and contract.has_versions
+    if not (named.problem or why_not):
+        reply, why_not = _read_reply(wanted, body, is_checked=is_checked)
+        if is_checked and reply is None and not why_not:
+            is_stream, why_not = _read_stream(contract, body)
     fields = read_fields(wanted.path, body, is_post=is_post)
-    return ReadBody(named, reply, why_not, fields, wanted.is_lacking)
+    if found.body is not None and fields.body is None:
+        fields = fields._replace(body=body)
+    lacks_route = wanted.is_lacking and not found.problem
+    return ReadBody(named, reply, why_not, fields, lacks_route, contract, is_stream)
 
 
-def _read_reply(wanted: Wanted, body: bytes) -> tuple[Reply | None, str]:
+def _read_stream(contract: Contract, body: bytes) -> tuple[bool | None, str]:
+    """Whether the reply to a body that is not read as tokens is a stream; or why it cannot be
+    checked."""
+    raw = read_object(body)
+    if raw is None:
+        return None, f"{contract.words}: the body is no JSON object that the router can read"
+    return bool(raw.get("stream")), ""
+
+
+def _read_reply(wanted: Wanted, body: bytes, *, is_checked: bool) -> tuple[Reply | None, str]:
+    """The reply, if it is read as tokens; ``is_checked``: for the versions of these."""
     if not wanted.is_generating:
         return None, ""
     if wanted.is_lacking:
         return None, _LACKING % wanted.path
-    if not wanted.is_kept and not (wanted.has_prefill and may_want_prompt_logprobs(body)):
+    is_kept = wanted.is_kept or is_checked
+    if not is_kept and not (wanted.has_prefill and may_want_prompt_logprobs(body)):
         return None, ""
     reply = None
     if len(body) <= wanted.max_bytes:
@@ -153,20 +194,21 @@ def _read_reply(wanted: Wanted, body: bytes) -> tuple[Reply | None, str]:
         why := _UNREAD if reply is None else reply.why_not_taken(wanted.dialects)
     ):
         return None, why
-    has_reader = reply is not None and (wanted.is_kept or reply.lacks_prompt_logprobs)
+    has_reader = reply is not None and (is_kept or reply.lacks_prompt_logprobs)
     return (reply if has_reader else None), ""
 
 
-def read_long_body(wanted: Wanted, body: bytes, is_post: bool) -> ReadBody:
+def read_long_body(wanted: Wanted, body: bytes, is_post: bool, texts: Texts = ()) -> ReadBody:
     """The same in another process: what is long in it stays JSON, and is not made again here."""
-    read = read_body(wanted, body, is_post=is_post)
+    read = read_body(wanted, body, is_post=is_post, texts=texts)
     if read.reply is not None:
         raw, prompt = read.reply.raw, read.reply.prompt
         read.reply.raw = {name: _shortened(value) for name, value in raw.items()}
         if isinstance(prompt, list):
             read.reply.prompt = PromptIds.of(prompt)
         del read.reply.route
-    fields = read.fields._replace(keys={name: find_field(body, name) for name in KEY_NAMES})
+    whole = body if read.fields.body is None else read.fields.body
+    fields = read.fields._replace(keys={name: find_field(whole, name) for name in KEY_NAMES})
     return read._replace(fields=fields)
 
 
@@ -181,6 +223,11 @@ def read_forwarded(body: bytes) -> TokenReader:
     raw = loads(body)
     is_streamed, needs_logprobs = bool(raw.get("stream")), bool(raw.get("return_logprob"))
     return TokenReader(ForwardedReply(body, is_streamed=is_streamed, needs_logprobs=needs_logprobs))
+
+
+def read_checked(body: bytes, *, is_streamed: bool) -> TokenReader:
+    """The reader of replies that are not continued, whose weight versions are checked."""
+    return TokenReader(ForwardedReply(body, is_streamed=is_streamed))
 
 
 def read_for_adapter(body: bytes, named: NamedWeights) -> TokenReader:

@@ -12,6 +12,7 @@ ends its request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -150,6 +151,7 @@ class TokenReader:
         reply: so far, over all engines.
         named: the weights that answer, if an adapter is one of them.
         form: of what the client gets.
+        may_show: whether the tokens so far may go to a streaming client now; None: they may.
         has_answered: the current engine has begun to answer, and not with an error.
         waits_for_prompt: its reply has ended, and the prefill engine's has not.
     """
@@ -157,6 +159,7 @@ class TokenReader:
     reply: Reply
     named: NamedWeights | None = None
     form: Form = AS_BYTES
+    may_show: Callable[[], bool] | None = None
     has_answered: bool = False
     waits_for_prompt: bool = False
     _buffer: list[bytes] = field(default_factory=list)
@@ -181,6 +184,11 @@ class TokenReader:
         """Go back to the last safe token.  Returns why its tokens cannot be kept, or empty."""
         self.waits_for_prompt = False
         return self.reply.lose_engine()
+
+    def start_over(self) -> None:
+        """Forget all tokens, of which the client has none."""
+        self.waits_for_prompt = False
+        self.reply.start_over()
 
     # -- the engine's reply -----------------------------------------------------------------
 
@@ -277,6 +285,8 @@ class TokenReader:
         """The events for a streaming client, as far as the text is final."""
         reply = self.reply
         if not reply.is_streamed or not reply.is_safe or reply.awaits_prompt_logprobs:
+            return None
+        if self.may_show is not None and not self.may_show():
             return None
         payloads = reply.new_payloads()
         return Write(self.form.events(payloads, is_end=False)) if payloads else None

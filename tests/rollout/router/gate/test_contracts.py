@@ -33,7 +33,7 @@ class World:
         members = [Backend(name, Endpoint("127.0.0.1", 9000), state) for name in engine_ids]
         self.gate.set_members(self.epoch, members)
 
-    def enter(self, rid: str = "r", num_bytes: int = 0, **fields: Any) -> Any:
+    def enter(self, rid: str = "r", *, num_bytes: int = 0, **fields: Any) -> Any:
         found = self.gate.enter(rid=rid, num_bytes=num_bytes, contract=Contract(**fields))
         if isinstance(found, Waiter):
             found.on_decision = lambda decision: self.decided.append((rid, decision))
@@ -57,13 +57,13 @@ class World:
     ],
 )
 def test_an_open_gate_admits_holds_or_refuses_by_the_version(
-    fields: dict[str, int], kind: type
+    fields: dict[str, Any], kind: type
 ) -> None:
     world = World()
     found = world.enter(**fields)
     assert isinstance(found, kind)
     if isinstance(found, Refusal):
-        assert (found.is_unmet, found.weight_version) == (True, 7)
+        assert (found.unmet, found.weight_version) == ("past", 7)
         assert "weight_version 6 is past: weight version 7 is served" in found.message
 
 
@@ -71,14 +71,15 @@ def test_an_open_gate_admits_holds_or_refuses_by_the_version(
 def test_what_is_past_is_refused_at_once(state: GateState) -> None:
     found = World(state).enter(weight_version=6)
     assert isinstance(found, Refusal)
-    assert found.is_unmet
+    assert found.unmet
 
 
 def test_a_closed_gate_refuses_as_without_a_contract() -> None:
-    for fields in ({"weight_version": 6}, {"min_weight_version": 8}, {}):
+    wishes: list[dict[str, Any]] = [{"weight_version": 6}, {"min_weight_version": 8}, {}]
+    for fields in wishes:
         found = World(CLOSED).enter(**fields)
         assert isinstance(found, Refusal)
-        assert not found.is_unmet
+        assert not found.unmet
 
 
 def test_no_request_waits_behind_one_for_a_later_version() -> None:
@@ -110,7 +111,7 @@ def test_a_push_past_an_exact_version_refuses_it() -> None:
     world.gate.set_state(OPEN, weight_version=9)
     ((_, refusal),) = world.decided
     assert isinstance(refusal, Refusal)
-    assert (refusal.is_unmet, refusal.weight_version) == (True, 9)
+    assert (refusal.unmet, refusal.weight_version) == ("past", 9)
 
 
 def test_its_deadline_ends_with_the_version_that_it_could_get() -> None:
@@ -120,14 +121,14 @@ def test_its_deadline_ends_with_the_version_that_it_could_get() -> None:
     world.gate.expire(waiter)
     ((_, refusal),) = world.decided
     assert isinstance(refusal, Refusal)
-    assert (refusal.is_unmet, refusal.weight_version) == (True, 7)
+    assert (refusal.unmet, refusal.weight_version) == ("late", 7)
     expected = "min_weight_version 9 was not served within 30 s: weight version 7 is served"
     assert refusal.message == expected
     held = World(HOLDING)
     held.gate.expire(held.enter(min_weight_version=7))  # its version is there, and the gate holds
     ((_, refusal),) = held.decided
     assert isinstance(refusal, Refusal)
-    assert not refusal.is_unmet
+    assert not refusal.unmet
 
 
 def test_bounds_count_those_that_wait_for_a_version() -> None:
@@ -146,16 +147,16 @@ def test_bounds_count_those_that_wait_for_a_version() -> None:
 
 
 def test_closing_and_the_loss_of_all_engines_refuse_them() -> None:
-    for lose in (
-        lambda world: world.gate.set_state(CLOSED, reason="failed"),
-        lambda world: world.set_members("a", state=BackendState.FENCED),
-    ):
+    for is_closed in (True, False):
         world = World()
         world.enter(min_weight_version=8)
-        lose(world)
+        if is_closed:
+            world.gate.set_state(CLOSED, reason="failed")
+        else:
+            world.set_members("a", state=BackendState.FENCED)
         ((_, refusal),) = world.decided
         assert isinstance(refusal, Refusal)
-        assert not refusal.is_unmet
+        assert not refusal.unmet
 
 
 def test_they_are_aborted_and_leave_as_other_held_requests_do() -> None:
@@ -238,7 +239,7 @@ def test_whatever_happens_the_gate_keeps_contracts_order_and_moves_on(
             ahead = [one for one in held if one.number < waiter.number]
             assert all(one.contract.fit(served) != "now" for one in ahead)
         else:
-            assert found.is_unmet
+            assert found.unmet
 
     for number, (step, value) in enumerate(steps):
         if step == "enter":
