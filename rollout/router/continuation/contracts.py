@@ -152,7 +152,8 @@ def versions_of(
         numbers = [_number(one) for one in reported.each]
         return Versions(_of_known(min, *numbers), _of_known(max, *numbers))
     if reported.last is not None:
-        return Versions(admitted, _number(reported.last))
+        last = _number(reported.last)
+        return Versions(_of_known(min, admitted, last), last)
     return Versions(admitted, served if is_open else None)
 
 

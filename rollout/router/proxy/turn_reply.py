@@ -27,6 +27,7 @@ from rollout.router.proxy.exchange import Exchange
 from rollout.router.proxy.token_reader import why_unusable
 from rollout.router.sessions.chat_sessions import ChatFailure, Ended, failure
 from rollout.router.sessions.session_store import Session
+from rollout.rules.contract import NO_CONTRACT, Contract
 
 _MOST_AT_ONCE = 1 << 13
 """Tokens, or bytes, that are read on the event loop: it takes 1 ms."""
@@ -83,7 +84,11 @@ def _read(payload: Payload) -> Ended:
 
 
 async def generate(
-    proxy: Proxy, affinity: str, body: bytes, session: Session | None = None
+    proxy: Proxy,
+    affinity: str,
+    body: bytes,
+    session: Session | None = None,
+    contract: Contract = NO_CONTRACT,
 ) -> AsyncGenerator[Progress | Ended, None]:
     """The tokens so far, at last the end.  When it is closed, the request ends.
 
@@ -91,11 +96,14 @@ async def generate(
         affinity: of the session, whose turns prefer one engine.
         body: as ``/generate`` takes it.
         session: stays with the weights of its first turn; None moves to what is published.
+        contract: what its tokens have to fulfil.
 
     Raises:
         ChatFailure: there is no complete reply.
     """
-    head = RequestHead(b"POST", _ROUTE, [*_HEADERS, (b"x-affinity", affinity.encode())])
+    wanted = [(name.encode(), text.encode()) for name, text in contract.to_headers().items()]
+    headers = [*_HEADERS, (b"x-affinity", affinity.encode()), *wanted]
+    head = RequestHead(b"POST", _ROUTE, headers)
     response = _TurnResponse()
     exchange = Exchange(proxy, response, head, session=session)
     exchange.start_whole(body)

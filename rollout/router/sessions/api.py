@@ -22,8 +22,10 @@ from rollout.router.sessions.chat_sessions import (
 from rollout.router.sessions.messages import BadChat
 from rollout.router.sessions.session_store import MAX_ID_CHARACTERS
 from rollout.router.sessions.tree import Turn
+from rollout.rules.contract import HEADERS
 
 T = TypeVar("T")
+CONTRACT_FIELDS = {header: field for field, header in HEADERS.items()}
 _BAD_ID = f"a session id has at most {MAX_ID_CHARACTERS} printable characters"
 _NO_COMPLETIONS = (
     "a session takes chats; send a prompt to /v1/completions with return_token_ids, or to "
@@ -43,7 +45,12 @@ def add_sessions(app: FastAPI, chats: ChatSessions) -> None:
                 raise BadChat(_BAD_ID)
             # Not ``request.body()``, which keeps it as long as the request.
             body = b"".join([part async for part in request.stream()])
-            pieces, body = chats.answer(session_id, body), b""
+            texts = [
+                (CONTRACT_FIELDS[name], value)
+                for name, value in request.headers.items()
+                if name in CONTRACT_FIELDS
+            ]
+            pieces, body = chats.answer(session_id, body, texts), b""
             signed = headers_of(await _unless_left(request, anext(pieces)))
             first = await anext(pieces)
             if first.startswith(b"data:"):

@@ -16,6 +16,7 @@ from rollout.router.continuation.forms import (
 )
 from rollout.router.http.fast_json import dumps
 from rollout.router.sessions.messages import BadChat, read_messages
+from rollout.rules.contract import FIELDS
 
 _SAMPLING = {
     "max_tokens": "max_new_tokens",
@@ -80,6 +81,7 @@ class ChatRequest:
         fields: of ``/generate``, beside ids and sampling.
         calls_tools: tool calls in the answer are separated from its text.
         stays: its session stays with the version of the adapter that answers it.
+        contract: the members of its body that are one, which are not read so far.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -93,6 +95,7 @@ class ChatRequest:
     wants_usage: bool = False
     wants_logprobs: bool = False
     stays: bool = False
+    contract: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def calls_tools(self) -> bool:
@@ -173,6 +176,7 @@ def read_chat(body: bytes) -> ChatRequest:
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
         bool(raw.get("logprobs")),
         bool(raw.get("stays_with_version")),
+        {name: raw[name] for name in FIELDS if name in raw},
     )
 
 

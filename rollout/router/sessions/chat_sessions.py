@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from engines.protocol import GenerateReply
+from rollout.router.continuation.contracts import Texts, contract_in
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.reading_process import ReadingFailed, ReadingProcess
 from rollout.router.sessions.alignment import (
@@ -32,12 +33,13 @@ from rollout.router.sessions.alignment import (
 from rollout.router.sessions.answers import ChatAnswer, as_events
 from rollout.router.sessions.chat_request import ChatRequest, read_chat
 from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from rollout.router.sessions.messages import History, Message, history_of
+from rollout.router.sessions.messages import BadChat, History, Message, history_of
 from rollout.router.sessions.session_store import Session, SessionStore
 from rollout.router.sessions.tool_calls import Answer, AnswerReader, unread_call
 from rollout.router.sessions.tool_forms import schemas_of
 from rollout.router.sessions.tree import IDS, Generated, Known, Prompt, Turn, compact_generated
 from rollout.rules.continuation import spans_of
+from rollout.rules.contract import Contract
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +123,9 @@ class ChatSessions:
 
     Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
-        generate: takes a session's id, a body of ``/generate``, and the session if it stays with
-            the weights of its first turn; gives the tokens so far, at last the end; raises
-            ``ChatFailure``.
+        generate: takes a session's id, a body of ``/generate``, the session if it stays with
+            the weights of its first turn, and what the tokens have to fulfil; gives the tokens so
+            far, at last the end; raises ``ChatFailure``.
         reading: where long chats are read.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
     """
@@ -132,7 +134,9 @@ class ChatSessions:
         self,
         store: SessionStore,
         find_folder: Callable[[], Awaitable[str]],
-        generate: Callable[[str, bytes, Session | None], AsyncGenerator[Progress | Ended, None]],
+        generate: Callable[
+            [str, bytes, Session | None, Contract], AsyncGenerator[Progress | Ended, None]
+        ],
         reading: ReadingProcess,
         *,
         now_s: Callable[[], float],
@@ -153,12 +157,17 @@ class ChatSessions:
 
     # -- one turn ---------------------------------------------------------------------------
 
-    async def answer(self, session_id: str, body: bytes) -> AsyncGenerator[bytes, None]:
+    async def answer(
+        self, session_id: str, body: bytes, texts: Texts = ()
+    ) -> AsyncGenerator[bytes, None]:
         """Lines of a head that name the engine, then the body in pieces: a JSON object, or events.
         The first ones come when the engine has replied.
 
+        Args:
+            texts: fields of the request's contract that are headers.
+
         Raises:
-            BadChat: template or request do not fit.
+            BadChat: template or request do not fit, or the contract is none.
             ChatFailure: there is no answer.
         """
         num_bytes = len(body)
@@ -177,8 +186,9 @@ class ChatSessions:
         try:
             plan = await self._planned(session_id, session, body)
             del body
+            contract = _contract_of(texts, plan.chat)
             stays = plan.chat.stays or bool(session.names)
-            replies = self._generate(session_id, plan.body, session if stays else None)
+            replies = self._generate(session_id, plan.body, session if stays else None, contract)
             plan = replace(plan, body=b"")
             written = self._written(session_id, session, plan, replies)
             async with aclosing(replies), aclosing(written) as parts:
@@ -307,6 +317,13 @@ class _ChatModel:
 
 async def _at_once(work: Callable[[*Ts], T], *arguments: *Ts) -> T:
     return work(*arguments)
+
+
+def _contract_of(texts: Texts, chat: ChatRequest) -> Contract:
+    try:
+        return contract_in(texts, chat.contract)
+    except ValueError as error:
+        raise BadChat(str(error)) from None
 
 
 def _read_answer(reader: AnswerReader | None, text: str, tools: Any) -> Answer:

@@ -161,6 +161,7 @@ def test_no_member_is_overlooked(body: dict[str, Any]) -> None:
         (Reported(("7", "8")), 7, 7, False, (7, 8)),
         (Reported(("8",), "8"), 7, 9, True, (8, 8)),
         (Reported(last="8"), 7, 9, True, (7, 8)),
+        (Reported(last="6"), 7, 7, True, (6, 6)),
         (Reported(), 7, 8, True, (7, 8)),
         (Reported(), 7, 7, False, (7, None)),
         (Reported(), None, 7, True, (None, 7)),
