@@ -490,8 +490,7 @@ class Exchange:
 
     def _break_contract(self, why: str) -> None:
         """These tokens do not fulfil the contract: start over, or end."""
-        proxy, served = self._proxy, self._served()
-        proxy.counts.refuse_contract("tokens")
+        served = self._served()
         stays = self.session is not None or self.admission is None
         if (
             self.is_aborted
@@ -500,6 +499,7 @@ class Exchange:
             or self._num_starts >= MAX_FAILOVERS
             or self._contract.fit(served) is Fit.NEVER
         ):
+            self._proxy.counts.refuse_contract("tokens")
             self._end_with(responses.unmet(why, served))
             return
         self._num_starts += 1

@@ -11,7 +11,7 @@ import pytest
 from engines.fake import faults
 from tests.rollout.router.conftest import MakeBench, router_config
 from tests.rollout.router.served_vllm import PROMPT, events_of, served
-from tests.rollout.router.stub_engine import Connection, Hold, Seen, reply
+from tests.rollout.router.stub_engine import Connection, Hold, Seen, reply, stream
 from tests.support import waits
 
 pytestmark = pytest.mark.timeout(60)
@@ -100,6 +100,42 @@ async def test_a_push_releases_a_held_request(make_bench: MakeBench) -> None:
     await bench.host.set_gate("open", weight_version=8)
     got = await pending
     assert (got.status, got.headers["x-weight-version"]) == (200, "8")
+
+
+ADAPTERS = {"": "policy@8", "policy": "policy@8", "judge": "judge@5"}
+
+
+@pytest.mark.parametrize(
+    ("name", "wish", "version"),
+    [
+        (None, {"X-Weight-Version": "3"}, "3"),
+        ("policy", {"X-Weight-Version": "8", "X-Max-Version-Lag": "0"}, "8"),
+        ("judge", {"X-Weight-Version": "5", "X-Max-Version-Lag": "0"}, "5"),
+        ("judge", {"X-Weight-Version": "4"}, ""),
+        ("policy", {"X-Weight-Version": "5"}, ""),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+async def test_an_adapter_counts_with_its_own_version(
+    make_bench: MakeBench, name: str | None, wish: dict[str, str], version: str, several: bool
+) -> None:
+    spans = [{"version": "3", "start": 0, "end": 2}]  # an engine reports the version of its base
+    meta = {"weight_version": "3", "weight_versions": spans, "completion_tokens": 2}
+    meta |= {"id": "r", "finish_reason": {"type": "length", "length": 2}}
+    one = {"text": "ab", "output_ids": [1, 2], "meta_info": meta}
+    if several:
+        engine = reply(json.dumps([one, one]).encode(), headers=JSON)
+    else:
+        engine = stream(b"data: %s\n\n" % json.dumps(one).encode(), b"data: [DONE]\n\n")
+    bench = await make_bench(engine)
+    await bench.host.set_gate("open", weight_version=8, base_version=3, adapters=ADAPTERS)
+    sampling = {"max_new_tokens": 2, "n": 2 if several else 1}
+    body = {"input_ids": [1], "lora_path": name, "sampling_params": sampling}
+    got = await bench.ask(json=body, headers=wish)
+    assert got.status == (200 if version else 409)
+    if version:
+        first = got.json[0] if several else got.json
+        assert first["meta_info"]["weight_version"] == version
 
 
 async def test_a_held_request_ends_with_409_or_with_its_client(make_bench: MakeBench) -> None:
