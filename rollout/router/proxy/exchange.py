@@ -446,10 +446,12 @@ class Exchange:
         """Why tokens of these versions do not fulfil the contract; empty if they do."""
         if versions is None:
             return ""
-        served = self._served()
-        if served is not None and versions.newest is not None:
-            served = max(served, versions.newest)
-        return self._contract.why_broken(*versions, served)
+        return self._contract.why_broken(*versions, self._served_with(versions))
+
+    def _served_with(self, versions: Versions | None) -> int | None:
+        """The newest version: engines have it before the gate opens."""
+        served, newest = self._served(), None if versions is None else versions.newest
+        return max(served, newest) if served is not None and newest is not None else served
 
     def _may_show(self) -> bool:
         return not self._why_broken(self._versions())
@@ -490,7 +492,7 @@ class Exchange:
 
     def _break_contract(self, why: str) -> None:
         """These tokens do not fulfil the contract: start over, or end."""
-        served = self._served()
+        served = self._served_with(self._versions())
         stays = self.session is not None or self.admission is None
         if (
             self.is_aborted

@@ -263,3 +263,12 @@ def test_the_world_finds_a_router_that_does_not_check(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Exchange, "_why_broken", lambda self, versions: "")
     with pytest.raises(AssertionError, match="a token has weight version"):
         explore(0, 1000)
+
+
+def test_a_409_names_the_version_that_engines_have_before_the_gate_opens() -> None:
+    world = PushedRig(num=1)
+    asked = world.ask(weight_version=1)
+    world.tokens(2)
+    world.push("retract", between=world.run_all)
+    assert asked.error is not None
+    assert asked.error["weight_version"] == 2
