@@ -90,6 +90,9 @@ _SGLANG = Kind(
     experts_option="enable_return_routed_experts",
     draft=sglang_draft.draft_of,
     draft_backup_option=sglang_draft.BACKUP_OPTION,
+    # SGLang 0.5.23 (managers/scheduler_components/weight_updater.py): the runners of an update are
+    # "all" unless the request names others.
+    pushes_reach_draft=True,
     # SGLang 0.5.23 (srt/lora/lora.py): without v_proj it refuses a q_proj; without q_proj or
     # gate_proj, the first request with the adapter ends its scheduler.  It adds zeros for k_proj
     # and up_proj itself.
@@ -152,6 +155,8 @@ _FAKE = Kind(
     invocation=_late("engines.fake.command", "invocation"),
     old_state=old_state.FAKE,
     spans_nodes=True,
+    draft=sglang_draft.draft_of,
+    draft_backup_option=sglang_draft.BACKUP_OPTION,
 )
 # SGLang that another program launched.
 _ATTACHED = replace(

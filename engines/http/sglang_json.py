@@ -242,6 +242,10 @@ def read_loads(answer: Any) -> Loads:
     num_running = sum(rank["num_running_reqs"] for rank in ranks)
     tokens_per_s = sum(rank.get("gen_throughput") or 0.0 for rank in ranks)
     counts = [rank.get("num_output_tokens") for rank in ranks]
+    drafted = [rank.get("num_drafted") for rank in ranks]
+    # SGLang 0.5.23 measures them every 40 decoding steps, and counts none.
+    measured = [rank["speculative"] for rank in ranks if rank.get("speculative")]
+    shares = [float(one["accept_rate"]) for one in measured]
     return Loads(
         num_running_reqs=num_running,
         num_waiting_reqs=sum(rank["num_waiting_reqs"] for rank in ranks),
@@ -249,6 +253,10 @@ def read_loads(answer: Any) -> Loads:
         tokens_per_s=tokens_per_s if tokens_per_s or not num_running else None,
         num_output_tokens=None if None in counts else sum(counts),
         kv_use=max((rank["token_usage"] for rank in ranks if "token_usage" in rank), default=None),
+        num_drafted=None if None in drafted else sum(drafted),
+        num_accepted=sum(rank.get("num_accepted") or 0 for rank in ranks),
+        accepted_share=sum(shares) / len(shares) if shares else None,
+        interval=str([(one["accept_rate"], one["accept_length"]) for one in measured]),
         raw=answer,
     )
 

@@ -30,6 +30,9 @@ class Features:
         moves_experts: it places its experts by their load (EPLB), other than other engines do.
         undrivable: why this library cannot drive it; empty if it can.
         why_no_pushes: why pushed weights cannot reach it; empty if they can.
+        draft: what drafts its tokens and has weights; empty if nothing does.
+        draft_backup: the option with which it keeps a copy of the draft's weights over a release;
+            empty for none.
         why_draft_lost: why a release without a copy of all weights loses those of its draft, and
             what would keep them; empty if it does not.
         why_no_groups: why it joins no broadcast groups; empty if it does.
@@ -51,6 +54,8 @@ class Features:
     undrivable: str
     recomputes_experts: bool = False
     why_no_pushes: str = ""
+    draft: str = ""
+    draft_backup: str = ""
     why_draft_lost: str = ""
     why_no_groups: str = ""
     why_no_handles: str = ""
@@ -83,6 +88,8 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
         if kind
         else f"engine {info.engine!r} is of no known kind",
         why_no_pushes=info.why_no_pushes,
+        draft=kind.draft(raw) if kind else "",
+        draft_backup=_draft_backup(info, kind) if kind else "",
         why_draft_lost=_why_draft_lost(info, kind) if kind else "",
         why_no_groups=info.why_no_groups or _why_no_groups(int(raw.get("pp_size") or 1)),
         why_no_handles=info.why_no_handles,
@@ -90,9 +97,17 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
     )
 
 
+def _draft_backup(info: ServerInfo, kind: Kind) -> str:
+    """Where only a copy of all weights keeps the draft's, its group decides about that one."""
+    option = kind.draft_backup_option
+    if option and info.raw.get(option):
+        return option.replace("_", "-")
+    return "enable-weights-cpu-backup" if option and info.enable_weights_cpu_backup else ""
+
+
 def _why_draft_lost(info: ServerInfo, kind: Kind) -> str:
     draft, option = kind.draft(info.raw), kind.draft_backup_option
-    if not draft or (option and (info.raw.get(option) or info.enable_weights_cpu_backup)):
+    if not draft or _draft_backup(info, kind):
         return ""
     flag = f"start it with --{option.replace('_', '-')}"
     return (

@@ -78,6 +78,7 @@ class Kind:
             nothing does.
         draft_backup_option: its option, in ``spelled`` form, that keeps a copy of the draft's
             weights alone through a release; empty where only one of all weights does.
+        pushes_reach_draft: tensors of a push whose names the draft has are loaded into it too.
         dialect: of its routes that generate, in the router's table.
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
         has_part_of_prompt_logprobs: asked for the log-probs of a prompt's end, it may take the
@@ -126,6 +127,7 @@ class Kind:
     experts_option: str = ""
     draft: Callable[[Mapping[str, Any]], str] = lambda options: ""
     draft_backup_option: str = ""
+    pushes_reach_draft: bool = False
     dialect: str = "sglang"
     refusal_in_pause: int = 0
     has_part_of_prompt_logprobs: bool = True

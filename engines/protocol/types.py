@@ -405,6 +405,12 @@ class Loads:
             ``enable-metrics``.
         num_output_tokens: generated since it started; None where it does not count them.
         kv_use: share of the KV cache in use, of the rank that uses most; None if not reported.
+        num_drafted: tokens that its draft has proposed since it started; None where it does not
+            count them.
+        num_accepted: those of them that were right.
+        accepted_share: of SGLang's drafted tokens, in the last interval that it measured; None
+            where it counts them, or drafts none.
+        interval: of that share; another one with each new interval.
     """
 
     num_running_reqs: int
@@ -412,6 +418,10 @@ class Loads:
     tokens_per_s: float | None = None
     num_output_tokens: int | None = None
     kv_use: float | None = None
+    num_drafted: int | None = None
+    num_accepted: int = 0
+    accepted_share: float | None = None
+    interval: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 

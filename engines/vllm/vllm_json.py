@@ -30,6 +30,9 @@ EMPTY_CHECKSUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b8
 """SHA-256 of no bytes: what ``/weight_checker`` reports of a weight that is stored elsewhere."""
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 _KV_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.M)
+_DRAFTS = re.compile(
+    r"^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M
+)
 _OUTPUT_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 _RENAMED = {
     "max_new_tokens": "max_tokens",
@@ -225,11 +228,16 @@ def read_loads(metrics: str) -> Loads:
     for kind, number in _GAUGE.findall(metrics):
         found[kind] += int(float(number))
     counts = [int(float(number)) for number in _OUTPUT_TOKENS.findall(metrics)]
+    drafts: dict[str, int] = {}
+    for kind, number in _DRAFTS.findall(metrics):
+        drafts[kind] = drafts.get(kind, 0) + int(float(number))
     return Loads(
         num_running_reqs=found["running"],
         num_waiting_reqs=found["waiting"],
         num_output_tokens=sum(counts) if counts else None,
         kv_use=max(map(float, _KV_USE.findall(metrics)), default=None),
+        num_drafted=drafts.get("draft"),
+        num_accepted=drafts.get("accepted", 0),
     )
 
 

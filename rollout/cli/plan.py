@@ -30,7 +30,7 @@ from rollout.config.file import with_lines
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
 from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
-from rollout.rules.release_policy import elastic_backup_note, release_policy
+from rollout.rules.release_policy import draft_note, elastic_backup_note, release_policy
 from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import (
     option_notes,
@@ -56,7 +56,7 @@ def validate(config: ConfigPath, as_json: AsJson = False) -> None:
     Exit status 2 if there is one.
     """
     loaded, mistakes = _examined(config)
-    notes = list(option_notes(loaded)) if loaded is not None else []
+    notes = [] if loaded is None else [*option_notes(loaded), *_draft_notes(loaded)]
     if as_json:
         values = {
             "config": str(config),
@@ -146,6 +146,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
             *_notes(placement, host_bytes),
             *option_notes(config),
             *filter(None, backup_notes),
+            *_draft_notes(config),
             *_push_notes(config),
             *push_room_notes(config),
             *_window_notes(config),
@@ -241,6 +242,22 @@ def _span_text(span: range) -> str:
     if not len(span):
         return "elsewhere"
     return str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}"
+
+
+def _draft_notes(config: RolloutConfig) -> Iterator[str]:
+    """What keeps the drafts of engines, and what becomes of them.  One that is attached reports its
+    draft when the run attaches it."""
+    for name, server in config.servers.items():
+        weights = server.weights
+        for group, settings in server.groups.items():
+            where = f"servers.{name}.groups.{group}"
+            terms = where, settings, weights.update, weights.not_pushed
+            try:
+                has_backup = release_policy(*terms).weights_cpu_backup
+            except ConfigError:
+                continue  # it is among the mistakes
+            if note := draft_note(settings, weights.update, has_backup=has_backup):
+                yield f"{where}: {note}"
 
 
 def _push_notes(config: RolloutConfig) -> Iterator[str]:

@@ -127,6 +127,9 @@ class WeightsConfig(ConfigSection):
     ``huge=within_size`` makes taking it faster."""
     disk_path: PathText | None = None
     """Folder for ``disk``, for example ``/ckpt/{version}``; also set ``health.weights_path``."""
+    draft: Literal["kept"] = "kept"
+    """What becomes of a draft model. ``kept``: pushes do not train it, so accepted drafts fall with
+    training. ``pushed`` is refused: no push contains a draft."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of ``distributed``; ``auto`` uses NCCL for tensors on a GPU, else gloo."""
     group_timeout_s: Seconds = 60.0
@@ -143,6 +146,17 @@ class WeightsConfig(ConfigSection):
     for ``lifecycle.drain_timeout_s``."""
     store: StoreConfig | None = None
     """Keep the published weights in the nodes' memory: ``true``, or the settings of the store."""
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _draft_is_not_pushed(cls, value: Any) -> Any:
+        if value == "pushed":
+            raise ValueError(
+                "no push contains a draft: engines of kind vllm load pushed tensors into the "
+                "policy alone, and SGLang gives its draft only those whose names it has; use kept, "
+                "and launch again with another draft when too few tokens of it are accepted"
+            )
+        return value
 
     @field_validator("store", mode="before")
     @classmethod

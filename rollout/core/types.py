@@ -103,6 +103,29 @@ class TrainerSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """How many of the tokens that an engine's draft proposes are right.
+
+    Attributes:
+        draft: the path of its model, or the method that has one.
+        share: of the drafted tokens since the engine continued; None while too few are known.
+        num_drafted: those tokens; of SGLang, which does not count them, at least so many.
+        weight_version: with which it continued.
+        highest_share: of an earlier time; None if there was none.
+        highest_version: the weight version of that time.
+        fall: that less than half is left of the highest share, in words; empty if more is.
+    """
+
+    draft: str
+    share: float | None = None
+    num_drafted: int = 0
+    weight_version: int | None = None
+    highest_share: float | None = None
+    highest_version: int | None = None
+    fall: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReport:
     """The result of one command on one engine.
 
@@ -114,6 +137,7 @@ class EngineReport:
             it has none; None after other commands, or if not measured.
         num_gpus: its GPUs; 0 for an engine on the CPU.
         verified_by: how its weights were verified: ``fingerprint``, ``canary`` or ``version``.
+        drafts: after ``continue_generation``, of the time before it; None without a draft.
     """
 
     engine_id: str
@@ -123,6 +147,7 @@ class EngineReport:
     verified_by: str = ""
     used_bytes: int | None = None
     num_gpus: int = 0
+    drafts: DraftFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +248,12 @@ class StepReport:
     paused_s: float = 0.0
     unchanged: tuple[UnchangedWeights, ...] | None = None
 
+    @property
+    def drafts(self) -> Mapping[str, DraftFigures]:
+        """Of each engine with a draft, how many drafted tokens were right before this step."""
+        engines = (engine for report in self.reports for engine in report.engines)
+        return {one.engine_id: one.drafts for one in engines if one.drafts is not None}
+
     def merged(self, later: StepReport) -> StepReport:
         """This report followed by ``later``; seconds of the same command are added.
 
@@ -269,6 +300,7 @@ class EngineStatus:
         access: what calls to it carry; its repr hides the keys.
         standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
             or why there is none; empty without ``standby``.
+        drafts: how many of its drafted tokens are right; None without a draft.
     """
 
     engine_id: str
@@ -298,6 +330,7 @@ class EngineStatus:
     standby: str = ""
     start: str = ""
     access: EngineAccess = NO_ACCESS
+    drafts: DraftFigures | None = None
 
     @property
     def process(self) -> str:

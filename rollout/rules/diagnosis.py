@@ -83,6 +83,13 @@ _SETTINGS = {
     "snapshot": "lifecycle.update_timeout_s",
     "kill": "engine.kill_timeout_s",
 }
+DRAFT_ADVICE = (
+    "no push trains a draft, so it is right less often the further the policy moves: leave it out "
+    "once it costs more time than it saves, or launch with one that was trained with these weights",
+    "if the fall came at once, with an offload, the draft's weights were lost: an engine that "
+    "others launched needs --enable-draft-weights-cpu-backup (SGLang), or "
+    "engine.weights_cpu_backup true in its group (vLLM)",
+)
 LONG_S = 10.0
 JOURNAL_LOST = "rollout/journal_lost_s"
 _SLOW = 2.0
@@ -106,6 +113,7 @@ def diagnose(now: Mapping[str, Any], *, long_s: float = LONG_S) -> list[Finding]
         *_engines(now),
         *_versions(now),
         *_unchanged(now),
+        *_drafts(now),
         *_store(now),
         *_journal(now),
     ]
@@ -387,6 +395,19 @@ def _unchanged(now: Mapping[str, Any]) -> Iterator[Finding]:
     for weights in now.get("unchanged") or ():
         causes = (f"likely: {cause}" for cause in weights["causes"])
         yield Finding(Severity.WRONG, weights["what"], tuple(causes), tuple(weights["advice"]))
+
+
+def _drafts(now: Mapping[str, Any]) -> Iterator[Finding]:
+    for engine in now.get("engines", ()):
+        drafts, engine_id = engine.get("drafts"), engine["engine_id"]
+        if drafts and drafts["fall"]:
+            yield Finding(
+                Severity.WATCH,
+                f"engine {engine_id}: {drafts['fall']}",
+                ("replies are right, and take longer: what a draft gets wrong costs a step",),
+                DRAFT_ADVICE,
+                (engine_id,),
+            )
 
 
 def _store(now: Mapping[str, Any]) -> Iterator[Finding]:

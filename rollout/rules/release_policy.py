@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.protocol import MemoryTag
+from engines.protocol.kind import Kind
 from rollout.config import GroupConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.rules.lifecycle import GroupTraits
@@ -79,6 +80,50 @@ def _draft_without_backup(group: GroupConfig) -> str:
     """The draft whose weights only a copy of all weights keeps; empty if there is none."""
     kind = group.engine.of_kind
     return "" if kind.draft_backup_option else kind.draft(group.engine.options)
+
+
+def draft_note(group: GroupConfig, update: WeightUpdate, *, has_backup: bool) -> str:
+    """The draft of engines that are launched: what keeps its weights, and what becomes of it; empty
+    without one.
+
+    Args:
+        has_backup: an engine keeps a copy of all weights over a release.
+    """
+    kind = group.engine.of_kind
+    own, whole = kind.draft_backup_option.replace("_", "-"), "weights_cpu_backup" * has_backup
+    backup = own or whole if group.needs_offload else None
+    return draft_text(kind, kind.draft(group.engine.options), update, backup)
+
+
+def draft_text(kind: Kind, draft: str, update: WeightUpdate, backup: str | None) -> str:
+    """What keeps the weights of a draft, and what becomes of it; empty for none.
+
+    Args:
+        draft: as in ``Features``.
+        backup: the option with which the engine keeps a copy of them over a release; None if it
+            is never released.
+    """
+    if not draft:
+        return ""
+    if backup is None:
+        kept = "its weights are never released"
+    elif backup:
+        kept = f"over an offload its weights are kept by {backup}"
+    else:
+        kept = "an offload loses its weights"
+    if update is WeightUpdate.FROZEN:
+        drifts = "nothing is pushed, so it fits the model as it does at the start"
+    else:
+        reached = (
+            f"{kind.title} loads into it only those pushed tensors whose names it has"
+            if kind.pushes_reach_draft
+            else "no push contains it"
+        )
+        drifts = (
+            f"{reached}, so it drifts from the policy: accepted drafts fall with training (metric "
+            "rollout_engine_draft_accepted_ratio)"
+        )
+    return f"draft {draft}: {kept}; {drifts}"
 
 
 _ELASTIC_BACKUP = "enable-elastic-expert-backup"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import rollout
 from engines.fake import FakeEngine
 from engines.fake.engine.fake_weights import write_checkpoint
 from engines.fake.http_fake import FakeHttpApp, HttpFakeLauncher
-from engines.launch import EngineSpec, LocalLauncher, attach
+from engines.launch import EngineSpec, LocalLauncher, RunningEngine, attach
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import Endpoint, PauseMode, ServerInfo
 from engines.protocol.errors import EngineNotReady
@@ -317,6 +318,23 @@ async def test_an_engine_without_a_memory_saver_is_not_offloaded(
         await theirs.stop(10.0)
 
 
+async def sglang_that_reports(raw: dict[str, Any], folder: Path) -> RunningEngine:
+    """A fake with SGLang's name and what SGLang would report."""
+
+    class Theirs(FakeEngine):
+        async def server_info(self) -> ServerInfo:
+            return replace(await super().server_info(), engine="sglang", raw=raw)
+
+        async def endpoints(self) -> frozenset[str]:
+            return await super().endpoints() | NEEDED
+
+    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
+        return Theirs(spec.engine_id, endpoint=endpoint, model_path=spec.model_path)
+
+    model = str(write_checkpoint(folder / "model"))
+    return await HttpFakeLauncher(make).launch(EngineSpec("theirs-0", "fake", model, "/nowhere"))
+
+
 @pytest.mark.parametrize(
     ("reported", "settings", "refusal"),
     [
@@ -337,20 +355,8 @@ async def test_a_server_of_sglang_is_refused_by_what_it_reports(
     settings: dict[str, Any],
     refusal: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Theirs(FakeEngine):
-        async def server_info(self) -> ServerInfo:
-            return replace(await super().server_info(), engine="sglang", raw=reported)
-
-        async def endpoints(self) -> frozenset[str]:
-            return await super().endpoints() | NEEDED
-
-    def make(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-        return Theirs(spec.engine_id, endpoint=endpoint, model_path=spec.model_path)
-
-    model = str(write_checkpoint(tmp_path / "model"))
-    theirs = await HttpFakeLauncher(make).launch(EngineSpec("theirs-0", "fake", model, "/nowhere"))
+    theirs = await sglang_that_reports(reported, tmp_path)
     whole = config(theirs, tmp_path / "model", tmp_path, **settings)
     try:
         with pytest.raises(rollout.RolloutError, match=f"groups.theirs.{refusal}"):
@@ -358,6 +364,34 @@ async def test_a_server_of_sglang_is_refused_by_what_it_reports(
         assert await theirs.is_alive()
     finally:
         await theirs.kill()
+
+
+async def test_a_launch_logs_the_draft_that_an_attached_server_reports(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reported = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": "/draft",
+        "enable_draft_weights_cpu_backup": True,
+    }
+    theirs = await sglang_that_reports(reported, tmp_path)
+    whole = config(theirs, tmp_path / "model", tmp_path)
+
+    def drive() -> None:
+        with rollout.launch(whole, backend="local") as deployment:
+            (group,) = deployment["policy"].status().result().groups
+            drafts = group.engines[0].drafts
+            assert drafts is not None
+            assert (drafts.draft, drafts.share) == ("/draft", None)
+
+    try:
+        await asyncio.to_thread(drive)
+    finally:
+        await theirs.kill()
+    (logged,) = [one for one in caplog.messages if "accepted drafts fall" in one]
+    kept = "draft /draft: over an offload its weights are kept by enable-draft-weights-cpu-backup;"
+    assert logged.startswith(f"engine theirs-0: {kept}")
 
 
 async def test_an_engine_that_is_not_there_is_an_error_in_time() -> None:

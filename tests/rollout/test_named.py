@@ -337,6 +337,17 @@ def test_engines_that_are_named_in_reports_have_a_bounded_number_of_labels() -> 
     assert counters.logprob_gaps["other"]["sum"] == 4000
 
 
+def test_the_share_of_right_drafts_is_a_gauge_of_each_engine_that_knows_it() -> None:
+    def engine(name: str, drafts: dict[str, Any] | None) -> dict[str, Any]:
+        values = {"state": "serving", "weight_version": 1, "resident_bytes": 1, "gpus": []}
+        return {"engine_id": name, "drafts": drafts, **values}
+
+    engines = [engine("a", {"share": 0.25}), engine("b", {"share": None}), engine("c", None)]
+    text = render_metrics(MetricCounters(), {"server": "s", "engines": engines})
+    lines = [line for line in text.splitlines() if line.startswith("rollout_engine_draft")]
+    assert lines == ['rollout_engine_draft_accepted_ratio{engine="a",server="s"} 0.25']
+
+
 def test_figures_of_a_step_have_a_bounded_number_of_labels() -> None:
     reports = [
         {"step": 3, "metrics": {f"figure-{report}-{number}": 1 for number in range(500)}}

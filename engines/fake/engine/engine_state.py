@@ -41,6 +41,7 @@ class FakeSettings:
         reports_memory: it reports the memory of each tag, as engines on a GPU do.
         understands_images: its model does.
         fingerprints: the method of its fingerprints; empty as SGLang's, which no trainer makes.
+        draft: the path of its draft model; empty for none.
     """
 
     memory_saver: bool = True
@@ -56,6 +57,7 @@ class FakeSettings:
     reports_memory: bool = False
     understands_images: bool = False
     fingerprints: str = BYTES
+    draft: str = ""
 
 
 class FakeEngineState(CallHandler):

@@ -54,6 +54,7 @@ class FakeEngine(FakeEngineState):
     Attributes, besides those of ``FakeEngineState`` and ``CallHandler``:
         num_held: requests that arrived in a pause and got no answer yet.
         num_output_tokens: generated so far.
+        num_drafted, num_accepted: as in ``Loads``, with a draft; nothing here drafts tokens.
         num_closed: how often a client of it was closed.
     """
 
@@ -68,6 +69,7 @@ class FakeEngine(FakeEngineState):
         self.endpoint = endpoint
         self.num_held = 0
         self.num_output_tokens = 0
+        self.num_drafted = self.num_accepted = 0
         self.num_closed = 0
         self._num_requests = 0
         self._loads_at_pause: Loads | None = None
@@ -145,6 +147,7 @@ class FakeEngine(FakeEngineState):
                 raw={
                     "shared_image_store": self.caches.shared_image_store,
                     "random_seed": self.random_seed,
+                    **_drafting(self.settings.draft),
                 },
             )
             if not self.settings.reports_released:
@@ -244,6 +247,8 @@ class FakeEngine(FakeEngineState):
             num_running_reqs=len(self.in_flight),
             num_waiting_reqs=self.num_held,
             num_output_tokens=self.num_output_tokens,
+            num_drafted=self.num_drafted if self.settings.draft else None,
+            num_accepted=self.num_accepted,
         )
 
     def _abort(self, prefix: str) -> None:
@@ -317,6 +322,17 @@ class FakeEngine(FakeEngineState):
         """A pause in place keeps also who is aborted, since SGLang takes no step then."""
         is_retracted = self.paused is PauseMode.RETRACT and not request.is_aborted
         return self.paused is not PauseMode.IN_PLACE and not is_retracted
+
+
+def _drafting(draft: str) -> dict[str, Any]:
+    """What SGLang reports of its draft, with a copy of it over a release."""
+    if not draft:
+        return {}
+    return {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": draft,
+        "enable_draft_weights_cpu_backup": True,
+    }
 
 
 def _request_of(

@@ -42,6 +42,11 @@ def render_server(state: dict[str, Any], where: str) -> RenderableType:
         _deadline(span) for span in state.get("running", ()) if span["kind"] in ("phase", "group")
     ]
     parts += [Text(found["what"], style="yellow") for found in state.get("unchanged") or ()]
+    parts += [
+        Text(f"{engine['engine_id']}: {drafts['fall']}", style="yellow")
+        for engine in state.get("engines", [])
+        if (drafts := engine.get("drafts")) and drafts["fall"]
+    ]
     parts.append(_engines(state.get("engines", [])))
     if state.get("steps"):
         last = state["steps"][-1]

@@ -39,6 +39,7 @@ from rollout.config.compatibility import (
     of_stages,
 )
 from rollout.control.engine.claim import Claim
+from rollout.control.engine.drafts import DraftRecord, read_drafts
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
 from rollout.control.engine.memory import size_of_weights
@@ -48,6 +49,7 @@ from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
 from rollout.rules.deadlines import kill_timeout_s, start_timeout_s
 from rollout.rules.health import why_other_process
+from rollout.rules.release_policy import draft_text
 from rollout.weights.format.checkpoint_config import read_generation_config
 from rollout.weights.format.encoder_tensors import pushed_encoder
 from rollout.weights.format.tied_head import tied_head
@@ -249,6 +251,11 @@ class Starter:
             else (),
             start=info.start if settings.group.engine.is_attached else "",
         )
+        if features.draft:
+            member.drafts = DraftRecord(features.draft, member.weight_version)
+            await read_drafts([member])
+            if settings.group.engine.is_attached:
+                logger.info("engine %s: %s", slot.engine_id, self._draft_text(features, kind))
         # The first call that changes an attached engine is for the process that was admitted.
         engine.authorize(member.access)
         is_retracting = settings.lifecycle.drain is Drain.RETRACT
@@ -289,6 +296,12 @@ class Starter:
         drain = settings.lifecycle.drain
         ways = settings.transport, drain, settings.encoding
         self._refuse(of_pushes(engine_id, features, settings.update, *ways))
+
+    def _draft_text(self, features: Features, kind: Kind) -> str:
+        settings = self._settings
+        whole = "weights_cpu_backup" if self._weights_cpu_backup else ""
+        backup = (features.draft_backup or whole) if self._memory_saver else None
+        return draft_text(kind, features.draft, settings.update, backup)
 
     def _logprob_rule(self, engine_id: str, info: ServerInfo, kind: Kind) -> LogprobRule:
         settings = self._settings

@@ -21,6 +21,7 @@ from engines.protocol import (
 )
 from engines.protocol.errors import EngineRejected
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
+from rollout.control.engine.drafts import DraftRecord
 from rollout.control.engine.stale_answers import Answers
 from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineSlot, EngineStatus
@@ -81,6 +82,7 @@ class EngineState:
         process_name: of its process and its log; empty if that is its id.
         fence_cause: its first reason to be fenced, when a try to replace it gave it another.
         start: of its process, as ``ServerInfo.start``, if it is attached; else empty.
+        drafts: its drafted tokens; None without a draft.
     """
 
     slot: EngineSlot
@@ -128,6 +130,7 @@ class EngineState:
     process_name: str = ""
     fence_cause: str = ""
     start: str = ""
+    drafts: DraftRecord | None = None
 
     @property
     def engine_id(self) -> str:
@@ -312,6 +315,7 @@ class EngineState:
             process_name=self.process_name,
             start=self.start,
             access=self.access,
+            drafts=None if self.drafts is None else self.drafts.figures(),
         )
 
     # After a phase that failed half-way, engines of one group may differ.  The lifecycle table does

@@ -19,7 +19,7 @@ from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_set import EngineSet, format_failures
 from rollout.core.errors import LifecycleError, PhaseFailed
 from rollout.core.fanout import EngineReply
-from rollout.core.types import EngineReport, PhaseReport
+from rollout.core.types import DraftFigures, EngineReport, PhaseReport
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
 from rollout.rules import lifecycle
@@ -157,6 +157,7 @@ class CommandRunner:
                     failure=str(answer.failure or ""),
                     freed_bytes=answer.value if isinstance(answer.value, int) else 0,
                     verified_by=answer.value.by if isinstance(answer.value, Verification) else "",
+                    drafts=_drafts_of(members.get(engine_id), command),
                     **_memory_of(members.get(engine_id), command),
                 )
                 for engine_id, answer in answers.items()
@@ -191,6 +192,12 @@ def _memory_of(member: EngineState | None, command: Command | str) -> dict[str, 
         return {}
     used_bytes = member.used_after if command in MOVE_MEMORY else None
     return {"num_gpus": member.slot.num_gpus, "used_bytes": used_bytes}
+
+
+def _drafts_of(member: EngineState | None, command: Command | str) -> DraftFigures | None:
+    """Its drafted tokens of the time that a continue has ended."""
+    has_ended = member is not None and command == Command.CONTINUE_GENERATION
+    return member.drafts.last if member and has_ended and member.drafts else None
 
 
 def left_until(ends_s: float) -> float:

@@ -25,6 +25,7 @@ from engines.launch import EngineLauncher, RunningEngine
 from engines.protocol.plain_text import describe
 from rollout.config import Drain
 from rollout.control.engine.catch_up import bring_to_phase
+from rollout.control.engine.drafts import read_drafts
 from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.logprob_check import LogprobCheck, check_expected
@@ -361,6 +362,9 @@ class ServerGroup:
         await self._recovery.restore(member, version)
 
     async def _continue(self, member: EngineState, *, with_check: bool) -> Verification | None:
+        if member.drafts is not None:
+            await read_drafts([member])
+            member.drafts.begin(member.weight_version)
         await member.continue_generation()
         if member.is_stale:
             return None
@@ -484,7 +488,11 @@ class ServerGroup:
         members, is_attached = self._engines.members(), self._settings.group.engine.is_attached
         if is_attached:
             distrusted = [member.engine_id for member in members]
-        probes = await probe_all(members, kind, budget_s, distrusted)
+        reads = members if commands.phase is Phase.SERVING else ()
+        probes, _ = await asyncio.gather(
+            probe_all(members, kind, budget_s, distrusted),
+            read_drafts(member for member in reads if not member.fence_reason),
+        )
         if is_attached:
             probes = self._weight_watch.watch(probes)
         is_steady = num_commands == commands.num_commands and not had_command

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from engines.protocol.plain_text import describe
 from rollout.config import Drain, LifecycleConfig, WeightUpdate
@@ -314,7 +315,7 @@ class PhaseRunner:
             await self._gate.publish_members()
             self._recovery.probe_soon()
         if command is Command.CONTINUE_GENERATION:
-            await self._open_gate()
+            await self._open_gate(_of_drafts(reports))
         self.doing = ""
         await self.write_journal(durable=False)
         return StepReport(
@@ -402,13 +403,13 @@ class PhaseRunner:
         """Open the gate after all engines can serve."""
         await run_to_completion(self._open_gate())
 
-    async def _open_gate(self) -> None:
+    async def _open_gate(self, of_drafts: Mapping[str, float] = MappingProxyType({})) -> None:
         before = self._last_push
         self._last_push = replace(before, has_served=True)
         # First: a server that continues this one has to know that the version may have served.
         await self.write_journal(durable=False)
         try:
-            await self._gate.open(self._last_push, self.changes.metrics())
+            await self._gate.open(self._last_push, {**self.changes.metrics(), **of_drafts})
         except PhaseFailed:  # after any other error, the router may have opened it
             self._last_push = before
             raise
@@ -482,3 +483,11 @@ class PhaseRunner:
             if engine_id not in before and fence_reason not in str(error):
                 error.add_note(f"also fenced: {fence_reason}")
         self._recovery.probe_soon()
+
+
+def _of_drafts(reports: Iterable[PhaseReport]) -> dict[str, float]:
+    """The share of drafted tokens that were right before this step, for trackers; empty if it is
+    not known."""
+    engines = (engine.drafts for report in reports for engine in report.engines)
+    shares = [one.share for one in engines if one is not None and one.share is not None]
+    return {"server/draft_accepted_ratio": sum(shares) / len(shares)} if shares else {}

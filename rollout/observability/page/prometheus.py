@@ -81,6 +81,12 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "rollout_engine_state": ("gauge", ("engine", "state"), "1 for the state an engine is in."),
     "rollout_engines": ("gauge", ("state",), "Engines by state."),
     "rollout_engine_resident_bytes": ("gauge", ("engine",), "Host memory of an engine."),
+    "rollout_engine_draft_accepted_ratio": (
+        "gauge",
+        ("engine",),
+        "Share of the tokens that an engine's draft proposes which are right, since the last push; "
+        "no sample while too few are known.",
+    ),
     "rollout_gpu_used_bytes": ("gauge", ("engine", "gpu"), "GPU memory in use, by all programs."),
     "rollout_gpu_bytes": ("gauge", ("engine", "gpu"), "Memory of a GPU."),
     "rollout_gpu_busy_ratio": (
@@ -272,6 +278,11 @@ def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
         "rollout_engines": num_by_state,
         "rollout_engine_resident_bytes": {
             engine["engine_id"]: engine["resident_bytes"] for engine in engines
+        },
+        "rollout_engine_draft_accepted_ratio": {
+            engine["engine_id"]: engine["drafts"]["share"]
+            for engine in engines
+            if engine.get("drafts")
         },
         "rollout_adapter_version": {
             adapter: version_of(name) for adapter, name in (gate.get("adapters") or {}).items()

@@ -215,6 +215,7 @@ class StateCache:
             "is_stale": engine.is_stale,
             "fence_reason": engine.fence_reason,
             "standby": engine.standby,
+            "drafts": None if engine.drafts is None else asdict(engine.drafts),
             "routing": in_router.get("state", ""),
             "reason": in_router.get("reason", ""),
             "num_in_flight": in_router.get("num_in_flight", 0),

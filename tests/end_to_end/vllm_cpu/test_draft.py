@@ -1,4 +1,5 @@
-"""A draft model on real vLLM, a copy of the model: its tokens are accepted after an offload too."""
+"""A draft on real vLLM, a copy of the model: its tokens are accepted after an offload too, and that
+they no longer are, when the model moves away from it, is a finding."""
 
 from __future__ import annotations
 
@@ -15,29 +16,37 @@ from safetensors.torch import load_file
 
 from engines.vllm.client import VllmClient
 from rollout import SamplingParams
-from rollout.core.types import EngineStatus
-from rollout.runtime.handle import ServerHandle
+from rollout.core.types import DraftFigures, EngineStatus
+from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.contract import features_of
 from tests.support.engine_keys import Keys, client_of
+from tests.support.paged import page_of, until
 from tests.support.real_policy import DEADLINES, one_engine, real_config
 
 pytestmark = [pytest.mark.exec, pytest.mark.vllm, pytest.mark.timeout(600)]
 SAMPLING = SamplingParams(max_new_tokens=25, temperature=0.0, ignore_eos=True)
 PROMPTS = [[60 + index, 61, 62] for index in range(20)]
+CHECKED = 30
+"""Fewer tokens are drafted for the prompts with which the engine is checked."""
 COUNTER = re.compile(
     r"^vllm:spec_decode_num_(draft|accepted)_tokens_total{.*} (\S+)$", re.MULTILINE
 )
 
 
 @pytest.fixture
-def policy(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
+def deployment(models: list[Path], tmp_path: Path) -> Iterator[DeploymentHandle]:
     draft = shutil.copytree(models[0], tmp_path / "draft")
     drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     group = one_engine("vllm", options={"speculative-config": drafting})
     config = real_config(models[0], tmp_path / "logs", {"main": group})
-    with launch_local(config) as deployment:
-        yield deployment["policy"]
+    with launch_local(config) as launched:
+        yield launched
+
+
+@pytest.fixture
+def policy(deployment: DeploymentHandle) -> ServerHandle:
+    return deployment["policy"]
 
 
 def engine_of(policy: ServerHandle) -> EngineStatus:
@@ -67,13 +76,45 @@ def drafted(policy: ServerHandle) -> tuple[float, float]:
     return draft, accepted
 
 
+def figures_of(policy: ServerHandle) -> DraftFigures:
+    found = engine_of(policy).drafts
+    assert found is not None
+    return found
+
+
 def test_a_draft_is_accepted_after_an_offload_and_a_push_as_before(
-    policy: ServerHandle, models: list[Path]
+    deployment: DeploymentHandle,
+    policy: ServerHandle,
+    models: list[Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = drafted(policy)
     assert first[0] == first[1] > 300
     with policy.offloaded() as window:
         window.push(load_file(models[0] / "model.safetensors"), version=1)
+    (before,) = window.report.drafts.values()
+    assert (before.share, before.weight_version) == (1.0, 0)
+    assert first[0] <= before.num_drafted < first[0] + CHECKED
     assert drafted(policy) == first
+    until(lambda: figures_of(policy).num_drafted >= first[0], "the drafts are read")
+    assert (figures_of(policy).share, figures_of(policy).fall) == (1.0, "")
+    # The draft stays what it is, and the policy becomes another model.
+    report = policy.push(load_file(models[1] / "model.safetensors"), version=2).result(120)
+    (before,) = report.drafts.values()
+    assert (before.share, before.weight_version) == (1.0, 1)
+    draft, accepted = drafted(policy)
+    assert accepted < draft / 2
+    until(lambda: figures_of(policy).num_drafted >= draft, "the drafts are read")
+    found = figures_of(policy)
+    assert found.share == pytest.approx(accepted / draft, abs=CHECKED / draft)
+    assert found.highest_share == 1.0
+    assert f"{found.share:.1%} are right since weight version 2" in found.fall
+    assert [one for one in caplog.messages if f"main-0: {found.fall}" in one]
+    with page_of(deployment.config) as page:
+        until(lambda: found.fall in page.get("/api/state").text, "the page shows it")
+        (finding,) = page.get("/api/state").json()["findings"]
+        assert finding["what"] == f"engine main-0: {found.fall}"
+        metrics = page.get("/metrics").text
+    assert f'draft_accepted_ratio{{engine="main-0",server="policy"}} {found.share}' in metrics
     why = asyncio.run(why_lost_if_attached(engine_of(policy)))
     assert re.search(r"contains its draft /.*/draft, .*weights_cpu_backup to true", why)

@@ -394,6 +394,23 @@ async def test_throughput_and_tokens_of_loads_are_summed_over_ranks():
     assert (loads.tokens_per_s, loads.num_output_tokens) == (21.0, 14)
 
 
+async def test_drafts_of_loads_are_counted_or_those_of_an_interval():
+    rank = {"num_running_reqs": 1, "num_waiting_reqs": 0}
+    counted = rank | {"num_drafted": 30, "num_accepted": 20}
+    async with asking({"loads": [counted, counted]}) as (client, _):
+        loads = await client.loads()
+    assert (loads.num_drafted, loads.num_accepted, loads.accepted_share) == (60, 40, None)
+    # As LoadSnapshot.to_dict of SGLang 0.5.23 has them.
+    ranks = [rank | {"speculative": {"accept_length": 2.5, "accept_rate": at}} for at in (0.5, 0.7)]
+    async with asking({"loads": ranks}) as (client, _):
+        loads = await client.loads()
+    assert (loads.num_drafted, loads.accepted_share) == (None, pytest.approx(0.6))
+    assert loads.interval == "[(0.5, 2.5), (0.7, 2.5)]"
+    async with asking({"loads": [rank]}) as (client, _):
+        loads = await client.loads()
+    assert (loads.num_drafted, loads.accepted_share) == (None, None)
+
+
 async def test_an_engine_without_requests_generates_no_tokens():
     rank = {"num_running_reqs": 0, "num_waiting_reqs": 0, "gen_throughput": 0.0}
     async with asking({"loads": [rank]}) as (client, _):

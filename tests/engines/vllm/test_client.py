@@ -61,6 +61,19 @@ def test_a_server_reports_its_draft(reported: dict[str, Any] | None, found: str)
     assert KINDS["vllm"].draft(info.raw) == found
 
 
+def test_drafted_tokens_are_counted_over_all_replicas() -> None:
+    names = ("draft", "accepted")
+    lines = [
+        f'vllm:spec_decode_num_{name}_tokens_total{{engine="{rank}",model_name="/m"}} {number}'
+        for rank, numbers in enumerate([("1.2e+06", "3.0"), ("30.0", "20.0")])
+        for name, number in zip(names, numbers, strict=True)
+    ]
+    lines.append('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 7.0')
+    loads = vllm_json.read_loads("\n".join(lines))
+    assert (loads.num_drafted, loads.num_accepted) == (1_200_030, 23)
+    assert vllm_json.read_loads("").num_drafted is None
+
+
 @pytest.mark.parametrize(("num_front_ends", "is_known"), [(None, True), (1, True), (2, False)])
 def test_a_start_of_vllm_is_known_by_what_its_one_front_end_made(
     num_front_ends: int | None, is_known: bool

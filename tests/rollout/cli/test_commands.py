@@ -402,9 +402,16 @@ def test_a_plan_counts_the_copy_of_a_draft_and_says_why_there_is_one(
     }
     file = tmp_path / "rollout.json"
     file.write_text(json.dumps(values))
-    (planned,) = json_of("plan", str(file))["groups"]
+    found = json_of("plan", str(file))
+    (planned,) = found["groups"]
     assert planned["host_bytes"] == 2 * sum(sizes[name] for name in copies)
     assert planned["weights_from"] == weights_from.replace("DRAFT", draft)
+    notes = [note for note in found["notes"] if "draft" in note]
+    # A test of the release policy has the whole texts.
+    begin = f"servers.policy.groups.main: draft {draft}: over an offload its weights are kept by "
+    assert [note.startswith(begin) for note in notes] == [True] * ("draft" in copies)
+    assert all("accepted drafts fall with training" in note for note in notes)
+    assert notes == [note for note in json_of("validate", str(file))["notes"] if "draft" in note]
 
 
 def test_a_plan_counts_the_graphs_that_sglang_copies_to_the_host(tmp_path: Path) -> None:

@@ -285,3 +285,12 @@ def test_a_config_cannot_be_written_to() -> None:
     config = RolloutConfig.from_dict(MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
         config.run_id = "other"
+
+
+def test_a_push_of_a_draft_is_refused_with_what_works() -> None:
+    server = {"model_path": "/m", "groups": {"main": {}}, "weights": {"draft": "pushed"}}
+    with pytest.raises(ConfigError, match=r"no push contains a draft: .*; use kept") as caught:
+        RolloutConfig.from_dict({"servers": {"policy": server}})
+    assert "servers.policy.weights.draft" in str(caught.value)
+    server["weights"] = {"draft": "kept"}
+    RolloutConfig.from_dict({"servers": {"policy": server}})

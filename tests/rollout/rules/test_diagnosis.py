@@ -241,3 +241,14 @@ def test_a_journal_that_is_not_on_disk_is_reported_until_it_is(
 def test_each_thing_wrong_with_an_engine_is_reported(more: dict[str, Any], text: str) -> None:
     findings = diagnose(state(engines=[engine("main-0"), engine("main-1", **more)]))
     assert text in findings[0].what
+
+
+def test_a_draft_that_is_right_less_than_half_as_often_is_a_finding() -> None:
+    fall = "of the tokens that its draft /draft proposes, 0.2% are right since weight version 3"
+    good = {"draft": "/draft", "share": 0.9, "fall": ""}
+    engines = [engine("main-0", drafts=good), engine("main-1", drafts=good | {"fall": fall})]
+    (found,) = diagnose(state(engines=[*engines, engine("main-2", drafts=None)]))
+    assert (found.severity, found.engine_ids) == (Severity.WATCH, ("main-1",))
+    assert found.what == f"engine main-1: {fall}"
+    assert "leave it out" in found.advice[0]
+    assert "--enable-draft-weights-cpu-backup" in found.advice[1]

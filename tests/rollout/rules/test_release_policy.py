@@ -8,6 +8,7 @@ from engines.protocol import MemoryTag
 from rollout.config import GroupConfig, WeightUpdate
 from rollout.core.errors import ConfigError
 from rollout.rules.release_policy import (
+    draft_note,
     elastic_backup_note,
     group_traits,
     least_freed_bytes,
@@ -110,6 +111,63 @@ def test_a_draft_of_sglang_has_a_backup_of_its_own() -> None:
     group = with_draft({"speculative-algorithm": "EAGLE3"}, "sglang")
     policy = release_policy("path", group, WeightUpdate.FULL)
     assert (policy.weights_cpu_backup, policy.weights_from) == (False, "the push (all tensors)")
+
+
+DRIFT = (
+    "so it drifts from the policy: accepted drafts fall with training (metric "
+    "rollout_engine_draft_accepted_ratio)"
+)
+OF_VLLM = {"speculative-config": {"model": "/draft", "num_speculative_tokens": 3}}
+OF_SGLANG = {"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": "/draft"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "offloads", "update", "expected"),
+    [
+        (
+            "vllm",
+            OF_VLLM,
+            True,
+            "full",
+            "draft /draft: over an offload its weights are kept by weights_cpu_backup; no push "
+            f"contains it, {DRIFT}",
+        ),
+        (
+            "vllm",
+            OF_VLLM,
+            False,
+            "full",
+            f"draft /draft: its weights are never released; no push contains it, {DRIFT}",
+        ),
+        (
+            "vllm",
+            {"speculative-config": {"method": "mtp"}},
+            True,
+            "frozen",
+            "draft mtp: over an offload its weights are kept by weights_cpu_backup; nothing is "
+            "pushed, so it fits the model as it does at the start",
+        ),
+        (
+            "sglang",
+            OF_SGLANG,
+            True,
+            "full",
+            "draft /draft: over an offload its weights are kept by enable-draft-weights-cpu-backup;"
+            f" SGLang loads into it only those pushed tensors whose names it has, {DRIFT}",
+        ),
+        ("vllm", {"speculative-config": {"method": "ngram"}}, True, "full", ""),
+        ("sglang", {"speculative-algorithm": "NGRAM"}, True, "full", ""),
+        ("embedded", {}, True, "full", ""),
+    ],
+)
+def test_a_note_on_a_draft_has_what_keeps_it_and_that_it_drifts(
+    kind: str, options: dict[str, Any], offloads: bool, update: str, expected: str
+) -> None:
+    engine = {"kind": kind, "gpus": 1, "options": options}
+    made = GroupConfig.model_validate({"engine": engine, "needs_offload": offloads})
+    policy = release_policy("path", made, WeightUpdate(update))
+    note = draft_note(made, WeightUpdate(update), has_backup=policy.weights_cpu_backup)
+    assert note == expected
 
 
 @pytest.mark.parametrize("update", WeightUpdate)

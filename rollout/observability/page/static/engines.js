@@ -16,6 +16,9 @@ function gpuUse(engine) {
   return measured.length ? `${(sum(measured, "busy_percent") / measured.length).toFixed(0)} %` : "–";
 }
 
+// Since the last push.
+const draftsRight = ({ drafts }) => (!drafts || drafts.share === null ? "–" : `${(100 * drafts.share).toFixed(0)} %`);
+
 function row(engine, error, { canFence, onFence, onLog }) {
   const doing = make("td", { class: "doing" });
   if (engine.doing) { doing.dataset.start = engine.doing.start_s; doing.dataset.name = engine.calling ? engine.calling.name : engine.doing.name; }
@@ -35,6 +38,7 @@ function row(engine, error, { canFence, onFence, onLog }) {
     number(String(engine.num_in_flight)),
     number(String(engine.num_waiting ?? "–")),
     number(short(engine.tokens_per_s)),
+    number(draftsRight(engine), "draft"),
     number(bytes(engine.resident_bytes)),
     number(gpuMemory(engine), "gpu"),
     number(gpuUse(engine), "gpu"),
@@ -52,7 +56,7 @@ export function renderEngines(engines, options) {
     const isHidden = (onlyOthers && engine.state === "serving") || (wanted && !`${engine.engine_id} ${engine.state} ${error} ${engine.group}`.toLowerCase().includes(wanted));
     if (isHidden) continue;
     seen.add(engine.engine_id);
-    const known = JSON.stringify([engine.state, engine.standby, engine.weight_version, engine.num_in_flight, engine.num_waiting, engine.tokens_per_s, engine.resident_bytes, engine.gpus, engine.doing, error]);
+    const known = JSON.stringify([engine.state, engine.standby, engine.weight_version, engine.num_in_flight, engine.num_waiting, engine.tokens_per_s, engine.drafts, engine.resident_bytes, engine.gpus, engine.doing, error]);
     const old = rows.get(engine.engine_id);
     if (old && old.known === known) continue;
     const made = row(engine, error, options);
@@ -60,8 +64,9 @@ export function renderEngines(engines, options) {
     rows.set(engine.engine_id, { known, row: made });
   }
   for (const [id, { row: gone }] of rows) if (!seen.has(id)) { gone.remove(); rows.delete(id); }
-  // Without a GPU, its columns would be empty.
+  // Without a GPU or a draft, their columns would be empty.
   find("engine-table").classList.toggle("no-gpu", !engines.some((engine) => engine.num_gpus));
+  find("engine-table").classList.toggle("no-draft", !engines.some((engine) => engine.drafts));
   const tiles = find("tiles");
   tiles.hidden = engines.length <= 16;
   if (!tiles.hidden) tiles.replaceChildren(...engines.map((engine) => make("i", { class: kind(engine.state) || (engine.doing ? "watch" : ""), title: `${engine.engine_id}: ${engine.state}` })));
