@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         PlacementError,
         RankFailure,
         RolloutError,
+        VersionUnavailable,
         WeightError,
         WeightMismatch,
         WeightsUnavailable,
@@ -59,7 +60,7 @@ _HOMES = {
     "rollout.core.errors": (
         "ActorLost ConfigError EngineFailure GenerationAborted GenerationFailed LifecycleError"
         " LogprobMismatch PhaseFailed PhaseTimeout PlacementError RankFailure RolloutError"
-        " WeightError WeightMismatch WeightsUnavailable"
+        " VersionUnavailable WeightError WeightMismatch WeightsUnavailable"
     ),
     "rollout.core.pending": "Pending",
     "rollout.core.samples": "Sample SampleFailure SampleGroup SampleStatus",
@@ -267,6 +268,7 @@ __all__ = [
     "Session",
     "StepReport",
     "TrainerSlot",
+    "VersionUnavailable",
     "WeightError",
     "WeightMismatch",
     "WeightsUnavailable",

@@ -14,6 +14,7 @@
       LogprobMismatch                    the engines' log-probs are not the trainer's
       GenerationAborted                  carries the incomplete sample
       GenerationFailed                   requests without a reply; carries the other replies
+        VersionUnavailable               no engine has the weight version that a request wants
       ActorLost                          a Ray actor died or cannot be reached
 
 An error must survive pickling: the message is the only positional argument, and every other field
@@ -289,6 +290,25 @@ class GenerationFailed(RolloutError):
         super().__init__(message)
         self.failures = dict(failures or {})
         self.replies = list(replies)
+
+
+class VersionUnavailable(GenerationFailed):
+    """No engine has the weight version that a request wants, or has it long enough for a reply.
+
+    Attributes:
+        weight_version: the one that could be had; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        weight_version: int | None = None,
+        failures: Mapping[int, str] | None = None,
+        replies: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(message, failures=failures, replies=replies)
+        self.weight_version = weight_version
 
 
 class ActorLost(RolloutError):

@@ -18,6 +18,7 @@ from rollout.core.pending import Pending
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
 from rollout.driver.client.http_client import reconnecting
+from rollout.rules.contract import NO_CONTRACT, Contract
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120.0)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,256}")
@@ -31,9 +32,12 @@ class AgentSession:
     Attributes:
         base_url: for OpenAI clients.
         api_key: for OpenAI clients, which refuse an empty one.
+        default_headers: for OpenAI clients, which send them with each turn: the weight versions
+            that its tokens may have.
 
     Args:
         submit: does work on the event loop of the clients.
+        contract: what each turn fulfils.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class AgentSession:
         key: str,
         control_key: str,
         submit: Callable[[Coroutine[Any, Any, Any]], Pending[Any]],
+        contract: Contract = NO_CONTRACT,
     ) -> None:
         if session_id and not _ID.fullmatch(session_id):
             raise wrong("session_id", session_id, "1 to 256 letters, digits or ._-")
@@ -51,6 +56,7 @@ class AgentSession:
         self._url = f"{url.rstrip('/')}/sessions/{self.session_id}"
         self.base_url = f"{self._url}/v1"
         self.api_key = key or "none"
+        self.default_headers = contract.to_headers()
         control = control_key or key
         self._headers = {"authorization": f"Bearer {control}"} if control else {}
         self._submit = submit

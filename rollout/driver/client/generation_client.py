@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.logprob_kind import LogprobRule
+from rollout.rules.contract import NO_CONTRACT, Contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class GenerationRequest:
         fields: more fields of the body, with SGLang's names.
         fails_over: the router keeps its tokens, so that another engine can continue it.
         timeout_s: until its last byte, including time held at the gate; None: the client's.
+        contract: what each of its tokens fulfils, or there is no reply.
     """
 
     rid: str
@@ -31,25 +33,32 @@ class GenerationRequest:
     fields: Mapping[str, Any] = field(default_factory=dict)
     fails_over: bool = False
     timeout_s: float | None = None
+    contract: Contract = NO_CONTRACT
 
 
 class FailureKind(StrEnum):
     """Why a request had no reply.
 
-    ``refused`` is final, and so is ``too_long``: an engine's context has no room for the prompt.
-    ``unavailable``: try again later.  ``needs_push``: no request is answered
+    Final are ``refused``; ``too_long``: an engine's context has no room for the prompt; and what
+    the contract rules out: ``version``, with the weights that are served, and ``logprob_kind``,
+    with all engines.  ``unavailable``: try again later.  ``needs_push``: no request is answered
     before a push of weights.  ``lost``: the connection or the engine ended, another engine may be
     tried.  ``aborted``: ended before its first token.
     """
 
     REFUSED = "refused"
     TOO_LONG = "too_long"
+    VERSION = "version"
+    LOGPROB_KIND = "logprob_kind"
     UNAVAILABLE = "unavailable"
     NEEDS_PUSH = "needs_push"
     LOST = "lost"
     ABORTED = "aborted"
 
 
+_FINAL = frozenset(
+    {FailureKind.REFUSED, FailureKind.TOO_LONG, FailureKind.VERSION, FailureKind.LOGPROB_KIND}
+)
 # In the refusals of the embedded engine, SGLang and vLLM, whose status is that of all bad requests.
 _HAS_NO_ROOM = re.compile(r"context length|maximum model length", re.IGNORECASE)
 
@@ -64,19 +73,26 @@ class GenerationError(Exception):
 
     Attributes:
         retry_after_s: seconds until the next try, as the server requests; 0 if it does not.
+        weight_version: what could be had instead, of kind ``version``; None if it is not known.
     """
 
     def __init__(
-        self, message: str, *, kind: FailureKind = FailureKind.REFUSED, retry_after_s: float = 0.0
+        self,
+        message: str,
+        *,
+        kind: FailureKind = FailureKind.REFUSED,
+        retry_after_s: float = 0.0,
+        weight_version: int | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
         self.retry_after_s = retry_after_s
+        self.weight_version = weight_version
 
     @property
     def is_final(self) -> bool:
         """Whether another try would be answered alike."""
-        return self.kind in (FailureKind.REFUSED, FailureKind.TOO_LONG)
+        return self.kind in _FINAL
 
 
 class Disconnected(GenerationError):

@@ -36,6 +36,7 @@ from rollout.driver.client.generation_client import (
     kind_of_refusal,
 )
 from rollout.driver.client.sample_requests import weights_field
+from rollout.rules.contract import NO_CONTRACT
 from rollout.rules.routing import JUST_STARTED
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,12 @@ _ABORTS_AT_ONCE = 32
 _JSON = {"content-type": "application/json"}
 _AGAIN = frozenset({429, 503})
 _ABORTED = 499
+# How the router's refusals of a contract are marked.
+_UNFULFILLED_STATUS = frozenset({400, 409})
+_UNFULFILLED = {
+    "weight_version": FailureKind.VERSION,
+    "logprob_kind": FailureKind.LOGPROB_KIND,
+}
 # For so long a router that was lost is tried again; Ray has it back in one to three seconds.
 _RECONNECT_S = 10.0
 _RECONNECT_AGAIN_S = 0.05
@@ -183,6 +190,8 @@ class HttpGenerationClient:
         headers = self._headers
         if request.affinity:
             headers = headers | {"x-affinity": request.affinity}
+        if request.contract is not NO_CONTRACT:
+            headers = headers | request.contract.to_headers()
         return headers | {"x-token-failover": "on"} if request.fails_over else headers
 
     async def abort(self, rids: Sequence[str], *, prefix: str = "") -> None:
@@ -348,7 +357,7 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
     try:
         answer = read_json(content)
         if "error" in answer:
-            raise GenerationError(str(answer["error"])[:500])
+            raise _why_unfulfilled(content) or GenerationError(str(answer["error"])[:500])
         if "output_ids" not in answer:
             raise KeyError("output_ids")
         reply = read_checked(answer, wants_logprobs=True)
@@ -411,11 +420,25 @@ def _why_push_needed(content: bytes) -> str:
     )
 
 
+def _why_unfulfilled(content: bytes) -> GenerationError | None:
+    """The router's refusal of a contract; None if it is another answer."""
+    try:
+        error = read_json(content)["error"]
+        kind, message = _UNFULFILLED[error["type"]], str(error["message"])[:500]
+        version = error.get("weight_version")
+    except WRONG_FORM:
+        return None
+    known = version if isinstance(version, int) else None
+    return GenerationError(message, kind=kind, weight_version=known)
+
+
 def _bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _error_of_status(status: int, content: bytes, retry_after: str) -> GenerationError:
+    if status in _UNFULFILLED_STATUS and (error := _why_unfulfilled(content)):
+        return error
     text = content[:500].decode(errors="replace")
     kind = kind_of_refusal(text)
     if status in _AGAIN:

@@ -7,19 +7,21 @@ so that any process can abort them, and those of one call share a prefix of thei
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2s
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack, get_type_hints
 
-from pydantic import TypeAdapter, with_config
+from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from engines.protocol import SamplingParams
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.arguments import STRICT, Count, Seconds, TokenIds, checked_as, wrong
 from rollout.core.errors import ConfigError
 from rollout.driver.client.generation_client import GenerationRequest
 from rollout.driver.client.sampling_check import check_sampling
+from rollout.rules.contract import MOST_VERSION, Contract, contract_of
 
 _PREFIX_BYTES = 12
 _TIMEOUT_S = 600.0
@@ -27,10 +29,29 @@ _FLAGS: tuple[tuple[str, str, Any], ...] = (
     ("prompt_logprobs", "logprob_start_len", 0),
     ("routed_experts", "return_routed_experts", True),
 )
+Version = Annotated[Count, Field(lt=MOST_VERSION)]
 
 
 @with_config(STRICT)
-class SampleOptions(TypedDict, total=False):
+class VersionOptions(TypedDict, total=False):
+    """Which weight versions the tokens of a reply may have; by default all.
+
+    A version that is not served yet is waited for, within ``router.hold_timeout_s``.
+
+    Attributes:
+        weight_version: the only one.
+        min_weight_version: the oldest one.
+        max_version_lag: how many versions a token may be behind the one that is served when its
+            reply ends.
+    """
+
+    weight_version: Version | None
+    min_weight_version: Version | None
+    max_version_lag: Version | None
+
+
+@with_config(STRICT)
+class SampleOptions(VersionOptions, total=False):
     """What a request for samples may have besides prompt, sampling and id.
 
     Attributes:
@@ -43,6 +64,9 @@ class SampleOptions(TypedDict, total=False):
         lora_path: name of a LoRA adapter; None: the base; by default what was pushed last.
         affinity: requests with the same one prefer the same engine.
         timeout_s: seconds for each reply, including time held at the gate; by default 600.
+        weight_version, min_weight_version, max_version_lag: see ``VersionOptions``.
+        logprob_kind: the distribution that the log-probs are of: ``full`` for a trainer's, which is
+            log-softmax of logits / temperature.  A request that no engine has it for is refused.
     """
 
     image_data: Any
@@ -52,9 +76,11 @@ class SampleOptions(TypedDict, total=False):
     lora_path: str | None
     affinity: str
     timeout_s: Seconds
+    logprob_kind: Annotated[LogprobKind, Field(strict=False)] | None
 
 
 _OPTIONS = TypeAdapter(SampleOptions)
+_VERSIONS = TypeAdapter(VersionOptions)
 _IDS: TypeAdapter[tuple[int, ...]] = TypeAdapter(TokenIds, config=STRICT)
 
 
@@ -89,15 +115,11 @@ def make_requests(
     Raises:
         ConfigError: an argument is wrong; it is named with its index in the batch.
     """
-    known = SampleOptions.__annotations__
-    if unknown := sorted(options.keys() - known):
-        raise ConfigError(
-            f"{unknown[0]} is no option of a request; known: {', '.join(known)}",
-            setting=unknown[0],
-        )
+    _check_names(options, SampleOptions)
     sampling = sampling or SamplingParams()
     check_sampling(sampling, least_tokens=0)
     options = checked_as(_OPTIONS, options)
+    contract = _contract_of(options)
     prompts = _prompts(token_ids, sampling)
     prefix = rid_prefix(request_id or os.urandom(_PREFIX_BYTES).hex())
     fields = _with_images(_fields(options), options, len(prompts), is_batch(token_ids))
@@ -111,9 +133,36 @@ def make_requests(
             fields[index],
             fails_over=True,
             timeout_s=options.get("timeout_s", _TIMEOUT_S),
+            contract=contract,
         )
         for number, (index, copy) in enumerate(pairs)
     ]
+
+
+def version_contract(**options: Unpack[VersionOptions]) -> Contract:
+    """What the turns of a session fulfil.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+    _check_names(options, VersionOptions)
+    return _contract_of(checked_as(_VERSIONS, options))
+
+
+def _check_names(options: Mapping[str, Any], kind: type[VersionOptions]) -> None:
+    known = get_type_hints(kind)
+    if unknown := sorted(options.keys() - known):
+        raise ConfigError(
+            f"{unknown[0]} is no option of a request; known: {', '.join(known)}",
+            setting=unknown[0],
+        )
+
+
+def _contract_of(options: Mapping[str, Any]) -> Contract:
+    try:
+        return contract_of(options)
+    except ValueError as error:  # each is right, but not beside the others
+        raise ConfigError(str(error), setting="weight_version") from None
 
 
 def _prompts(token_ids: Any, sampling: SamplingParams) -> list[list[int]]:

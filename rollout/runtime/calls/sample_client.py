@@ -9,14 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from engines.process.background import Then, keep_task, start_task
 from engines.protocol import FinishReason, GenerateReply
 from rollout.config import RouterConfig
-from rollout.core.errors import GenerationFailed
+from rollout.core.errors import GenerationFailed, VersionUnavailable
 from rollout.core.pending import LoopThread, Pending
 from rollout.driver.client.agent_session import AgentSession
 from rollout.driver.client.generation_client import (
@@ -26,6 +34,7 @@ from rollout.driver.client.generation_client import (
 )
 from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.sample_requests import rid_prefix
+from rollout.rules.contract import NO_CONTRACT, Contract
 from rollout.runtime.calls.making import making
 
 _TIMEOUT_S = 600.0
@@ -123,11 +132,12 @@ class SampleClient:
             if not calls:
                 del self._calls[request_id]
 
-    def session(self, url: str, session_id: str) -> AgentSession:
+    def session(self, url: str, session_id: str, contract: Contract = NO_CONTRACT) -> AgentSession:
         """A session of chats at the router ``url``."""
         key, control_key = self._keys
+        submit = _loop(self.pid).submit
         return AgentSession(
-            url, session_id, key=key, control_key=control_key, submit=_loop(self.pid).submit
+            url, session_id, key=key, control_key=control_key, submit=submit, contract=contract
         )
 
     async def _generate(
@@ -147,7 +157,7 @@ class SampleClient:
             ended = await asyncio.gather(*map(reply_to, requests))
         replies = [one if isinstance(one, GenerateReply) else None for one in ended]
         failures = {
-            index: str(one) for index, one in enumerate(ended) if isinstance(one, GenerationError)
+            index: one for index, one in enumerate(ended) if isinstance(one, GenerationError)
         }
         if failures:
             raise _failed(failures, replies)
@@ -166,7 +176,7 @@ class SampleClient:
                         yield _named(reply, request_id)
             except GenerationError as error:
                 if not _is_abort(error):
-                    raise _failed({0: str(error)}, [None]) from None
+                    raise _failed({0: error}, [None]) from None
                 yield _aborted(request_id)
 
     async def _client(self) -> HttpGenerationClient:
@@ -283,12 +293,16 @@ def _aborted(request_id: str) -> GenerateReply:
     return GenerateReply(request_id, "", (), (), reason)
 
 
-def _failed(failures: dict[int, str], replies: Sequence[GenerateReply | None]) -> GenerationFailed:
-    index, why = next(iter(failures.items()))
+def _failed(
+    errors: Mapping[int, GenerationError], replies: Sequence[GenerateReply | None]
+) -> GenerationFailed:
+    index, first = next(iter(errors.items()))
     several = len(replies) > 1
-    what = f"{len(failures)} of {len(replies)} requests failed; request {index}" if several else ""
-    return GenerationFailed(
-        f"{what}: {why}" if what else f"the request failed: {why}",
-        failures=failures,
-        replies=replies,
-    )
+    what = f"{len(errors)} of {len(replies)} requests failed; request {index}" if several else ""
+    message = f"{what}: {first}" if what else f"the request failed: {first}"
+    failures = {index: str(error) for index, error in errors.items()}
+    if any(error.kind is not FailureKind.VERSION for error in errors.values()):
+        return GenerationFailed(message, failures=failures, replies=replies)
+    known = [error.weight_version for error in errors.values() if error.weight_version is not None]
+    newest = max(known, default=None)
+    return VersionUnavailable(message, weight_version=newest, failures=failures, replies=replies)

@@ -14,7 +14,13 @@ from rollout.core.errors import ConfigError
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.driver.client.agent_session import AgentSession
-from rollout.driver.client.sample_requests import SampleOptions, is_batch, make_requests
+from rollout.driver.client.sample_requests import (
+    SampleOptions,
+    VersionOptions,
+    is_batch,
+    make_requests,
+    version_contract,
+)
 from rollout.rules.lifecycle import Command
 from rollout.runtime.calls.caller import Caller
 from rollout.runtime.calls.making import making
@@ -258,6 +264,8 @@ class ServerHandle:
             ConfigError: an argument is wrong; nothing was sent.
             GenerationFailed: from ``result()`` or ``await``: requests had no reply.  It has the
                 replies to the others.
+            VersionUnavailable: which is one: for all of them the reason was that no engine has
+                the weight version that they want.
         """
         requests = make_requests(token_ids, sampling, request_id, **options)
         client = self._sample_client()
@@ -286,17 +294,20 @@ class ServerHandle:
         request = make_requests(token_ids, sampling, request_id, **options)[0]
         return self._sample_client().stream(request, request_id)
 
-    def session(self, session_id: str = "") -> AgentSession:
+    def session(self, session_id: str = "", **versions: Unpack[VersionOptions]) -> AgentSession:
         """A conversation for an agent with an OpenAI client; its samples have exact token ids.
 
         Args:
             session_id: letters, digits and ``._-``; by default random.  The same id continues the
                 same session, from any process.
+            versions: see ``VersionOptions``.  Each turn of a client with the session's
+                ``default_headers`` has them.
 
         Raises:
-            ConfigError: the id has other characters.
+            ConfigError: the id has other characters, or a version is wrong.
         """
-        return self._sample_client().session(self.url, session_id)
+        contract = version_contract(**versions)
+        return self._sample_client().session(self.url, session_id, contract)
 
     def abort(self, request_id: str) -> Pending[None]:
         """End the requests of one ``generate`` or ``stream``, which any process may have called.

@@ -5,6 +5,7 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from aiohttp import web
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import NO_ACCESS, FinishReason, SamplingParams, VersionSpan
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.driver.client import http_client
 from rollout.driver.client.generation_client import (
@@ -25,6 +27,7 @@ from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.sample_requests import make_requests, rid_prefix
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import Driver, RolloutDriver
+from rollout.rules.contract import HEADERS, NO_CONTRACT, Contract
 from rollout.rules.routing import JUST_STARTED
 
 REQUEST = GenerationRequest("0" * 32, [1, 2], SamplingParams(max_new_tokens=3))
@@ -95,6 +98,68 @@ async def test_a_status_maps_to_a_kind_of_failure(status, headers, kind, after_s
         with pytest.raises(GenerationError, match=f"HTTP {status}: because") as caught:
             await client.generate(REQUEST)
     assert (caught.value.kind, caught.value.retry_after_s) == (kind, after_s)
+
+
+CONTRACT = Contract(weight_version=3, logprob_kind=LogprobKind.FULL)
+NO_SUCH_VERSION = {"type": "weight_version", "message": "version 3 is past", "weight_version": 5}
+
+
+async def test_what_a_request_wants_of_its_tokens_goes_over_the_wire() -> None:
+    seen: list[dict[str, str]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append({name.lower(): value for name, value in request.headers.items()})
+        return web.Response(status=400)
+
+    async with serving(handler) as client:
+        for contract in (CONTRACT, Contract(min_weight_version=0, max_version_lag=2), NO_CONTRACT):
+            with pytest.raises(GenerationError):
+                await client.generate(replace(REQUEST, contract=contract))
+    wanted = [{name: one[name] for name in HEADERS.values() if name in one} for one in seen]
+    assert wanted == [
+        {"x-weight-version": "3", "x-logprob-kind": "full"},
+        {"x-min-weight-version": "0", "x-max-version-lag": "2"},
+        {},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind", "version"),
+    [
+        (409, NO_SUCH_VERSION, FailureKind.VERSION, 5),
+        (409, NO_SUCH_VERSION | {"weight_version": None}, FailureKind.VERSION, None),
+        (409, NO_SUCH_VERSION | {"type": "other"}, FailureKind.REFUSED, None),
+        (409, "version 3 is past", FailureKind.REFUSED, None),
+        (409, NO_SUCH_VERSION | {"type": []}, FailureKind.REFUSED, None),
+        (400, {"type": "logprob_kind", "message": "is past"}, FailureKind.LOGPROB_KIND, None),
+        (400, {"type": "weight_version"}, FailureKind.REFUSED, None),
+        (503, NO_SUCH_VERSION, FailureKind.UNAVAILABLE, None),
+    ],
+)
+async def test_a_contract_that_cannot_be_fulfilled_is_final_with_the_version_that_could_be_had(
+    status: int, error: Any, kind: FailureKind, version: int | None
+) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"error": error}, status=status)
+
+    async with serving(handler) as client:
+        with pytest.raises(GenerationError) as caught:
+            await client.generate(replace(REQUEST, contract=CONTRACT))
+    assert (caught.value.kind, caught.value.weight_version) == (kind, version)
+    assert caught.value.is_final is (kind is not FailureKind.UNAVAILABLE)
+    if kind in (FailureKind.VERSION, FailureKind.LOGPROB_KIND):
+        assert str(caught.value).endswith("is past")
+
+
+async def test_a_stream_may_end_with_a_broken_contract() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        event = json.dumps({"error": NO_SUCH_VERSION})
+        return web.Response(text=f"data: {event}\n\n", content_type="text/event-stream")
+
+    async with serving(handler) as client:
+        with pytest.raises(GenerationError, match="version 3 is past") as caught:
+            await anext(client.stream(REQUEST))
+    assert (caught.value.kind, caught.value.weight_version) == (FailureKind.VERSION, 5)
 
 
 LONG = {"id": "r-1", "finish_reason": "x" * 9000, "weight_version": "3"}
