@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SkipValidation
 
 from engines.protocol import SamplingParams
-from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import SampleGroup, all_samples
@@ -34,7 +33,6 @@ from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.driver.client.limiter import Limiter
 from rollout.driver.client.load_follower import LoadFollower
 from rollout.driver.client.retry import RetryPolicy
-from rollout.driver.client.sampling_check import why_not_trained
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
 from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
@@ -53,8 +51,6 @@ from rollout.rules.diagnosis import JOURNAL_LOST
 
 logger = logging.getLogger(__name__)
 
-# What is full by this rule is so by all others.
-_ANY_RULE = LogprobRule(has_temperature=False, has_cuts=True)
 OnProgress = Callable[[Progress], None]
 _CLOSE_S = 0.5
 
@@ -231,7 +227,6 @@ class RolloutDriver:
             rollout_id, of=(plan, options), on_sample=on_sample, on_progress=on_progress
         )
         try:
-            await self._check_logprob_kinds(sampling)
             async with batch as groups:
                 if isinstance(prompts, Sequence) and not groups:
                     why = why_none_left(stream.stats, len(prompts), self.weight_version, options)
@@ -475,17 +470,6 @@ class RolloutDriver:
         load = await self._engines.load()
         if load is not None:
             self._engines.note_version(load.weight_version)
-
-    async def _check_logprob_kinds(self, sampling: SamplingParams) -> None:
-        """Refuse what no engine has for a trainer; where some do, each sample is judged."""
-        wire = sampling.to_wire()
-        if _ANY_RULE.kind_of(wire) is LogprobKind.FULL or self._hooks.generate is not None:
-            return
-        load = await self._engines.load()
-        kinds = {rule.kind_of(wire) for rule in (() if load is None else load.logprobs)}
-        if kinds and LogprobKind.FULL not in kinds:
-            why = why_not_trained(kinds.pop(), sampling)
-            raise ConfigError(f"the engines report {why}", setting="sampling", value=wire)
 
     def _report_loss(self, lost_s: float) -> None:
         self._figures.publish(self._step, {JOURNAL_LOST: lost_s})

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from engines.protocol import SamplingParams
 from rollout.core.arguments import Count, Positive, checked, options
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import ConfigError, RolloutError, VersionUnavailable
 from rollout.core.samples import SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.completer import Completer
 from rollout.driver.data.prompt import Prompt
@@ -25,6 +25,7 @@ from rollout.driver.stream.hooks import Hooks, Reward
 from rollout.driver.stream.options import BatchPlan, RolloutOptions, check_rollout_sampling
 from rollout.driver.stream.step_metrics import is_repetitive, length_figures
 from rollout.driver.stream.stream import Stream
+from rollout.rules.contract import Contract
 
 _TRIES = 3
 T = TypeVar("T")
@@ -123,19 +124,22 @@ async def evaluate_datasets(
 
     Raises:
         RolloutError: the weight version changed during every try.
+        VersionUnavailable: the engines serve an older version than ``version``, and no push came.
     """
-    pin = version
     for _ in range(_TRIES):
-        results = await _all(
-            _run_dataset(dataset, engines, hooks, pin) for dataset in datasets.values()
-        )
+        try:
+            results = await _all(
+                _run_dataset(dataset, engines, hooks, version) for dataset in datasets.values()
+            )
+        except VersionUnavailable:
+            if engines.weight_version == version:
+                raise
+            version = engines.weight_version
+            continue
         samples = [sample for groups in results for sample in all_samples(groups)]
+        # Without a known version, or a router, the replies are not held to one.
         seen = {number for sample in samples for number in sample.versions}
-        is_complete = all(
-            len(groups) == len(dataset.prompts)
-            for groups, dataset in zip(results, datasets.values(), strict=True)
-        )
-        if is_complete and len(seen) <= 1:
+        if len(seen) <= 1:
             by_name = dict(zip(datasets, results, strict=True))
             metrics: dict[str, float] = {}
             for name, dataset in datasets.items():
@@ -144,10 +148,10 @@ async def evaluate_datasets(
                     ks = tuple(2**power for power in range(dataset.num_samples.bit_length()))
                 metrics |= group_metrics(name, by_name[name], ks=ks, right_from=dataset.right_from)
             return EvalResult(rollout_id, metrics, by_name)
-        pin = engines.weight_version
+        version = engines.weight_version
     raise RolloutError(
-        f"evaluation {rollout_id}: the weight version changed in each of {_TRIES} tries; "
-        f"the last saw {', '.join(map(str, sorted(seen)))}"
+        f"evaluation {rollout_id}: the weight version changed in each of {_TRIES} tries; the "
+        f"engines have {version} now"
     )
 
 
@@ -163,7 +167,7 @@ async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _run_dataset(
-    dataset: EvalDataset, engines: Completer, hooks: Hooks, pin: int | None
+    dataset: EvalDataset, engines: Completer, hooks: Hooks, version: int | None
 ) -> list[SampleGroup]:
     if not dataset.prompts:
         return []
@@ -176,9 +180,10 @@ async def _run_dataset(
         post_process=None,
     )
     batch = BatchPlan(len(dataset.prompts), dataset.num_samples, dataset.sampling)
-    options = RolloutOptions(pin=pin, max_redone=1, max_failed_share=1.0)
+    options = RolloutOptions(max_failed_share=1.0)
+    contract = Contract(weight_version=version)
     stream = Stream(
-        FixedPrompts(dataset.prompts), engines, dataset_hooks, batch, options, is_training=False
+        FixedPrompts(dataset.prompts), engines, dataset_hooks, batch, options, contract=contract
     )
     try:
         async with stream.batch() as groups:

@@ -52,11 +52,16 @@ async def driving(
     assert client.num_in_flight == 0
 
 
-async def push(client: FakeGenerationClient, version: int, seconds: float = 1.0) -> None:
+async def push(
+    client: FakeGenerationClient,
+    version: int,
+    seconds: float = 1.0,
+    mode: PauseMode = PauseMode.ABORT,
+) -> None:
     """What a server does for new weights: hold requests, pause, update, continue, open."""
     client.hold()
     for engine in client.engines:
-        await engine.pause_generation(PauseMode.ABORT)
+        await engine.pause_generation(mode)
     await pass_time(seconds)
     for engine in client.engines:
         await engine.update_weight_version(str(version))

@@ -1,7 +1,8 @@
 """A client of fake engines in memory that behaves like a router, for tests of drivers and hooks.
 
 Always true: a request goes to the serving engine with the fewest requests; while the gate holds,
-requests wait and are sent in order when it opens; a dead engine fails one request and gets no more.
+requests wait and are sent in order when it opens; a dead engine fails one request and gets no more;
+what a request wants of weight versions is waited for, or refused, and no reply is without it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rollout.driver.client.generation_client import (
     GenerationRequest,
     kind_of_refusal,
 )
+from rollout.rules.contract import Fit
 
 
 class FakeGenerationClient:
@@ -34,7 +36,8 @@ class FakeGenerationClient:
         aborted: ids of all abort calls, in order.
         is_closed: requests fail with 503 instead of waiting.
         needs_push: requests fail because only a push of this version lets them through.
-        weight_version: reported with the load.
+        weight_version: reported with the load; None: an engine alone, which knows no contract.
+        hold_timeout_s: for which a request waits at the gate.
     """
 
     def __init__(self, engines: Sequence[FakeEngine]) -> None:
@@ -46,17 +49,20 @@ class FakeGenerationClient:
         self.needs_push: int | None = None
         self.weight_version: int | None = None
         self._in_flight: Counter[str] = Counter()
-        self._open = asyncio.Event()
-        self._open.set()
+        self.hold_timeout_s = 600.0
+        self._is_open = True
+        self._changed = asyncio.Event()
         self._aborts: dict[str, asyncio.Event] = {}
 
     def hold(self) -> None:
         """Hold new requests until ``open``."""
-        self._open.clear()
+        self._is_open = False
 
     def open(self) -> None:
         """Send held requests, and new ones at once."""
-        self._open.set()
+        self._is_open = True
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     @property
     def num_in_flight(self) -> int:
@@ -69,7 +75,7 @@ class FakeGenerationClient:
         if self.needs_push is not None:
             why = f"only a push of weight version {self.needs_push} opens the gate"
             raise GenerationError(why, kind=FailureKind.NEEDS_PUSH)
-        await self._wait_at_gate(request.rid)
+        await self._pass_gate(request)
         serving = [engine for engine in self.engines if not engine.is_dead]
         if not serving:
             raise _unavailable("HTTP 503: no engine")
@@ -82,6 +88,7 @@ class FakeGenerationClient:
                 rid=request.rid,
                 return_logprob=True,
             )
+            self._check_versions(request, reply)
             return replace(reply, engine_id=engine.engine_id)
         except EngineRejected as error:
             is_final = 400 <= (error.status or 400) < 500
@@ -124,19 +131,52 @@ class FakeGenerationClient:
     async def close(self) -> None:
         return
 
-    async def _wait_at_gate(self, rid: str) -> None:
-        if self._open.is_set():
+    async def _pass_gate(self, request: GenerationRequest) -> None:
+        """Wait until the gate is open for what the request wants."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self.hold_timeout_s
+        while not self._may_pass(request):
+            aborted = self._aborts[request.rid] = asyncio.Event()
+            waits = [
+                asyncio.create_task(self._changed.wait()),
+                asyncio.create_task(aborted.wait()),
+            ]
+            left_s = until_s - loop.time()
+            try:
+                done, _ = await asyncio.wait(
+                    waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                del self._aborts[request.rid]
+                for wait in waits:
+                    wait.cancel()
+            if aborted.is_set():
+                raise GenerationError("HTTP 499: aborted while held", kind=FailureKind.ABORTED)
+            if not done:
+                raise (
+                    self._refusal("no such version came")
+                    if self._is_open
+                    else _unavailable("HTTP 503: held for too long")
+                )
+
+    def _may_pass(self, request: GenerationRequest) -> bool:
+        if not self._is_open or self.weight_version is None:
+            return self._is_open
+        fit = request.contract.fit(self.weight_version)
+        if fit is Fit.NEVER:
+            raise self._refusal(f"version {request.contract.weight_version} is past")
+        return fit is Fit.NOW
+
+    def _check_versions(self, request: GenerationRequest, reply: GenerateReply) -> None:
+        versions = [int(span.version) for span in reply.weight_versions]
+        if self.weight_version is None or not versions:
             return
-        aborted = self._aborts[rid] = asyncio.Event()
-        waits = [asyncio.create_task(self._open.wait()), asyncio.create_task(aborted.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            del self._aborts[rid]
-            for wait in waits:
-                wait.cancel()
-        if aborted.is_set():
-            raise GenerationError("HTTP 499: aborted while held", kind=FailureKind.ABORTED)
+        contract = request.contract
+        if why := contract.why_broken(min(versions), max(versions), self.weight_version):
+            raise self._refusal(why)
+
+    def _refusal(self, why: str) -> GenerationError:
+        return GenerationError(why, kind=FailureKind.VERSION, weight_version=self.weight_version)
 
 
 def _unavailable(message: str) -> GenerationError:

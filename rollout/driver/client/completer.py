@@ -12,9 +12,11 @@ import logging
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from engines.protocol import GenerateReply, SamplingParams
-from rollout.core.errors import LifecycleError
+from engines.protocol.logprob_kind import LogprobKind
+from rollout.core.errors import ConfigError, LifecycleError, VersionUnavailable
 from rollout.core.samples import Sample, SampleFailure, SampleStatus, version_number
 from rollout.driver.client.generation_client import (
     EngineLoad,
@@ -36,6 +38,7 @@ from rollout.driver.user_code import (
     result_of,
     wrong_result,
 )
+from rollout.rules.contract import NO_CONTRACT, Contract
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,21 @@ class AbortScope:
             pass
 
 
+@dataclass(slots=True)
+class _Work:
+    """What ``Completer.complete`` has of one sample."""
+
+    sample: Sample
+    sampling: SamplingParams
+    scope: AbortScope
+    contract: Contract
+    may_restart: Callable[[], bool]
+    base: int
+    affinity: str
+    of_hook: bool
+    state: RetryState = field(default_factory=RetryState)
+
+
 class Completer:
     """Completes samples through a client; shared by all streams of a driver.
 
@@ -119,26 +137,28 @@ class Completer:
         sampling: SamplingParams,
         *,
         scope: AbortScope,
-        is_stale: Callable[[Sample], bool],
+        contract: Contract = NO_CONTRACT,
+        may_restart: Callable[[], bool] = lambda: False,
         base: int = 0,
         affinity: str = "",
-        is_training: bool = True,
+        of_hook: bool = False,
         on_failure: Callable[[Sample, BaseException], None] = lambda sample, cause: None,
     ) -> None:
         """Generate until ``sample`` ends or the scope stops.
 
         Args:
-            on_failure: called with what the client raised, if it is no ``GenerationError``.
-            is_stale: called with a sample that was cut off; if True, its tokens are discarded.
+            contract: of each request.  An exact version, or a kind of log-probs, that cannot be had
+                ends the scope.
+            may_restart: called when tokens are too old for the contract; if True they are
+                discarded, else the sample goes on without that limit.
             base: output tokens that do not count against the budget (earlier turns).
-            is_training: the sample fails if its log-probs are not those that a trainer computes.
+            of_hook: it is a turn of a generate hook, which alone fails by its kind of log-probs.
+            on_failure: called with what the client raised, if it is no ``GenerationError``.
         """
+        work = _Work(sample, sampling, scope, contract, may_restart, base, affinity, of_hook)
         async with self.limiter.slot():
-            state = RetryState()
             try:
-                while await self._step(
-                    sample, sampling, scope, state, is_stale, base, affinity, is_training
-                ):
+                while await self._step(work):
                     pass
             except HookError as error:
                 sample.fail(str(error), traceback.format_exc(), failure=SampleFailure.ENGINE)
@@ -150,18 +170,9 @@ class Completer:
             except ValueError as error:
                 sample.fail(f"unusable reply: {error}", failure=SampleFailure.ENGINE)
 
-    async def _step(
-        self,
-        sample: Sample,
-        sampling: SamplingParams,
-        scope: AbortScope,
-        state: RetryState,
-        is_stale: Callable[[Sample], bool],
-        base: int,
-        affinity: str,
-        is_training: bool,
-    ) -> bool:
+    async def _step(self, work: _Work) -> bool:
         """Send one request.  Returns whether another is needed."""
+        sample, sampling, scope, base = work.sample, work.sampling, work.scope, work.base
         rest = remaining(sampling, len(sample.output_ids) - base)
         if rest is None:
             sample.status = SampleStatus.TRUNCATED
@@ -174,15 +185,11 @@ class Completer:
         if scope.is_stopping:
             sample.status = SampleStatus.ABORTED if sample.output_ids else SampleStatus.PENDING
             return False
-        ids = [*sample.prompt_ids, *sample.output_ids]
         try:
-            reply = await self._request(sample, ids, rest, scope, affinity)
+            reply = await self._request(work, rest)
         except GenerationError as error:
-            scope.num_lost += error.kind is FailureKind.LOST
-            await self._wait_or_raise(error, scope, state)
+            await self._go_on(work, error)
             return True
-        if is_training and (why := why_not_trained(reply.logprob_kind, sampling)):
-            raise GenerationError(f"the engine reports {why}")
         has_least = sampling.min_new_tokens > rest.min_new_tokens == 0
         is_begun = len(sample.output_ids) > base
         if is_begun and has_other_kind(sample, reply, has_least_length=has_least):
@@ -195,35 +202,64 @@ class Completer:
         extend(sample, reply, budget=base + sampling.max_new_tokens)
         for span in sample.weight_versions[-1:]:
             self.note_version(version_number(span.version))
-        if sample.status is not SampleStatus.ABORTED:
+        is_cut = sample.status is SampleStatus.ABORTED
+        scope.num_cut += is_cut
+        # The router sees one request, and a sample that was cut off has had several.
+        if why := self._why_broken(work, is_cut=is_cut):
+            self._leave_version(work, why)
+            return True
+        if not is_cut:
             return False
-        scope.num_cut += 1
         if reply.output_ids:
-            state.has_progressed()
+            work.state.has_progressed()
         elif not scope.is_stopping:
             failure = GenerationError(
                 "aborted repeatedly without a token", kind=FailureKind.ABORTED
             )
-            await self._wait_or_raise(failure, scope, state)
-        if not base and not scope.is_stopping and is_stale(sample):
-            restart(sample)
+            await self._wait_or_raise(failure, work)
         return True
+
+    async def _go_on(self, work: _Work, error: GenerationError) -> None:
+        """Prepare the next request after a failure, or raise it if there is none."""
+        scope = work.scope
+        scope.num_lost += error.kind is FailureKind.LOST
+        if error.kind is FailureKind.VERSION:
+            self.note_version(error.weight_version)
+            self._leave_version(work, str(error), error.weight_version)
+        elif error.kind is FailureKind.LOGPROB_KIND and not work.of_hook:
+            wire = work.sampling.to_wire()
+            scope.end(ConfigError(str(error), setting="sampling", value=wire))
+        else:
+            await self._wait_or_raise(error, work)
+
+    def _why_broken(self, work: _Work, *, is_cut: bool) -> str:
+        """Why the tokens of a sample may not be gone on from, or kept; else empty."""
+        contract, versions = work.contract, work.sample.versions
+        is_open = is_cut and not work.base and not work.scope.is_stopping
+        if not versions or (contract.weight_version is None and not is_open):
+            return ""
+        return contract.why_broken(min(versions), max(versions), self.weight_version)
+
+    def _leave_version(self, work: _Work, why: str, served: int | None = None) -> None:
+        """Begin again with other weights, because these break the contract."""
+        if work.contract.weight_version is not None:
+            version = self.weight_version if served is None else served
+            work.scope.end(VersionUnavailable(why, weight_version=version))
+        elif not work.base and work.may_restart():
+            restart(work.sample)
+        else:  # whoever takes the sample looks how old it is
+            work.contract = replace(work.contract, min_weight_version=None, max_version_lag=None)
 
     def note_version(self, version: int | None) -> None:
         """Note a weight version of the policy; None or an older one changes nothing."""
         if version is not None:
             self.weight_version = max(version, self.weight_version or 0)
 
-    async def _request(
-        self,
-        sample: Sample,
-        ids: list[int],
-        sampling: SamplingParams,
-        scope: AbortScope,
-        affinity: str,
-    ) -> GenerateReply:
+    async def _request(self, work: _Work, sampling: SamplingParams) -> GenerateReply:
+        sample, scope = work.sample, work.scope
         rid = scope.prefix + os.urandom(_HALF_RID_BYTES).hex()
-        request = GenerationRequest(rid, ids, sampling, affinity)
+        ids = [*sample.prompt_ids, *sample.output_ids]
+        request = GenerationRequest(rid, ids, sampling, work.affinity, contract=work.contract)
         scope.rids.add(rid)
         try:
             async with asyncio.timeout(self._limit_s) as limit:
@@ -240,6 +276,10 @@ class Completer:
             scope.rids.remove(rid)
         if not isinstance(reply, GenerateReply):
             raise wrong_result(_CLIENT, self.client.generate, reply, "a GenerateReply")
+        # A client that is no router's may pass the wish over.
+        is_trained = work.contract.logprob_kind is LogprobKind.FULL
+        if is_trained and (why := why_not_trained(reply.logprob_kind, work.sampling)):
+            raise GenerationError(f"the engines report {why}", kind=FailureKind.LOGPROB_KIND)
         return reply
 
     # -- what costs no sample ---------------------------------------------------------------
@@ -278,17 +318,16 @@ class Completer:
             logger.exception("this step has no metrics of the server")
             return {}
 
-    async def _wait_or_raise(
-        self, error: GenerationError, scope: AbortScope, state: RetryState
-    ) -> None:
+    async def _wait_or_raise(self, error: GenerationError, work: _Work) -> None:
         """Wait until the next try, or raise ``error`` if there is none."""
+        scope = work.scope
         if scope.is_stopping and not error.is_final:
             return
         if error.kind is FailureKind.NEEDS_PUSH:
             scope.end(LifecycleError(str(error)))
             return
         now_s = asyncio.get_running_loop().time()
-        wait_s = state.wait_s(error, now_s=now_s, policy=self._retry_policy)
+        wait_s = work.state.wait_s(error, now_s=now_s, policy=self._retry_policy)
         if wait_s is None:
             raise error
         await scope.sleep(wait_s)

@@ -146,7 +146,8 @@ def version_contract(**options: Unpack[VersionOptions]) -> Contract:
         ConfigError: an argument is wrong.
     """
     _check_names(options, VersionOptions)
-    return _contract_of(checked_as(_VERSIONS, options))
+    known = checked_as(_VERSIONS, options)
+    return _contract_of(known)
 
 
 def _check_names(options: Mapping[str, Any], kind: type[VersionOptions]) -> None:

@@ -153,11 +153,8 @@ def why_none_left(
     parts = [f"{reason}: {num}" for reason, num in most_common(stats.rejected)]
     if stats.num_stale_dropped:
         versions = ", ".join(map(str, sorted(stats.stale_versions)))
-        bound = f"max_version_lag is {options.max_version_lag}"
-        if options.pin is not None:
-            bound = f"pin is {options.pin}"
         parts.append(
             f"stale: {stats.num_stale_dropped}, with tokens of version {versions}; the policy's "
-            f"version is {weight_version}, and {bound}"
+            f"version is {weight_version}, and max_version_lag is {options.max_version_lag}"
         )
     return f"no group is left of {num_prompts} prompts ({'; '.join(parts)})"

@@ -34,6 +34,7 @@ from rollout.driver.stream.options import BatchPlan, RolloutOptions, is_stale
 from rollout.driver.stream.step_metrics import StepStats
 from rollout.driver.stream.work_queue import WorkItem
 from rollout.driver.user_code import CallEnded, callback, result_now
+from rollout.rules.contract import Contract
 
 STALE = "stale"
 """The reason for which a group is dropped whose weights are too old."""
@@ -57,7 +58,7 @@ class GroupRunner:
     Args:
         on_generated: called for every sample that needs no engine any more.
         on_ended: called when code of the user has ended the call.
-        is_training: as ``Completer.complete`` takes it.
+        contract: of each request.
     """
 
     def __init__(
@@ -69,8 +70,7 @@ class GroupRunner:
         options: RolloutOptions,
         on_generated: Callable[[WorkItem], None],
         on_ended: Callable[[CallEnded], None],
-        *,
-        is_training: bool = True,
+        contract: Contract,
     ) -> None:
         self.batch = batch
         self.options = options
@@ -81,7 +81,7 @@ class GroupRunner:
         self._scope = scope
         self._on_generated = on_generated
         self._on_ended = on_ended
-        self._is_training = is_training
+        self._contract = contract
 
     async def run(self, item: WorkItem) -> str | None:
         """None if the group is still unfinished, "" if it is accepted, else why it is dropped."""
@@ -141,12 +141,12 @@ class GroupRunner:
 
     async def _generate(self, item: WorkItem, index: int) -> None:
         sample, sampling = item.samples[index], self._sampling(item, index)
-        is_stale = partial(self._should_restart, item)
         complete = partial(
             self._engines.complete,
             scope=self._scope,
-            is_stale=is_stale,
-            is_training=self._is_training,
+            contract=replace(self._contract, max_version_lag=self.options.max_version_lag),
+            may_restart=partial(self._may_restart, item),
+            of_hook=self._hooks.generate is not None,
             on_failure=item.note_failure,
         )
         if self._hooks.generate is None:
@@ -204,14 +204,13 @@ class GroupRunner:
         item.restart(stale)
         return Staleness.RESTARTED
 
-    def _should_restart(self, item: WorkItem, sample: Sample) -> bool:
-        """Whether a sample that was cut off is stale and has to restart.  Counts the restart.
+    def _may_restart(self, item: WorkItem) -> bool:
+        """Whether a sample with tokens that are too old begins again.  Counts it.
 
         After too many restarts the sample is completed as it is, and its group is dropped at the
         end.
         """
-        most = self.options.max_redone * len(item.samples)
-        if item.num_restarted >= most or not self._is_stale(sample):
+        if item.num_restarted >= self.options.max_redone * len(item.samples):
             return False
         item.num_restarted += 1
         self.stats.num_redone += 1

@@ -49,7 +49,6 @@ class RolloutOptions:
             their group, and the group with its last one.  Kinds that are not named are kept within
             ``max_failed_share``.
         abort_timeout_s: seconds in which aborted requests must end.
-        pin: the only weight version that a token may have.
 
     Raises:
         ConfigError: a value is not one of these; it is named.
@@ -65,7 +64,6 @@ class RolloutOptions:
     max_failed_share: Share = 0.0
     when_failed: Mapping[ExpectedFailure, WhenFailed] = field(default_factory=dict)
     abort_timeout_s: Seconds = 30.0
-    pin: Count | None = None
 
 
 def capacity(options: RolloutOptions, num_groups: int, *, is_requested: bool) -> int:
@@ -87,12 +85,12 @@ def capacity(options: RolloutOptions, num_groups: int, *, is_requested: bool) ->
 def is_stale(options: RolloutOptions, sample: Sample, current: int | None) -> bool:
     """Whether a token of ``sample`` has a weight version that is not allowed.
 
+    Engines keep to the lag for each request, and a finished sample grows older in its queue.
+
     Args:
         current: weight version of the policy now; None while it is unknown.
     """
     versions = sample.versions
-    if options.pin is not None and any(version != options.pin for version in versions):
-        return True
     if not versions or options.max_version_lag is None or current is None:
         return False
     lag = options.max_version_lag

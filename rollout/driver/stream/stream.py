@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from engines.process.background import Then, keep_task, start_task
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
@@ -44,7 +45,9 @@ from rollout.driver.stream.saved_state import Changes, state_of
 from rollout.driver.stream.step_metrics import Progress, StepStats
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 from rollout.driver.user_code import callback, result_now, wrong_result
+from rollout.rules.contract import Contract
 
+TRAINING = Contract(logprob_kind=LogprobKind.FULL)
 logger = logging.getLogger(__name__)
 
 # An abort misses requests that are still on their way to their engine, so it is repeated.
@@ -56,7 +59,7 @@ class Stream:
     """Batches from one source.
 
     Args:
-        is_training: as ``Completer.complete`` takes it.
+        contract: of each request; by default log-probs as a trainer computes them.
     """
 
     def __init__(
@@ -69,12 +72,13 @@ class Stream:
         files: JournalFiles | None = None,
         on_loss: Callable[[float], None] = lambda lost_s: None,
         *,
-        is_training: bool = True,
+        contract: Contract = TRAINING,
     ) -> None:
         self.auditor = Auditor()
         self._source = source
         self._engines = engines
         self._hooks = hooks
+        self._contract = contract
         self._scope = AbortScope(self._fail)
         self._journal = None if files is None else Journal(files, self._line, on_loss)
         self._writer: asyncio.Task[None] | None = None
@@ -97,7 +101,7 @@ class Stream:
             options,
             self._on_generated,
             self._fail,
-            is_training=is_training,
+            contract,
         )
 
     # -- batches ----------------------------------------------------------------------------
@@ -436,7 +440,8 @@ class Stream:
         samples = [sample for item in items for sample in item.samples]
         versions = [version for sample in samples for version in sample.versions]
         options = self._runner.options
-        if wanted is None or options.pin is not None or max(versions, default=wanted) >= wanted:
+        is_exact = self._contract.weight_version is not None
+        if wanted is None or is_exact or max(versions, default=wanted) >= wanted:
             return
         load = await self._engines.load()
         served = None if load is None else load.weight_version

@@ -200,8 +200,6 @@ async def completed(client: Scripted, sampling: SamplingParams) -> Sample:
     sample.status = SampleStatus.PENDING
     clock = asyncio.get_running_loop().time
     completer = Completer(client, Limiter(4, clock=clock), RetryPolicy())
-    await completer.complete(
-        sample, sampling, scope=AbortScope(), is_stale=lambda sample: False, is_training=False
-    )
+    await completer.complete(sample, sampling, scope=AbortScope())
     assert sample.status is SampleStatus.COMPLETED
     return sample

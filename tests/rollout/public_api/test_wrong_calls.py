@@ -313,9 +313,8 @@ SETTINGS: list[tuple[Callable[[On], Any], str]] = [
             when_stale="keep",
             max_redone=None,
             abort_timeout_s=0,
-            pin="v1",
         ),
-        "mode partial over_sampling max_version_lag when_stale max_redone abort_timeout_s pin",
+        "mode partial over_sampling max_version_lag when_stale max_redone abort_timeout_s",
     ),
     (
         lambda on: rollout.Hooks(generate="x", reward=1, reward_tries=0),

@@ -31,26 +31,21 @@ def sample(*versions: str) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("current", "max_lag", "pin", "versions", "is_old"),
+    ("current", "max_lag", "versions", "is_old"),
     [
-        (5, 1, None, ("4", "5"), False),
-        (5, 1, None, ("3", "5"), True),
-        (5, 1, None, ("5", "6"), False),
-        (5, 1, None, ("5", "7"), True),
-        (5, 0, None, ("5",), False),
-        (5, None, None, ("0",), False),
-        (None, 0, None, ("0",), False),
-        (5, 0, None, (), False),
-        (5, 0, None, ("default",), False),
-        (None, None, 4, ("4", "4"), False),
-        (None, None, 4, ("4", "5"), True),
-        (None, None, 0, ("1",), True),
+        (5, 1, ("4", "5"), False),
+        (5, 1, ("3", "5"), True),
+        (5, 1, ("5", "6"), False),
+        (5, 1, ("5", "7"), True),
+        (5, 0, ("5",), False),
+        (5, None, ("0",), False),
+        (None, 0, ("0",), False),
+        (5, 0, (), False),
+        (5, 0, ("default",), False),
     ],
 )
-def test_a_sample_is_as_old_as_its_oldest_token(
-    current, max_lag, pin, versions, is_old: bool
-) -> None:
-    options = RolloutOptions(max_version_lag=max_lag, pin=pin)
+def test_a_sample_is_as_old_as_its_oldest_token(current, max_lag, versions, is_old: bool) -> None:
+    options = RolloutOptions(max_version_lag=max_lag)
     assert is_stale(options, sample(*versions), current) is is_old
 
 

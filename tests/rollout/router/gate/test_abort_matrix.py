@@ -245,7 +245,7 @@ async def driver(world: World, rid: str) -> Ended:
     completer = Completer(named, Limiter(1, clock=clock), RetryPolicy())
     sample = Sample([RIDS.index(rid) + 1])
     world.scopes[rid] = scope = AbortScope()
-    await completer.complete(sample, SAMPLING, scope=scope, is_stale=lambda sample: False)
+    await completer.complete(sample, SAMPLING, scope=scope)
     assert named.num_sent == 1, "a sample was sent again"
     is_aborted = sample.status in (SampleStatus.ABORTED, SampleStatus.PENDING)
     reason = sample.finish_reason.kind if sample.finish_reason else sample.error
