@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engines.protocol import GenerateReply
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.adapters.trl.requests import check_complete, sampling_of, spans_of
 from rollout.adapters.trl.scores import score
 from rollout.core.errors import WeightMismatch
@@ -72,6 +73,7 @@ class GroupSampler:
                 self._sampling,
                 request_id=request_id,
                 timeout_s=self._args.request_timeout,
+                logprob_kind=LogprobKind.FULL,
             )
         finally:
             self.under_way.discard(request_id)

@@ -9,7 +9,6 @@ from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.types import VersionSpan
 from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError, GenerationFailed, WeightMismatch
-from rollout.driver.client.sampling_check import why_not_trained
 
 
 def check_policy(policy: Any) -> None:
@@ -75,7 +74,7 @@ def check_complete(replies: Sequence[GenerateReply]) -> None:
     """Check that TRL can train on every reply.
 
     Raises:
-        GenerationFailed: one was aborted, has no tokens, or not the log-probs that TRL computes.
+        GenerationFailed: one was aborted, or has no tokens or log-probs.
     """
     failures = {index: why for index, reply in enumerate(replies) if (why := _why_not(reply))}
     if failures:
@@ -95,5 +94,4 @@ def _why_not(reply: GenerateReply) -> str:
         return "has no tokens"
     if len(reply.output_logprobs or ()) != len(reply.output_ids):
         return "does not have a log-prob for each token"
-    why = why_not_trained(reply.logprob_kind)
-    return f"has {why}" if why else ""
+    return ""

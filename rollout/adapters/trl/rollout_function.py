@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import SkipValidation
 
+from engines.protocol.logprob_kind import LogprobKind
 from rollout.adapters.trl.requests import check_complete, check_policy, check_versions, sampling_of
 from rollout.adapters.trl.trained_weights import trained_weights
 from rollout.core.arguments import RankTimeout, Seconds, checked, wrong
@@ -74,7 +75,8 @@ class RolloutFunction:
         Raises:
             ConfigError: the trainer uses what cannot be sampled here.
             WeightMismatch: a token was sampled with other weights than the trainer's.
-            GenerationFailed: a completion is missing or was aborted.
+            GenerationFailed: a completion is missing or was aborted; or no engine has the log-probs
+                that TRL computes.
             RankFailure: a rank failed in the push, or is silent there or after its samples.
         """
         self._check(trainer)
@@ -84,7 +86,10 @@ class RolloutFunction:
         self.sync_weights(trainer)
         sampling = sampling_of(trainer.args, trainer.eos_token_ids)
         replies = self._policy.generate(
-            prompt_ids, sampling, timeout_s=self._request_timeout_s
+            prompt_ids,
+            sampling,
+            timeout_s=self._request_timeout_s,
+            logprob_kind=LogprobKind.FULL,
         ).result()
         self._offload()  # the other ranks wait for it, so an error of the replies comes after
         check_complete(replies)

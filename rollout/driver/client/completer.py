@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.protocol import GenerateReply, SamplingParams
-from engines.protocol.logprob_kind import LogprobKind
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.core.errors import ConfigError, LifecycleError, VersionUnavailable
 from rollout.core.samples import Sample, SampleFailure, SampleStatus, version_number
 from rollout.driver.client.generation_client import (
@@ -130,6 +130,8 @@ class Completer:
         self.limiter = limiter
         self.weight_version: int | None = None
         self._retry_policy = retry_policy
+        self._rules: Sequence[LogprobRule] | None = None
+        self._finding_rules = asyncio.Lock()
 
     async def complete(
         self,
@@ -226,11 +228,23 @@ class Completer:
         if error.kind is FailureKind.VERSION:
             self.note_version(error.weight_version)
             self._leave_version(work, str(error), error.weight_version)
-        elif error.kind is FailureKind.LOGPROB_KIND and not work.of_hook:
-            wire = work.sampling.to_wire()
-            scope.end(ConfigError(str(error), setting="sampling", value=wire))
+        elif error.kind is FailureKind.LOGPROB_KIND:
+            why = await self._why_no_kind(work.sampling) or str(error)
+            if work.of_hook:
+                raise GenerationError(why, kind=error.kind)
+            scope.end(ConfigError(why, setting="sampling", value=work.sampling.to_wire()))
         else:
             await self._wait_or_raise(error, work)
+
+    async def _why_no_kind(self, sampling: SamplingParams) -> str:
+        """Why no engine has a trainer's log-probs for a request, and what works; else empty."""
+        async with self._finding_rules:  # of many samples that are refused, the first one looks
+            if self._rules is None:
+                load = await self.load()
+                self._rules = () if load is None else load.logprobs
+        kinds = {rule.kind_of(sampling.to_wire()) for rule in self._rules}
+        reasons = filter(None, (why_not_trained(kind, sampling) for kind in sorted(kinds)))
+        return next((f"the engines report {why}" for why in reasons), "")
 
     def _why_broken(self, work: _Work, *, is_cut: bool) -> str:
         """Why the tokens of a sample may not be gone on from, or kept; else empty."""

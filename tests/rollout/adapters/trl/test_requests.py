@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from engines.protocol import FinishReason, GenerateReply, SamplingParams
-from engines.protocol.logprob_kind import LogprobKind
 from engines.protocol.types import VersionSpan
 from rollout.adapters.trl.requests import check_complete, check_versions, sampling_of
 from rollout.core.errors import ConfigError, GenerationFailed, WeightMismatch
@@ -88,8 +87,6 @@ def test_a_token_of_other_weights_is_named(old: dict[str, Any], sampled_with: st
         ({"finish_reason": FinishReason("abort", message="offload")}, "was aborted: offload"),
         ({"output_ids": (), "output_logprobs": ()}, "has no tokens"),
         ({"output_logprobs": None}, "does not have a log-prob for each token"),
-        ({"logprob_kind": LogprobKind.CUT}, "has log-probs other than a trainer's"),
-        ({"logprob_kind": LogprobKind.RAW}, "has .* at temperature 1, and the request has another"),
     ],
 )
 def test_a_reply_that_cannot_be_trained_on_is_named(broken: dict[str, Any], why: str) -> None:

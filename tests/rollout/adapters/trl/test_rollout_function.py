@@ -48,7 +48,10 @@ class Policy:
     def _offload(self, *, rank_timeout_s: float) -> None:
         self.events.append(f"give memory, ranks have {rank_timeout_s:g} s")
 
-    def generate(self, prompts: list[list[int]], sampling: Any, *, timeout_s: float) -> Any:
+    def generate(
+        self, prompts: list[list[int]], sampling: Any, *, timeout_s: float, logprob_kind: str
+    ) -> Any:
+        assert logprob_kind == "full"
         self.events.append("generate")
         version = "0" if self._loses_pushes else str(self.num_pushes)
         stop = FinishReason("stop")

@@ -45,7 +45,11 @@ class Policy:
         self._loop = LoopThread("policy")
         LOOPS.append(self._loop)
 
-    def generate(self, prompts: list[Any], *_: Any, request_id: str, **__: Any) -> Pending[Any]:
+    def generate(
+        self, prompts: list[Any], *_: Any, request_id: str, logprob_kind: str, **__: Any
+    ) -> Pending[Any]:
+        assert logprob_kind == "full"
+
         async def reply() -> list[GenerateReply]:
             if self._holds:
                 await self._aborted[request_id].wait()

@@ -51,11 +51,7 @@ async def of_generate(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     limiter = Limiter(1, clock=loop.time)
     scope = AbortScope()
-    complete = partial(
-        Completer(client, limiter, RetryPolicy()).complete,
-        scope=scope,
-        is_stale=lambda sample: False,
-    )
+    complete = partial(Completer(client, limiter, RetryPolicy()).complete, scope=scope)
 
     def session(*earlier: Any) -> Session:
         return Session(Sample([1], status=SampleStatus.PENDING), ALL, complete, *earlier)
