@@ -18,7 +18,7 @@ from pydantic import Field, SkipValidation
 
 from engines.protocol import SamplingParams
 from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import ConfigError, RolloutError, VersionUnavailable
 from rollout.core.samples import SampleGroup, all_samples
 from rollout.driver.blocking_facade import (
     BlockingFacade,
@@ -266,15 +266,21 @@ class RolloutDriver:
         Raises:
             ConfigError: a data set has wrong settings.
             LifecycleError: see ``rollout``.
+            VersionUnavailable: the engines serve older weights than those of the policy.
             RolloutError: the weight version changed during every try, or the driver is closed.
         """
         self._check_open()
         self._load.start()
         self._watch.start()
-        await self._refresh()
-        result = await evaluate_datasets(
-            rollout_id, datasets, self._engines, self._hooks, self._engines.weight_version
-        )
+        served = await self._refresh()
+        version = self._engines.weight_version
+        if version is not None and served is not None and served < version:
+            raise VersionUnavailable(
+                f"weight version {version} is to be evaluated, and the engines serve {served}: "
+                f"push it first, with push(weights, version={version})",
+                weight_version=served,
+            )
+        result = await evaluate_datasets(rollout_id, datasets, self._engines, self._hooks, version)
         self._figures.publish(rollout_id, result.metrics)
         return result
 
@@ -466,10 +472,12 @@ class RolloutDriver:
 
     # -- engines ----------------------------------------------------------------------------
 
-    async def _refresh(self) -> None:
+    async def _refresh(self) -> int | None:
+        """The weight version that is served; None if that is not known."""
         load = await self._engines.load()
-        if load is not None:
-            self._engines.note_version(load.weight_version)
+        served = None if load is None else load.weight_version
+        self._engines.note_version(served)
+        return served
 
     def _report_loss(self, lost_s: float) -> None:
         self._figures.publish(self._step, {JOURNAL_LOST: lost_s})

@@ -124,7 +124,7 @@ async def evaluate_datasets(
 
     Raises:
         RolloutError: the weight version changed during every try.
-        VersionUnavailable: the engines serve an older version than ``version``, and no push came.
+        VersionUnavailable: the engines serve an older version than ``version``.
     """
     for _ in range(_TRIES):
         try:

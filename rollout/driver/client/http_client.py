@@ -169,8 +169,10 @@ class HttpGenerationClient:
                 yield response
         except TimeoutError:
             timeout_s = request.timeout_s or self._timeout_s
+            least = request.contract.least
+            wanted = "" if least is None else f", perhaps because weight version {least} is awaited"
             raise GenerationError(
-                f"no reply within {timeout_s:g} s", kind=FailureKind.LOST
+                f"no reply within {timeout_s:g} s{wanted}", kind=FailureKind.LOST
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             self._outage.note(error)

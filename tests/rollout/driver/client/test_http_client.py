@@ -151,6 +151,29 @@ async def test_a_contract_that_cannot_be_fulfilled_is_final_with_the_version_tha
         assert str(caught.value).endswith("is past")
 
 
+@pytest.mark.parametrize(
+    ("contract", "words"),
+    [
+        (NO_CONTRACT, "no reply within 0.05 s"),
+        (Contract(min_weight_version=7), "no reply within 0.05 s, .* weight version 7 is awaited"),
+    ],
+)
+async def test_a_request_without_a_reply_in_time_names_the_version_that_it_may_wait_for(
+    contract: Contract, words: str
+) -> None:
+    is_over = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.Response:
+        await is_over.wait()
+        return web.Response(status=503)
+
+    async with serving(handler) as client:
+        with pytest.raises(GenerationError, match=f"{words}$") as caught:
+            await client.generate(replace(REQUEST, contract=contract, timeout_s=0.05))
+        is_over.set()
+    assert caught.value.kind is FailureKind.LOST
+
+
 async def test_a_stream_may_end_with_a_broken_contract() -> None:
     async def handler(request: web.Request) -> web.Response:
         event = json.dumps({"error": NO_SUCH_VERSION})

@@ -293,16 +293,30 @@ async def test_a_call_ends_with_it_and_its_prompts_stay() -> None:
 
 
 @virtual_time
-async def test_an_evaluation_of_weights_that_are_not_pushed_ends_with_the_served_version() -> None:
+async def test_an_evaluation_of_weights_that_are_not_pushed_raises_at_once() -> None:
+    datasets = {"K": EvalDataset(prompts(3), sampling=SAMPLING)}
     async with driving(engines(0.01), always(1.0)) as (driver, client):
-        client.weight_version, client.hold_timeout_s = 0, 30.0
+        client.weight_version = 0
         driver.set_weight_version(57)
-        with pytest.raises(VersionUnavailable) as raised:
-            await driver.evaluate(0, {"K": EvalDataset(prompts(3), sampling=SAMPLING)})
-        assert raised.value.weight_version == 0
-        call = asyncio.create_task(
-            driver.evaluate(0, {"K": EvalDataset(prompts(3), sampling=SAMPLING)})
-        )
-        await pass_time(20.0)
+        with pytest.raises(
+            VersionUnavailable, match=r"57 is to be evaluated, .* serve 0: push"
+        ) as raised:
+            await driver.evaluate(0, datasets)
+        assert (raised.value.weight_version, client.requests) == (0, [])
         await push(client, 57)
-        assert (await call).metrics["eval/K/weight_version/min"] == 57
+        result = await driver.evaluate(0, datasets)
+        assert result.metrics["eval/K/weight_version/min"] == 57
+
+
+@virtual_time
+async def test_an_evaluation_ends_where_the_engines_go_back_to_older_weights() -> None:
+    async with driving(engines(0.1), always(1.0)) as (driver, client):
+        client.weight_version, client.hold_timeout_s = 3, 30.0
+        await client.engines[0].update_weight_version("3")
+        datasets = {"K": EvalDataset(prompts(3), sampling=SAMPLING)}
+        call = asyncio.create_task(driver.evaluate(0, datasets))
+        await pass_time(0.5)
+        await push(client, 1)
+        with pytest.raises(VersionUnavailable) as raised:
+            await call
+        assert raised.value.weight_version == 1
