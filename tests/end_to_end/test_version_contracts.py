@@ -14,6 +14,8 @@ from rollout.core.samples import all_samples
 from rollout.driver.evaluation import EvalDataset
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
+from tests.support.busy_engines import busy_engines
+from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.embedded, pytest.mark.slow, pytest.mark.timeout(180)]
 PROMPT = [11, 12, 13]
@@ -28,9 +30,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def policy(model_path: Path, tmp_path: Path) -> Iterator[ServerHandle]:
+def policy(
+    model_path: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[ServerHandle]:
     group = {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 0.5}}
-    server = {"model_path": str(model_path), "groups": {"main": group}}
+    server: dict[str, Any] = {"model_path": str(model_path), "groups": {"main": group}}
+    server["lifecycle"] = {"drain": getattr(request, "param", "abort")}
     config = {"log_dir": str(tmp_path), "servers": {"policy": server}}
     with rollout.launch(rollout.RolloutConfig.from_dict(config)) as deployment:
         yield deployment["policy"]
@@ -46,6 +51,10 @@ def push(policy: ServerHandle, model_path: Path) -> Callable[[], Any]:
         policy.push({name: one * scale for name, one in weights.items()}).result(END_S)
 
     return push
+
+
+def until_busy(policy: ServerHandle) -> None:
+    assert wait_until(lambda: bool(busy_engines(policy)), END_S)
 
 
 def versions(*replies: rollout.GenerateReply) -> set[str]:
@@ -100,19 +109,22 @@ def test_a_stream_ends_where_its_version_does(
         assert {"0"} == versions(*parts)
 
 
+@pytest.mark.parametrize("policy", ["abort", "retract"], indirect=True)
 def test_an_evaluation_and_a_batch_during_pushes(
     policy: ServerHandle, push: Callable[[], Any]
 ) -> None:
     with rollout.Driver(policy.url, lambda sample: 1.0) as driver:
         prompts = [rollout.Prompt(tuple(PROMPT))] * 4
         started = driver.evaluate(0, {"K": EvalDataset(prompts, LONG)})
+        until_busy(policy)
         push()
         result = started.result(END_S)
         of_eval = {v for one in all_samples(result.groups["K"]) for v in one.versions}
-        assert len(of_eval) == 1
+        assert of_eval == {1}
         options = rollout.RolloutOptions(max_version_lag=0)
         call = driver.rollout(1, prompts, group_size=2, sampling=LONG, options=options)
+        until_busy(policy)
         push()
         samples = list(all_samples(call.result(END_S)))
-        assert len({version for sample in samples for version in sample.versions}) == 1
+        assert {version for sample in samples for version in sample.versions} == {2}
         assert {sample.logprob_kind for sample in samples} == {"full"}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 import rollout
 from engines.fake.http_fake import HttpFakeLauncher
-from rollout.core.errors import ConfigError, GenerationFailed
+from rollout.core.errors import ConfigError, GenerationFailed, VersionUnavailable
 from rollout.driver.client import http_client
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
+from tests.support import builders
 from tests.support.chat_models import write_chat_model
 from tests.support.served_fakes import TIMEOUT_S, config
 
@@ -61,6 +63,45 @@ async def test_a_coroutine_awaits_the_samples_of_the_same_session(policy: Server
         assert sample.mask == [1, 1, 1]
         assert sample.metadata == {"session_id": "mine", "turns": [0], "drift": ["clean"]}
     assert await policy.session("mine").turns() == []
+
+
+def test_the_turns_of_a_session_have_its_versions_if_the_client_sends_its_headers(
+    policy: ServerHandle,
+) -> None:
+    served = policy.weight_version
+    ask: dict[str, Any] = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 3,
+    }
+    with policy.session(min_weight_version=served, max_version_lag=0) as session:
+        client = openai.OpenAI(
+            base_url=session.base_url,
+            api_key=session.api_key,
+            default_headers=session.default_headers,
+        )
+        client.chat.completions.create(**ask)
+        (turn,) = session.turns().result(TIMEOUT_S)
+        assert [span["version"] for span in turn["weight_versions"]] == [str(served)]
+    policy.push(builders.push(served + 1)).result(TIMEOUT_S)
+    with policy.session(weight_version=served) as session:
+        client = openai.OpenAI(
+            base_url=session.base_url,
+            api_key=session.api_key,
+            default_headers=session.default_headers,
+            max_retries=0,
+        )
+        with pytest.raises(openai.ConflictError) as refused:
+            client.chat.completions.create(**ask)
+        assert refused.value.body == {
+            "type": "weight_version",
+            "message": f"weight_version {served} is past: weight version {served + 1} is served",
+            "weight_version": served + 1,
+        }
+        assert session.turns().result(TIMEOUT_S) == []
+    with pytest.raises(VersionUnavailable) as past:
+        policy.generate([1], weight_version=served).result(TIMEOUT_S)
+    assert past.value.weight_version == served + 1
 
 
 def test_two_sessions_have_ids_of_their_own_and_a_wrong_id_is_refused(
