@@ -108,7 +108,7 @@ class EngineLoad:
         num_engines: engines that serve now.
         num_running, num_waiting: requests that decode, and that wait for room, in all engines.
         kv_use: used share of the fullest engine's KV cache; None if not reported.
-        weight_version: of the engines' weights; None if not reported.
+        weight_version: of the weights that answer the client's requests; None if not reported.
         why_waiting: why requests wait at the gate; empty if none does.
         logprobs: at which step of sampling the engines take their log-probs; empty if not reported.
         why_closed: why the gate turns requests away; empty if it does not.

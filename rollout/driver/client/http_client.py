@@ -25,6 +25,7 @@ from engines.http.sglang_json import DONE, read_checked, sse_payloads
 from engines.kinds import kind_of
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol import GenerateReply, Loads
+from engines.protocol.adapter_names import Names, newest_version, resolved
 from engines.protocol.logprob_kind import LogprobRule, read_kind
 from engines.protocol.plain_text import one_line, value_text
 from rollout.driver.client.generation_client import (
@@ -83,6 +84,7 @@ class HttpGenerationClient:
         key: str = "",
         control_key: str = "",
     ) -> None:
+        self._names: Names = (lora_path,)
         self._extra_fields = weights_field(lora_path)
         if routed_experts:
             self._extra_fields["return_routed_experts"] = True
@@ -246,7 +248,7 @@ class HttpGenerationClient:
             num_running=sum(one.num_running_reqs for one in known),
             num_waiting=sum(one.num_waiting_reqs for one in known),
             kv_use=max((one.kv_use for one in known if one.kv_use is not None), default=None),
-            weight_version=router.get("gate", {}).get("weight_version"),
+            weight_version=_version_of(router.get("gate", {}), self._names),
             why_waiting=_why_waiting(router.get("gate", {})),
             logprobs=tuple(_read_rule(engine) for engine in serving if engine.get("logprobs")),
             why_closed=_why_closed(router.get("gate", {})),
@@ -389,6 +391,12 @@ def _read_rule(engine: Mapping[str, Any]) -> LogprobRule:
     """What ``/engines`` has of one, without the sampling of OpenAI's routes."""
     has = engine["logprobs"]
     return LogprobRule(has["has_temperature"], has["has_penalties"], has["has_cuts"])
+
+
+def _version_of(gate: Mapping[str, Any], names: Names) -> int | None:
+    """The version that answers requests with these names, which have those of the last push."""
+    base = gate.get("base_version", gate.get("weight_version"))
+    return newest_version(resolved(names, gate.get("adapters") or {}), base)
 
 
 def _why_waiting(gate: Mapping[str, Any]) -> str:

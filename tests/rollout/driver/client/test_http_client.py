@@ -293,6 +293,28 @@ async def test_load_adds_up_the_reports_of_router_and_engines() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("lora_path", "version"),
+    [("", 9), (None, 7), ("policy", 9), ("judge", 8), ("judge@7", 7), ("not-pushed", 7)],
+)
+async def test_the_version_of_a_client_is_that_of_the_weights_that_answer_it(
+    lora_path: str | None, version: int
+) -> None:
+    gate = {
+        "weight_version": 9,
+        "base_version": 7,
+        "adapters": {"": "policy@9", "policy": "policy@9", "judge": "judge@8"},
+    }
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"engines": [], "gate": gate})
+
+    async with serving(handler, "/engines", lora_path=lora_path) as client:
+        load = await client.load()
+    assert load is not None
+    assert load.weight_version == version
+
+
 async def test_an_engine_that_is_not_a_router_reports_no_load() -> None:
     async with fake_engine() as url:
         client = HttpGenerationClient(url, timeout_s=5.0)
