@@ -102,7 +102,7 @@ class VllmClient(VllmPushes):
                 a sampling parameter that vLLM does not have.
         """
         sampling = request.get("sampling_params", DEFAULT_SAMPLING)
-        has_output = sampling.max_new_tokens > 0
+        has_output = sampling.max_new_tokens != 0
         if not has_output:  # vLLM refuses a request for no tokens
             request["sampling_params"] = replace(sampling, max_new_tokens=1, min_new_tokens=0)
         wants_prompt = bool(request.get("return_logprob")) and (logprob_start_len or 0) >= 0

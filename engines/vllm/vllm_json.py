@@ -70,9 +70,12 @@ def sampling_body(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's sampling parameters for SGLang's, as ``SamplingParams.to_wire`` has them.
 
     Raises:
-        ValueError: one that vLLM does not have.
+        ValueError: one that vLLM does not have, or two forms of the output.
     """
     body: dict[str, Any] = {}
+    forms = [name for name in _GRAMMARS if sampling.get(name) is not None]
+    if len(forms) > 1:
+        raise ValueError(f"an output has one form, so leave out all but one of {', '.join(forms)}")
     for name, value in sampling.items():
         if name in _GRAMMARS:
             if value is not None:

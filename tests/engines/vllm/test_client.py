@@ -361,6 +361,11 @@ async def test_what_vllm_cannot_do_is_refused_in_words() -> None:
         await client.load_lora_adapter_from_tensors("a", {}, [])
     with pytest.raises(ValueError, match="no sampling parameter stop_regex"):
         await client.generate(input_ids=PROMPT, sampling_params=SamplingParams(stop_regex=("a+",)))
+    two = SamplingParams(regex="[ab]+", ebnf='root ::= "a"')
+    with pytest.raises(ValueError, match="leave out all but one of regex, ebnf"):
+        await client.generate(input_ids=PROMPT, sampling_params=two)
+    with pytest.raises(EngineRejected, match="400"):  # by vLLM, which is sent it
+        await client.generate(input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=-1))
 
 
 async def test_a_broadcast_through_a_group_is_a_bucket_of_the_session() -> None:
