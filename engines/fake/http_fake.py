@@ -22,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.engine.fake_sampling import why_unknown
 from engines.fake.engine.fake_weights import digest_of
 from engines.fake.engine.faults import CallGate, parse_fault
 from engines.fake.launcher import FakeRunningEngine, Make, make_engine
@@ -46,6 +47,7 @@ from engines.protocol.spec import EngineSpec
 _NEED_NO_BODY = frozenset({"/flush_cache", "/weights_checker"})
 # How soon an engine notices that the client of a request has left; SGLang takes up to 4.
 _LOOK_S = 0.5
+_TEXTS = frozenset({"stop", "stop_regex"})
 
 Handler = Callable[[Mapping[str, Any]], Any]
 
@@ -286,8 +288,17 @@ class FakeHttpApp:
         )
 
     async def _generate(self, body: Mapping[str, Any]) -> Any:
+        """As SGLang a list of completions for ``n`` above 1, each with an id of its own."""
+        arguments = _generate_arguments(body)
+        num = arguments["sampling_params"].n
+        if num <= 1:
+            return await self._completion(body, arguments)
+        one = {"sampling_params": replace(arguments["sampling_params"], n=1), "rid": None}
+        return await asyncio.gather(*(self._completion(body, arguments | one) for _ in range(num)))
+
+    async def _completion(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
         reply = await self.engine.generate(
-            **_generate_arguments(body),
+            **arguments,
             logprob_start_len=body.get("logprob_start_len"),
             lora_path=body.get("lora_path"),
             extra_key=body.get("extra_key"),
@@ -298,7 +309,11 @@ class FakeHttpApp:
     async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
         """Server-sent events: all so far each time, and ``[DONE]``; a broken engine just ends."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        stream = self.engine.stream_generate(**_generate_arguments(body))
+        arguments = _generate_arguments(body)
+        if arguments["sampling_params"].n > 1:
+            why = "a fake streams one completion"
+            raise EngineRejected(why, status=400, body=why)
+        stream = self.engine.stream_generate(**arguments)
         try:
             async with aclosing(stream):
                 async for reply in stream:
@@ -390,8 +405,16 @@ async def _while_connected(request: web.Request, work: Awaitable[Any]) -> Any:
 
 
 def _generate_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises EngineRejected for what is no sampling parameter.  As SGLang it passes over an unknown
+    field of ``body`` in silence, and null is a parameter's default."""
     sampling = body.get("sampling_params") or {}
-    known = {name: sampling[name] for name in SamplingParams.__slots__ if name in sampling}
+    if why := why_unknown(sampling):
+        raise EngineRejected(why, status=400, body=why)
+    known: dict[str, Any] = {
+        name: (value,) if name in _TEXTS and isinstance(value, str) else value
+        for name, value in sampling.items()
+        if name != "stream_interval" and value is not None
+    }
     return {
         "input_ids": body.get("input_ids"),
         "text": body.get("text"),

@@ -46,6 +46,8 @@ VOCABULARY = 259
 """Tokens of the tiny models: bytes and three special ones."""
 CONTEXT_LENGTH = 4096
 """Of the tiny models."""
+EOS = 256
+"""Of the tiny models; it ends an output."""
 CPU_OPTIONS: dict[str, dict[str, Any]] = {
     "embedded": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
     "sglang": {"dtype": "float32", "max-total-tokens": 20000},
@@ -363,6 +365,7 @@ def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
         token_s=0.001,
         vocab_size=VOCABULARY,
         context_length=CONTEXT_LENGTH,
+        eos_token_id=EOS,
     )
 
 

@@ -35,6 +35,7 @@ class FakeSettings:
         drain_s: seconds until an aborted request has left.
         vocab_size: token ids it knows.
         context_length: tokens a prompt must be shorter than; None takes any.
+        eos_token_id: the token that ends an output; None for a model that has none.
         reports_released: it reports the released tags and its update groups, as the embedded engine
             does and SGLang does not.
         reports_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
@@ -52,6 +53,7 @@ class FakeSettings:
     drain_s: float = 0.0
     vocab_size: int = 1000
     context_length: int | None = None
+    eos_token_id: int | None = None
     reports_released: bool = False
     reports_manifest: bool = False
     reports_memory: bool = False

@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 from engines.fake.engine.calls import EngineDied, never
 from engines.fake.engine.engine_state import FakeEngineState
+from engines.fake.engine.fake_sampling import Drawing, why_refused
 from engines.fake.engine.fake_weights import FatalCall
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import (
@@ -297,6 +298,9 @@ class FakeEngine(FakeEngineState):
                 f"The input ({len(prompt)} tokens) is longer than the model's context length "
                 f"({self.settings.context_length} tokens).",
             )
+        if why := why_refused(request.sampling, self.settings.vocab_size):
+            raise self._rejected("generate", why)
+        request.drawing = Drawing(request.sampling, self.settings.eos_token_id)
         self._assert(not self.released & _NEEDED_TO_GENERATE, "generate while memory is released")
         inside = all(0 <= token < self.settings.vocab_size for token in prompt)
         self._assert(inside, "a token id outside the vocabulary")
@@ -345,5 +349,7 @@ def _request_of(
 ) -> FakeRequest:
     if (input_ids is None) == (text is None):
         raise ValueError("generate takes either input_ids or text")
+    if sampling_params.n != 1:
+        raise ValueError(f"generate makes one completion, not n={sampling_params.n}: call it again")
     prompt = tuple((text or "").encode()) if input_ids is None else tuple(input_ids)
     return FakeRequest(rid or "", prompt, sampling_params, return_logprob)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engines.fake.engine.fake_sampling import Drawing
 from engines.fake.engine.faults import Fault
 from engines.protocol import FinishReason, GenerateReply, SamplingParams, VersionSpan
+from engines.protocol.sampling_params import DEFAULT_SAMPLING
+
+_PLAIN = Drawing(DEFAULT_SAMPLING)
 
 
 @dataclass(slots=True)
@@ -20,6 +24,8 @@ class FakeRequest:
         input_logprobs: those of its prompt, if they were requested.
         logprob: of each of its tokens.
         cached_tokens: of its prompt, that came from a cache.
+        drawing: how its tokens are drawn; made when it is admitted.
+        matched: the token or text that ended it; None while none did.
     """
 
     rid: str
@@ -33,31 +39,42 @@ class FakeRequest:
     input_logprobs: tuple[float, ...] | None = None
     logprob: float = -1.0
     cached_tokens: int = 0
+    drawing: Drawing = _PLAIN
+    matched: int | str | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.is_aborted or len(self.output_ids) >= self.sampling.max_new_tokens
+        has_ended = self.is_aborted or self.matched is not None
+        return has_ended or len(self.output_ids) >= self.sampling.max_new_tokens
 
     def add_token(self, version: str, vocab_size: int, shift: int = 0) -> None:
-        """One more token: a function of prompt and position, so that replies are predictable.
+        """One more token: a function of prompt, position and sampling parameters, so that replies
+        are predictable.
 
         Args:
             shift: added when the weights are corrupt.
         """
-        position = len(self.output_ids)
-        self.output_ids.append((sum(self.input_ids) + 7 * position + shift) % vocab_size)
+        first = (sum(self.input_ids) + 7 * len(self.output_ids) + shift) % vocab_size
+        self.output_ids.append(self.drawing.token(first, self.output_ids, vocab_size))
         self.versions.append(version)
+        text = self._text() if self.sampling.stop else ""
+        self.matched = self.drawing.end_of(self.output_ids, text)
+
+    def _text(self) -> str:
+        return " ".join(map(str, self.output_ids))
 
     def reply(self) -> GenerateReply:
         """The reply; without a finish reason while the request runs."""
         reason = None
         if self.is_aborted:
             reason = FinishReason("abort", message="Aborted")
+        elif self.matched is not None:
+            reason = FinishReason("stop", matched=self.matched)
         elif self.is_over:
             reason = FinishReason("length")
         return GenerateReply(
             rid=self.rid,
-            text=" ".join(map(str, self.output_ids)),
+            text=self.drawing.shown(self._text(), self.matched),
             output_ids=tuple(self.output_ids),
             output_logprobs=(self.logprob,) * len(self.output_ids) if self.return_logprob else None,
             finish_reason=reason,

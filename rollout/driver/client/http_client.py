@@ -361,7 +361,9 @@ def _read_reply(content: bytes, response: aiohttp.ClientResponse) -> GenerateRep
     try:
         answer = read_json(content)
         if "error" in answer:
-            raise _why_unfulfilled(content) or GenerationError(str(answer["error"])[:500])
+            text = str(answer["error"])[:500]
+            refusal = GenerationError(text, kind=kind_of_refusal(text))
+            raise _why_unfulfilled(content) or refusal
         if "output_ids" not in answer:
             raise KeyError("output_ids")
         reply = read_checked(answer, wants_logprobs=True)

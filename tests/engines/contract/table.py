@@ -1,6 +1,7 @@
 """The page of engines and features, from the contract suite and the results of its runs.
 
-    pytest tests/engines/contract/test_contract.py -m "not chaos" --junitxml=results.xml
+    pytest tests/engines/contract -k "test_contract.py or test_contract_requests.py" \\
+        -m "not chaos" --junitxml=results.xml
     python -m tests.engines.contract.table results.xml
 
 Nothing is written unless each test passed with each kind that it is for.
@@ -17,7 +18,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from engines.kinds import KINDS
-from tests.engines.contract import test_contract as suite
+from tests.engines.contract.differences import DIFFERENCES
+from tests.engines.contract.parameters import PARAMETERS
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference/engines.md"
@@ -28,13 +30,15 @@ COLUMNS = {
     "fake": "fake",
     "fake-http": "fake over HTTP",
 }
-_LEAVES_OUT = {"NOT_VLLM": {"vllm"}}
+_LEAVES_OUT = {"NOT_VLLM": {"vllm"}, "NO_PORT": {"fake"}}
 _NOT_PASSED = {"failure", "error", "skipped"}
 _ALIKE = {"fake": {"fake", "fake-http"}}
-_SUITE = Path(suite.__file__)
+_SUITES = [
+    Path(__file__).with_name(name) for name in ("test_contract.py", "test_contract_requests.py")
+]
 _HEAD = (
     "# Engines and features\n\n"
-    "What `tests/engines/contract/test_contract.py` shows of each kind of engine. *yes*: the test "
+    "What `tests/engines/contract` shows of each kind of engine. *yes*: the test "
     "passed. *otherwise*: the kind\ndoes something else on purpose, and the test shows that. *no*: "
     "not a part of this kind.\n`python -m tests.engines.contract.table` writes this page, from "
     "results in which each *yes* and *otherwise* passed.\n\n"
@@ -43,6 +47,19 @@ _HEAD = (
 )
 
 
+_DIFFERENCES_HEAD = (
+    "## Where the kinds differ\n\n"
+    "What SGLang does, what another kind does in its place, and the file of the engine where that "
+    "stands. The last column is the\ntest of the library over the real engines that differ.\n\n"
+    "| SGLang | in its place | source | the library over it |\n|---|---|---|---|\n"
+)
+_PARAMETERS_HEAD = (
+    "## Sampling parameters\n\n"
+    "*effect*: the tokens or the text show it. *refused*: 400, or an error of our client. "
+    "*passed over*: taken, and nothing changes.\n`n` is of `policy.generate`, which sends each "
+    "completion as a request of its own.\n\n"
+    "| | SGLang | vLLM | embedded | fake | |\n|---|---|---|---|---|---|\n"
+)
 _OLD_STATE_HEAD = (
     "## What engines keep of old weights\n\n"
     "A flush or a pause clears what an engine computed with its weights, at each push. What that "
@@ -69,18 +86,19 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """The tests of the suite, in its order."""
-    text = _SUITE.read_text()
-    lines = text.split("\n")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            yield _row(node, lines, ast.get_source_segment(text, node) or "")
+    for file in _SUITES:
+        text = file.read_text()
+        lines = text.split("\n")
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield _row(node, lines, ast.get_source_segment(text, node) or "")
 
 
 def _row(node: ast.AsyncFunctionDef, lines: list[str], body: str) -> Row:
     cells = dict.fromkeys(COLUMNS, "yes")
     notes = []
-    for what in (what for what in suite.DIFFERENCES if f'"{what}"' in body):
-        for kind, instead in suite.DIFFERENCES[what].items():
+    for what in (what for what in DIFFERENCES if f'"{what}"' in body):
+        for kind, instead in DIFFERENCES[what].instead.items():
             cells |= dict.fromkeys(_ALIKE.get(kind, {kind}), "otherwise")
             notes.append(f"{COLUMNS[kind]}: {instead}")
     for mark in node.decorator_list:
@@ -116,7 +134,38 @@ def page() -> str:
         ),
     ]
     head = _HEAD.format(sglang=_pin("sglang"), vllm=_pin("vllm"))
-    return head + "\n" + "\n".join([*lines, "", old_state()]) + "\n"
+    parts = [*lines, "", differences(), "", parameters(), "", old_state()]
+    return head + "\n" + "\n".join(parts) + "\n"
+
+
+def differences() -> str:
+    """What SGLang does and others do not, where that stands, and what the library is tested on."""
+    rows = (
+        f"| {what} | {'; '.join(f'{COLUMNS[kind]}: {text}' for kind, text in row.instead.items())} "
+        f"| {', '.join(f'`{_file_of(one)}`' for one in (row.source, *row.others))} "
+        f"| `{row.library.partition('::')[2].removeprefix('test_')}` |"
+        for what, row in DIFFERENCES.items()
+    )
+    return _DIFFERENCES_HEAD + "\n".join(rows)
+
+
+def _file_of(source: str) -> str:
+    return source.partition(": ")[0]
+
+
+def parameters() -> str:
+    """What becomes of each sampling parameter."""
+    kinds = ("sglang", "vllm", "embedded", "fake")
+    rows = []
+    for name, parameter in PARAMETERS.items():
+        cells = " | ".join(parameter.expected(kind) for kind in kinds)
+        why = "; ".join(
+            f"{COLUMNS[kind]}: {parameter.passed_over[kind]}"
+            for kind in kinds
+            if kind in parameter.passed_over
+        )
+        rows.append(f"| `{name}` | {cells} | {why} |")
+    return _PARAMETERS_HEAD + "\n".join(rows)
 
 
 def old_state() -> str:

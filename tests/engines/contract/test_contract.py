@@ -1,7 +1,8 @@
 """One suite over every kind of engine: what all of them do.
 
 It is what makes the fake and the embedded engine worth trusting.  Facts are those of SGLang
-0.5.23; what a kind does otherwise on purpose stands in ``DIFFERENCES``, by name.
+0.5.23; what a kind does otherwise on purpose stands in
+``differences.py``, by name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineRejected
 from tests.engines.conftest import KINDS, VLLM
+from tests.engines.contract.differences import differs
 from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench, InFlight, features_of
 from tests.support.kinds import not_for
 from tests.support.toy_kind import TOY
@@ -33,50 +35,6 @@ LONG = SamplingParams(max_new_tokens=120, temperature=0.0, ignore_eos=True)
 # Not over before a pause that is sent at its first token, on a busy machine either.
 LONGER = SamplingParams(max_new_tokens=500, temperature=0.0, ignore_eos=True)
 
-DIFFERENCES: dict[str, dict[str, str]] = {
-    "an abort by id ends every id that begins with it": {
-        "embedded": "ends exactly that id",
-        "vllm": "ends exactly that id",
-    },
-    "a request frozen in place ends aborted when the pause does": {
-        "embedded": "ends at once",
-        "vllm": "ends at once",
-    },
-    "an abort of a request that came in a pause ends nothing": {
-        "embedded": "ends it",
-        "vllm": "ends it",
-    },
-    "the id of a stream is aborted some time after its end": {
-        "embedded": "forgets the id with the stream",
-        "vllm": "forgets the id with the stream",
-    },
-    "unknown names and tags are passed over in silence": {
-        "embedded": "refused with 400, since a typo would otherwise look like success",
-    },
-    "an update that cannot flush says no after it was done": {
-        "embedded": "refused with 409 before anything has changed",
-    },
-    "an update without a pause waits for what runs": {
-        "vllm": "our client pauses it, and what runs goes on with the new weights",
-    },
-    "aborts after a retract cut off what was not streamed": {
-        "embedded": "keeps every token",
-        "fake": "keeps every token",
-        "vllm": "keeps every token",
-    },
-    "an update from disk renames the model": {
-        "vllm": "goes on under the name it was started with",
-    },
-    "loads are of before while it is frozen": {
-        "embedded": "counts what is there now",
-        "vllm": "counts what is there now",
-    },
-    "a prompt that is too long is refused inside the stream": {
-        "embedded": "refused with 400 before a stream begins",
-    },
-}
-"""What SGLang does -> kind -> what that kind does in its place."""
-
 NOT_VLLM = not_for("vllm")
 """Marks a test of what vLLM does not have."""
 
@@ -85,11 +43,6 @@ NOT_VLLM = not_for("vllm")
 def kind(request: pytest.FixtureRequest) -> str:
     """One kind of engine after the other."""
     return str(request.param)
-
-
-def differs(bench: Bench, what: str) -> bool:
-    """Whether this kind does it otherwise; ``what`` must be in the table."""
-    return bench.kind in DIFFERENCES[what]
 
 
 # -- generation -----------------------------------------------------------------------------
@@ -631,6 +584,15 @@ async def test_the_checker_sees_what_changed(bench: Bench) -> None:
     with pytest.raises(EngineRejected):
         await bench.engine.weights_checker("compare")
     assert (await bench.engine.weights_checker()).checksum != first.checksum
+
+
+@NOT_VLLM  # vLLM has checksums alone
+async def test_the_checker_refuses_what_it_cannot_do(bench: Bench) -> None:
+    for action in ("compare", "no_such_action"):
+        with pytest.raises(EngineRejected) as refused:
+            await bench.engine.weights_checker(action)
+        assert refused.value.status == 400, action
+    assert len(await bench.greedy()) == 8
 
 
 @not_for("fake", "fake-http", "toy")  # no numbers travel to it

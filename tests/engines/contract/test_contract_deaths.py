@@ -12,8 +12,11 @@ import base64
 import io
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -22,6 +25,7 @@ import pytest
 from engines.process.tcp_ports import reserve_port
 from engines.protocol import MemoryTag, PauseMode, SamplingParams
 from engines.protocol.errors import EngineError, EngineHung, EngineRejected, EngineUnreachable
+from tests.engines.conftest import KINDS, VLLM
 from tests.support.contract import ENDLESS, PROMPT, VOCABULARY, Bench, Pool, client, payload
 from tests.support.kinds import chaos_for, not_for
 from tests.support.processes import shared_memory_of
@@ -117,6 +121,17 @@ async def update_with_tensors_of_another_process(bench: Bench) -> None:
         resource_sharer.stop(5)
 
 
+def write_broken_file(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(b"no tensors")
+
+
+async def update_from_a_broken_file(bench: Bench) -> None:
+    with TemporaryDirectory() as folder:
+        write_broken_file(Path(folder))
+        await bench.engine.update_weights_from_disk(folder, weight_version="9")
+
+
 async def generate_outside_the_vocabulary(bench: Bench) -> None:
     one = SamplingParams(max_new_tokens=1)
     await bench.engine.generate(input_ids=[VOCABULARY + 1000], sampling_params=one)
@@ -185,6 +200,7 @@ ROWS = [
     Row(update_without_a_payload, 400),
     Row(update_with_what_cannot_be_read, 400),
     Row(update_with_tensors_of_another_process, 400, fake=None),
+    Row(update_from_a_broken_file, 400),
     Row(generate_outside_the_vocabulary, 400),
     # The embedded engine waits for the peer too, and says so when the time is over.
     Row(join_a_group_that_nobody_else_joins, 0, sglang="wedges", fake=None, is_usual=True),
@@ -259,6 +275,85 @@ async def test_sigterm_does_not_end_what_is_paused_with_requests(
         await bench.running.kill()
     assert not [file for file in files if file.exists()]
     assert not any(process.is_running() for process in everything)
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[list[Awaitable[Any]]]:
+    """Streams and whole replies that have tokens, and many prompts behind them: some are read, and
+    some wait."""
+    whole = asyncio.create_task(bench.engine.generate(input_ids=PROMPT, sampling_params=ENDLESS))
+    async with bench.in_flight() as one, bench.in_flight() as other:
+        await one.reaches(20)
+        few = SamplingParams(max_new_tokens=50, temperature=0.0, ignore_eos=True)
+        long = [
+            asyncio.create_task(
+                bench.engine.generate(input_ids=[65 + num] * 2000, sampling_params=few)
+            )
+            for num in range(24)
+        ]
+        await asyncio.wait(long, timeout=0.05)
+        assert one.task is not None
+        assert other.task is not None
+        yield [one.task, other.task, whole, *(task for task in long if not task.done())]
+
+
+@asynccontextmanager
+async def paused(bench: Bench) -> AsyncIterator[list[Awaitable[Any]]]:
+    """A request that was frozen, and one that came later."""
+    async with bench.in_flight() as frozen:
+        await bench.engine.pause_generation(PauseMode.RETRACT)
+        held = asyncio.create_task(bench.greedy())
+        await asyncio.wait({held}, timeout=0.3)
+        assert frozen.task is not None
+        yield [frozen.task, held]
+
+
+@asynccontextmanager
+async def released(bench: Bench) -> AsyncIterator[list[Awaitable[Any]]]:
+    await bench.engine.pause_generation(PauseMode.ABORT)
+    await bench.engine.flush_cache(timeout_s=10.0)
+    await bench.release(KV, W, GRAPH)
+    held = asyncio.create_task(bench.greedy())
+    await asyncio.wait({held}, timeout=0.3)
+    yield [held]
+
+
+@asynccontextmanager
+async def updating(bench: Bench) -> AsyncIterator[list[Awaitable[Any]]]:
+    """Half of a push is there."""
+    await bench.engine.pause_generation(PauseMode.ABORT)
+    await bench.engine.begin_weight_update()
+    tensors = bench.tensors("second")
+    half = dict(list(tensors.items())[: len(tensors) // 2])
+    await bench.engine.update_weights_from_tensor(payload(bench.kind, half), flush_cache=False)
+    held = asyncio.create_task(bench.greedy())
+    await asyncio.wait({held}, timeout=0.3)
+    yield [held]
+
+
+STATES = {one.__name__: one for one in (running, paused, released, updating)}
+REAL = ("embedded", "sglang", "vllm")
+"""Each death is another start: the usual run has one of each kind."""
+
+
+@pytest.mark.parametrize(
+    "state",
+    [pytest.param(name, marks=[] if name == "running" else chaos_for(*REAL)) for name in STATES],
+)
+@pytest.mark.parametrize("kind", [*KINDS, VLLM], indirect=True)
+async def test_a_killed_engine_breaks_every_call_at_once(bench: Bench, state: str) -> None:
+    async with STATES[state](bench) as calls:
+        begin_s = time.monotonic()
+        await bench.running.kill()
+        ends_of = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - begin_s < 15
+    assert ends_of
+    for end in ends_of:
+        assert isinstance(end, EngineUnreachable), end
+    for call in (bench.greedy, bench.engine.loads, bench.engine.end_weight_update):
+        with pytest.raises(EngineUnreachable):
+            await call()
+    assert not await bench.running.is_alive()
 
 
 async def go_on(bench: Bench) -> None:
