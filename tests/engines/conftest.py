@@ -12,7 +12,7 @@ import pytest
 
 from engines.kinds import KINDS as ENGINE_KINDS
 from engines.launch import EngineSpec
-from tests.support.contract import Bench, Models, Pool, faked, pooled
+from tests.support.contract import VLLM_STUB, Bench, Models, Pool, faked, pooled, stubbed
 from tests.support.cpu_engines import cpu_engine
 from tests.support.nvml import NvmlDouble, logical_gpu_environment, nvml_double
 from tests.support.toy_kind import TOY
@@ -122,7 +122,9 @@ async def bench(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Benc
     with ExitStack() as stack:
         if kind.endswith(ON_GPU):
             stack.enter_context(nvml_double(request.getfixturevalue("gpus")))
-        if kind.startswith("fake"):
+        if kind == VLLM_STUB:
+            opened = stubbed(NOWHERE)
+        elif kind.startswith("fake"):
             opened = faked(NOWHERE, is_served=kind == "fake-http")
         elif kind == TOY.name:
             stack.enter_context(patch.dict(ENGINE_KINDS, {TOY.name: TOY}))

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from rollout.driver.client.generation_client import GenerationRequest
 from rollout.driver.client.http_client import HttpGenerationClient
 from rollout.router import Backend, RouterHost
 from tests.support.engine_keys import Keys
+from tests.support.vllm_stub.wire import ServedStubs, make_stub
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ CONTEXT_LENGTH = 4096
 """Of the tiny models."""
 EOS = 256
 """Of the tiny models; it ends an output."""
+VLLM_STUB = "vllm-stub"
 CPU_OPTIONS: dict[str, dict[str, Any]] = {
     "embedded": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
     "sglang": {"dtype": "float32", "max-total-tokens": 20000},
@@ -200,12 +203,20 @@ class Routed:
 
 @dataclass
 class Bench:
-    """One engine under test."""
+    """One engine under test.
+
+    Attributes:
+        label: its kind; of a double, which kind of double.
+    """
 
     kind: str
     engine: Engine
     running: RunningEngine
     models: Models
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.kind
 
     @property
     def is_in_memory(self) -> bool:
@@ -356,17 +367,17 @@ async def pooled(pool: Pool, models: Models, like: str = "") -> AsyncIterator[Be
         await engine.aclose()
 
 
+_LIKE_THE_MODELS: dict[str, Any] = {
+    "token_s": 0.001,  # its tokens take a moment each
+    "vocab_size": VOCABULARY,
+    "context_length": CONTEXT_LENGTH,
+    "eos_token_id": EOS,
+}
+
+
 def _slow_fake(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
-    """Its tokens take a moment each."""
-    return FakeEngine(
-        spec.engine_id,
-        endpoint=endpoint,
-        model_path=spec.model_path,
-        token_s=0.001,
-        vocab_size=VOCABULARY,
-        context_length=CONTEXT_LENGTH,
-        eos_token_id=EOS,
-    )
+    path = spec.model_path
+    return FakeEngine(spec.engine_id, endpoint=endpoint, model_path=path, **_LIKE_THE_MODELS)
 
 
 @asynccontextmanager
@@ -382,6 +393,19 @@ async def faked(models: Models, *, is_served: bool) -> AsyncIterator[Bench]:
     engine = client(running, spec.engine_id)
     try:
         yield Bench("fake", engine, running, models)
+    finally:
+        await engine.aclose()
+        await running.kill()
+
+
+@asynccontextmanager
+async def stubbed(models: Models) -> AsyncIterator[Bench]:
+    """A stub of vLLM behind a port."""
+    spec = EngineSpec("stub-0", "vllm", str(models.first), "")
+    running = await ServedStubs(partial(make_stub, **_LIKE_THE_MODELS)).launch(spec)
+    engine = client(running, spec.engine_id, "vllm")
+    try:
+        yield Bench("vllm", engine, running, models, label=VLLM_STUB)
     finally:
         await engine.aclose()
         await running.kill()

@@ -300,12 +300,16 @@ class FakeEngine(FakeEngineState):
             )
         if why := why_refused(request.sampling, self.settings.vocab_size):
             raise self._rejected("generate", why)
-        request.drawing = Drawing(request.sampling, self.settings.eos_token_id)
+        request.drawing = self._drawing(request)
         self._assert(not self.released & _NEEDED_TO_GENERATE, "generate while memory is released")
         inside = all(0 <= token < self.settings.vocab_size for token in prompt)
         self._assert(inside, "a token id outside the vocabulary")
         self.in_flight[request.rid] = request
         self._notify()
+
+    def _drawing(self, request: FakeRequest) -> Drawing:
+        """How its tokens are drawn."""
+        return Drawing(request.sampling, self.settings.eos_token_id)
 
     async def _step(self, request: FakeRequest) -> None:
         """One token, or the end of the request."""

@@ -68,10 +68,22 @@ class Drawing:
 
     Args:
         eos: the token that ends an output; None for a model without one.
+        prompt: what a repetition penalty counts besides the output; nothing on SGLang.
+        always_stops: the tokens of ``stop_token_ids`` end it under ``ignore_eos`` too; not on
+            SGLang.
     """
 
-    def __init__(self, sampling: SamplingParams, eos: int | None = None) -> None:
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        eos: int | None = None,
+        *,
+        prompt: Sequence[int] = (),
+        always_stops: bool = False,
+    ) -> None:
         self._sampling = sampling
+        self._prompt = frozenset(prompt)
+        self._always = frozenset(sampling.stop_token_ids if always_stops else ())
         self._bias = {int(token): bias for token, bias in (sampling.logit_bias or {}).items()}
         self._ends = {*sampling.stop_token_ids} | (set() if eos is None else {eos})
         self._has_penalty = any(
@@ -84,7 +96,7 @@ class Drawing:
 
         Args:
             first: the most probable one, before any bias and penalty.
-            output: the tokens so far; as SGLang, a penalty does not count the prompt.
+            output: the tokens so far.
         """
         is_too_early = bool(self._ends) and len(output) < self._sampling.min_new_tokens
         if not (self._has_penalty or self._bias or is_too_early):
@@ -104,16 +116,15 @@ class Drawing:
         logit += self._bias.get(token, 0.0)
         if count:
             logit -= sampling.frequency_penalty * count + sampling.presence_penalty
+        if count or token in self._prompt:
             scale = sampling.repetition_penalty
             logit = logit / scale if logit > 0 else logit * scale
         return logit
 
     def end_of(self, output: Sequence[int], text: str) -> int | str | None:
-        """The token or text that ends the output after its last token; None if it goes on.
-
-        As on SGLang ``ignore_eos`` is for tokens of ``stop_token_ids`` too.
-        """
-        if output and output[-1] in self._ends and not self._sampling.ignore_eos:
+        """The token or text that ends the output after its last token; None if it goes on."""
+        ends = self._always if self._sampling.ignore_eos else self._ends
+        if output and output[-1] in ends:
             return output[-1]
         return next((stop for stop in self._sampling.stop if stop in text), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engines.fake.engine.fake_sampling import Drawing
@@ -10,6 +11,11 @@ from engines.protocol import FinishReason, GenerateReply, SamplingParams, Versio
 from engines.protocol.sampling_params import DEFAULT_SAMPLING
 
 _PLAIN = Drawing(DEFAULT_SAMPLING)
+
+
+def numbers_of(tokens: Sequence[int]) -> str:
+    """The text of tokens of a fake."""
+    return " ".join(map(str, tokens))
 
 
 @dataclass(slots=True)
@@ -25,6 +31,7 @@ class FakeRequest:
         logprob: of each of its tokens.
         cached_tokens: of its prompt, that came from a cache.
         drawing: how its tokens are drawn; made when it is admitted.
+        text_of: makes a text of tokens.
         matched: the token or text that ended it; None while none did.
     """
 
@@ -40,6 +47,7 @@ class FakeRequest:
     logprob: float = -1.0
     cached_tokens: int = 0
     drawing: Drawing = _PLAIN
+    text_of: Callable[[Sequence[int]], str] = numbers_of
     matched: int | str | None = None
 
     @property
@@ -57,11 +65,8 @@ class FakeRequest:
         first = (sum(self.input_ids) + 7 * len(self.output_ids) + shift) % vocab_size
         self.output_ids.append(self.drawing.token(first, self.output_ids, vocab_size))
         self.versions.append(version)
-        text = self._text() if self.sampling.stop else ""
+        text = self.text_of(self.output_ids) if self.sampling.stop else ""
         self.matched = self.drawing.end_of(self.output_ids, text)
-
-    def _text(self) -> str:
-        return " ".join(map(str, self.output_ids))
 
     def reply(self) -> GenerateReply:
         """The reply; without a finish reason while the request runs."""
@@ -74,7 +79,7 @@ class FakeRequest:
             reason = FinishReason("length")
         return GenerateReply(
             rid=self.rid,
-            text=self.drawing.shown(self._text(), self.matched),
+            text=self.drawing.shown(self.text_of(self.output_ids), self.matched),
             output_ids=tuple(self.output_ids),
             output_logprobs=(self.logprob,) * len(self.output_ids) if self.return_logprob else None,
             finish_reason=reason,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engines.protocol import GenerateReply, SamplingParams
-from tests.support.contract import EOS
+from tests.support.contract import EOS, VLLM_STUB
 
 # Of the tiny models' tokenizer, so that a text of the reply is one of whole characters.
 TEXT = tuple(byte - 33 for byte in b"Onceuponatime")
@@ -178,9 +178,10 @@ async def several(ask: Asker) -> bool:
     return True
 
 
+STUB = VLLM_STUB
 NOT_EMBEDDED = frozenset({"embedded"})
-NO_GRAMMAR = frozenset({"embedded", "fake"})
-FAKE_AT_ITS_PEAK = {"fake": AT_ITS_PEAK}
+NO_GRAMMAR = frozenset({"embedded", "fake", STUB})
+FAKE_AT_ITS_PEAK = {"fake": AT_ITS_PEAK, STUB: AT_ITS_PEAK}
 FAST = "fast tokenizers put no spaces there"
 SPACES = (
     "sglang/srt/managers/detokenizer_manager.py: spaces_between_special_tokens",
@@ -197,7 +198,7 @@ PARAMETERS: dict[str, Parameter] = {
     "stop": Parameter(stop),
     "stop_token_ids": Parameter(stop_token_ids),
     "ignore_eos": Parameter(ignore_eos),
-    "n": Parameter(several, frozenset({"sglang", "vllm", "embedded", "fake"})),
+    "n": Parameter(several, frozenset({"sglang", "vllm", "embedded", "fake", STUB})),
     "sampling_seed": Parameter(
         seed,
         passed_over={"sglang": "takes seeds only if it is started deterministic"}
@@ -214,16 +215,16 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "ebnf": Parameter(writes("ab|ba", ebnf='root ::= "ab" | "ba"'), NO_GRAMMAR),
     "structural_tag": Parameter(writes("abab", structural_tag=json.dumps(TAG)), NO_GRAMMAR),
-    "stop_regex": Parameter(stop_regex, frozenset({"embedded", "fake", "vllm"})),
+    "stop_regex": Parameter(stop_regex, frozenset({"embedded", "fake", "vllm", STUB})),
     "logit_bias": Parameter(logit_bias, NOT_EMBEDDED),
-    "skip_special_tokens": Parameter(special_text, passed_over={"fake": NO_TEXT}),
+    "skip_special_tokens": Parameter(special_text, passed_over={"fake": NO_TEXT, STUB: NO_TEXT}),
     "spaces_between_special_tokens": Parameter(
-        spaces, NOT_EMBEDDED, {"fake": NO_TEXT, "sglang": FAST, "vllm": FAST}, SPACES
+        spaces, NOT_EMBEDDED, {"fake": NO_TEXT, STUB: NO_TEXT, "sglang": FAST, "vllm": FAST}, SPACES
     ),
     "no_stop_trim": Parameter(stop),
     "custom_params": Parameter(
         custom_params,
-        frozenset({"embedded", "vllm"}),
+        frozenset({"embedded", "vllm", STUB}),
         dict.fromkeys(("sglang", "fake"), "they are for a custom processor"),
         ("sglang/srt/sampling/sampling_params.py: custom_params: Optional",),
     ),

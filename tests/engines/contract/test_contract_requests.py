@@ -24,19 +24,19 @@ from rollout.driver.client.generation_client import (
 from tests.engines.conftest import KINDS, VLLM
 from tests.engines.contract.differences import differs
 from tests.engines.contract.parameters import GREEDY, PARAMETERS, TEXT, WRONG, Asker
-from tests.support.contract import ENDLESS, PROMPT, Bench, Routed
+from tests.support.contract import ENDLESS, PROMPT, VLLM_STUB, Bench, Routed
 from tests.support.kinds import chaos_for, not_for
 
 # That the embedded engine is on a logical GPU makes no difference here.
 pytestmark = [pytest.mark.clock, pytest.mark.timeout(400), chaos_for("embedded-gpu")]
 
-NOT_VLLM = not_for("vllm")
+NOT_VLLM = not_for("vllm", VLLM_STUB)
 NO_PORT = not_for("fake")
 SHORT = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=120, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(params=[*KINDS, VLLM])
+@pytest.fixture(params=[*KINDS, VLLM, VLLM_STUB])
 def kind(request: pytest.FixtureRequest) -> str:
     """One kind of engine after the other."""
     return str(request.param)
@@ -53,7 +53,7 @@ def asker_of(bench: Bench) -> Asker:
     async def reply(sampling: SamplingParams) -> GenerateReply:
         return await bench.engine.generate(input_ids=TEXT, sampling_params=sampling)
 
-    return Asker(bench.kind, reply)
+    return Asker(bench.label, reply)
 
 
 async def found_of(name: str, ask: Asker) -> str:
@@ -70,7 +70,7 @@ async def found_of(name: str, ask: Asker) -> str:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 async def test_a_sampling_parameter_has_its_effect_or_is_refused(bench: Bench, name: str) -> None:
-    assert await found_of(name, asker_of(bench)) == PARAMETERS[name].expected(bench.kind)
+    assert await found_of(name, asker_of(bench)) == PARAMETERS[name].expected(bench.label)
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "n"])
@@ -84,8 +84,8 @@ async def test_a_router_in_front_gives_each_parameter_what_the_engine_gives_it(
             asked = GenerationRequest("", TEXT, sampling, fails_over=True)
             return await router.client.generate(asked)
 
-        ask = Asker(bench.kind, reply)
-        assert await found_of(name, ask) == PARAMETERS[name].expected(bench.kind)
+        ask = Asker(bench.label, reply)
+        assert await found_of(name, ask) == PARAMETERS[name].expected(bench.label)
 
 
 @pytest.mark.parametrize("sampling", WRONG, ids=lambda one: "-".join(one.to_wire()))

@@ -24,6 +24,8 @@ from tests.support.vllm_stub.conversation import TALK
 Json = dict[str, Any]
 _RECORDED: Mapping[str, Json] = {step["name"]: step for step in TALK if "name" in step}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NO_TOKEN = "generate_of_no_token"
+"""The name of a recorded refusal, which has the form of all of them."""
 _ROUTES = {routes.GENERATE: "generate", COMPLETIONS: "completion", CHAT: "chat"}
 _TOKEN = re.compile(r" (\d{1,3})(?!\d)|(.)", re.DOTALL)
 # A cut makes what it keeps more probable; the others differ, too.
@@ -35,8 +37,21 @@ _SHARES = {
 }
 
 
+_NAMES = {name: name for name in SamplingParams.__slots__} | {
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+"""vLLM's parameters -> SGLang's, which a fake draws by.  vLLM passes over all others in silence."""
+_WARMEST = 2.0
+
+
 class Refused(Exception):
-    """The recorded reply of this name is the answer, and an error."""
+    """The recorded reply of this name is the answer, an error; with another reason, if given."""
+
+    def __init__(self, name: str, why: str = "") -> None:
+        super().__init__(name)
+        self.why = why
 
 
 def recorded(name: str) -> Any:
@@ -92,6 +107,20 @@ class Form:
         if self._limit < 1:
             raise Refused(f"{self._route}_of_no_token")
         self._prompt = self._prompt_of(raw)
+        self._sampling = self._sampling_of(sampling)
+        self._num_shown = 0  # characters
+
+    def _sampling_of(self, raw: Mapping[str, Any]) -> SamplingParams:
+        if raw.get("structured_outputs"):
+            raise Refused(NO_TOKEN, "a stub knows no forms of an output")
+        known = {_NAMES[name]: raw[name] for name in _NAMES if raw.get(name) is not None}
+        sampling = replace(SamplingParams(), **known | {"max_new_tokens": self._limit})
+        if isinstance(sampling.stop, str):
+            sampling = replace(sampling, stop=(sampling.stop,))
+        if sampling.temperature > _WARMEST:
+            why = f"temperature must be in [0, {_WARMEST:g}], got {sampling.temperature}."
+            raise Refused(NO_TOKEN, why)
+        return sampling
 
     def _prompt_of(self, raw: Mapping[str, Any]) -> tuple[int, ...]:
         if self._route != "chat":
@@ -110,7 +139,7 @@ class Form:
         """Those of ``protocol.Engine.generate``."""
         return {
             "input_ids": self._prompt,
-            "sampling_params": SamplingParams(max_new_tokens=self._limit),
+            "sampling_params": self._sampling,
             "rid": self._raw.get("request_id"),
             "return_logprob": self._has_logprobs or self.wants_prompt,
         }
@@ -170,18 +199,29 @@ class Form:
         (choice,) = self._named(frame, reply)["choices"]
         choice["token_ids"] = ids if self._has_ids else None
         holder = choice if self._route != "chat" else choice.get("delta") or choice["message"]
-        holder["content" if self._route == "chat" else "text"] = text_of(ids)
+        holder["content" if self._route == "chat" else "text"] = self._new_text(reply)
         if self._route == "completion":
             is_wanted = self._has_ids and not sent
             choice["prompt_token_ids"] = list(self._prompt) if is_wanted else None
         if reply.finish_reason is not None:  # and only then the versions, in a stream too
             choice["finish_reason"] = reply.finish_reason.kind
+            choice["stop_reason"] = reply.finish_reason.matched
             if self._is_own:
                 choice["weight_versions"] = [asdict(one) for one in reply.weight_versions]
         known, choice["logprobs"] = choice["logprobs"], None
         if self._has_logprobs:
             choice["logprobs"] = self._logprobs(known, reply, sent)
         return frame
+
+    def _new_text(self, reply: GenerateReply) -> str:
+        """Kept back is what may be the begin of a stop text, until the end."""
+        sampling, is_over = self._sampling, reply.finish_reason is not None
+        num_kept = (
+            0 if is_over or sampling.no_stop_trim else max(map(len, sampling.stop), default=1) - 1
+        )
+        end = max(self._num_shown, len(reply.text) - num_kept)
+        text, self._num_shown = reply.text[self._num_shown : end], end
+        return text
 
     def _logprobs(self, known: Json, reply: GenerateReply, sent: int) -> Json:
         ids, values = reply.output_ids, reply.output_logprobs or ()

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engines.fake import FakeEngine
+from engines.fake.engine.fake_sampling import Drawing
 from engines.fake.engine.fake_weights import FatalCall, tensors_in_file, unpack_tensors
 from engines.fake.engine.request import FakeRequest
 from engines.protocol import MemoryTag, PauseMode
@@ -20,7 +21,16 @@ from engines.protocol.errors import EngineRejected
 from engines.tensors.flattened_bucket import lay_out
 from engines.vllm import routes
 from engines.vllm.features import PROCESSED, parse_version
-from tests.support.vllm_stub.forms import CHAT, COMPLETIONS, Form, Refused, recorded, status_of
+from tests.support.vllm_stub.forms import (
+    CHAT,
+    COMPLETIONS,
+    NO_TOKEN,
+    Form,
+    Refused,
+    recorded,
+    status_of,
+    text_of,
+)
 
 Json = dict[str, Any]
 Asked = Mapping[str, Any]
@@ -364,12 +374,26 @@ class StubVllm(FakeEngine):
         try:
             return Form(path, asked, self.logprobs_mode)
         except Refused as error:
-            raise self._refused(str(error)) from None
+            refused = self._bad_request(error.why) if error.why else self._refused(str(error))
+            raise refused from None
+
+    def _bad_request(self, why: str) -> EngineRejected:
+        reply = recorded(NO_TOKEN)
+        reply["error"]["message"] = why
+        return self._rejected("generate", json.dumps(reply), status_of(NO_TOKEN))
 
     def _admit(self, request: FakeRequest) -> None:
         if request.rid in self.in_flight:  # another request of the same name is one of its own
             request.rid = f"{request.rid}-{self._num_requests}"
-        super()._admit(request)
+        request.text_of = text_of
+        try:
+            super()._admit(request)
+        except EngineRejected as error:
+            raise self._bad_request(error.body) from None
+
+    def _drawing(self, request: FakeRequest) -> Drawing:
+        eos = self.settings.eos_token_id
+        return Drawing(request.sampling, eos, prompt=request.input_ids, always_stops=True)
 
     async def _step(self, request: FakeRequest) -> None:
         num = len(request.output_ids)
