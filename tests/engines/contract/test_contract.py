@@ -209,9 +209,14 @@ async def test_a_request_frozen_in_place_ends_aborted_when_the_pause_does(bench:
 
 @asynccontextmanager
 async def frozen_and_aborted(bench: Bench, mode: PauseMode) -> AsyncIterator[InFlight]:
-    """A request that was aborted in a pause, which ends behind the block; another one goes on."""
+    """A request that was aborted in a pause, which ends behind the block; another one goes on.
+
+    The step that ran when the pause came is over before: it would end the request.
+    """
     async with bench.in_flight(rid="p-1") as request, bench.in_flight(rid="q-1") as other:
         await bench.engine.pause_generation(mode)
+        assert other.task is not None
+        await asyncio.wait({other.task}, timeout=0.5)
         await bench.engine.abort_request("p-1")
         assert request.task is not None
         await asyncio.wait({request.task}, timeout=1.0)
