@@ -37,7 +37,8 @@ class SamplingParams(sampling_params.SamplingParams):
         stop: texts that end the output before them.
         stop_token_ids: tokens that end the output after them.
         stop_regex: regular expressions that end the output.
-        ignore_eos: the model's end token does not end the output.
+        ignore_eos: the model's end token does not end the output; on SGLang, neither do those of
+            ``stop_token_ids``.
         n: completions of one prompt.
         sampling_seed: makes one request repeatable, where the engine supports it.
         frequency_penalty, presence_penalty: subtracted from the logit of a token of the output:
