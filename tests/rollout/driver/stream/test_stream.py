@@ -77,8 +77,9 @@ async def test_a_partial_sample_continues_with_the_rest_of_its_budget() -> None:
 
 
 @virtual_time
-async def test_a_partial_sample_with_a_grammar_begins_again() -> None:
-    batch = BATCH | {"sampling": replace(SAMPLING, regex="a+")}
+async def test_a_partial_sample_of_a_custom_processor_begins_again() -> None:
+    """As one with a grammar does, which a fake refuses."""
+    batch = BATCH | {"sampling": replace(SAMPLING, custom_params={"strength": 1})}
     async with driving(engines(*UNLIKE)) as (driver, client):
         data, options = source(100), RolloutOptions(over_sampling=2.0)
         await driver.rollout(0, data, options=options, **batch)
