@@ -65,9 +65,15 @@ class Generation:
     random: Callable[[], float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.random = random.random if self.seed is None else random.Random(self.seed).random
+        self.random = random.random if self.seed is None else self._seeded
         if not self.return_logprob:
             self.logprob_start_len = -1
+
+    def _seeded(self) -> float:
+        """By the place of its next token, as SGLang's deterministic sampling: a request that goes
+        on with the tokens so far as its prompt draws what this one would."""
+        place = len(self.prompt_ids) + len(self.output_ids)
+        return random.Random(f"{self.seed}/{place}").random()
 
     @property
     def is_over(self) -> bool:

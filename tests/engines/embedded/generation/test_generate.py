@@ -122,6 +122,17 @@ async def test_a_seeded_request_repeats_whatever_else_runs(engine: Asker) -> Non
     assert other_seed["output_ids"] != alone["output_ids"]
 
 
+async def test_a_seeded_request_goes_on_from_its_tokens_as_if_it_had_not_ended(
+    engine: Asker,
+) -> None:
+    seeded: dict[str, Any] = {"temperature": 1.0, "sampling_seed": 11, "ignore_eos": True}
+    whole = (await engine.generate(**seeded, max_new_tokens=24))["output_ids"]
+    for num in (1, 9, 23):
+        prompt = [*PROMPT, *whole[:num]]
+        rest = await engine.generate(prompt, **seeded, max_new_tokens=24 - num)
+        assert rest["output_ids"] == whole[num:]
+
+
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}])
 async def test_a_distribution_cut_to_its_likeliest_is_greedy(
     engine: Asker, models: dict[str, Path], cut: dict[str, Any]
