@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
@@ -48,10 +49,12 @@ class SamplingParams:
     def can_continue(self) -> bool:
         """Whether an output that was cut off can be continued by a request for the rest.
 
-        A grammar would begin again at the cut, and an expression would not see the text before it.
+        A grammar would begin again at the cut, an expression would not see the text before it, and
+        penalties would not count its tokens.
         """
         return not (
-            any(getattr(self, name) for name in GRAMMARS) or self.stop_regex or self.custom_params
+            any(getattr(self, name) for name in (*GRAMMARS, "stop_regex", "custom_params"))
+            or any(getattr(self, name) != getattr(DEFAULT_SAMPLING, name) for name in PENALTIES)
         )
 
     def to_wire(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,12 @@ def join_experts(kept: bytes, reported: bytes, num_tokens: int) -> bytes | None:
     if not row or rest or len(kept) % row or len(kept) > len(reported):
         return None
     return kept + reported[len(kept) :]
+
+
+def seed_after(seed: int, num_tokens: int) -> int:
+    """The seed of a continuation, so that it does not draw the random numbers of its first tokens
+    again."""
+    return zlib.crc32(f"{seed}/{num_tokens}".encode())
 
 
 def check_budget(num: int, budget: int | None) -> None:

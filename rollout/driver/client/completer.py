@@ -181,7 +181,10 @@ class Completer:
             return False
         if len(sample.output_ids) > base and not sampling.can_continue:
             if base:
-                raise GenerationError("a turn with a grammar was cut off and cannot be continued")
+                raise GenerationError(
+                    "a turn with a grammar or a penalty was cut off and cannot be continued: "
+                    "it would begin again in the middle (docs/how-to/router.md#seams)"
+                )
             restart(sample)
             rest = sampling
         if scope.is_stopping:

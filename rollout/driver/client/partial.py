@@ -2,8 +2,9 @@
 
 Always true: tokens that were generated are never requested again; all parts together stay within
 the budget of the first request; every token keeps the weight version and the engine that generated
-it; the finish reason is the last engine's.  Across the cut, ``sampling_seed`` does not give the
-same sequence, and a stop string that is split by the cut is not found.
+it; the finish reason is the last engine's.  Behind the cut, a seed is another one, since engines
+may draw the random numbers of the first tokens again, and a stop string that is split by the cut is
+not found.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from engines.http.reply_check import check_lengths
 from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.logprob_kind import LogprobKind, joined
 from rollout.core.samples import EngineSpan, Sample, SampleStatus
-from rollout.rules.continuation import check_budget, join_experts, join_spans, spans_of
+from rollout.rules.continuation import check_budget, join_experts, join_spans, seed_after, spans_of
 
 _STATUS = {
     "stop": SampleStatus.COMPLETED,
@@ -29,8 +30,10 @@ def remaining(sampling: SamplingParams, num_output: int) -> SamplingParams | Non
         return None
     if not num_output:
         return sampling
+    seed = sampling.sampling_seed
     return replace(
         sampling,
+        sampling_seed=None if seed is None else seed_after(seed, num_output),
         max_new_tokens=sampling.max_new_tokens - num_output,
         min_new_tokens=max(0, sampling.min_new_tokens - num_output),
     )

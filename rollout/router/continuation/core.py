@@ -11,9 +11,9 @@ Always true:
 - Text that was sent to the client is never taken back.
 - Log-probs of one reply are of one kind: behind an engine of another kind it starts over, or ends.
 
-Pure, and without JSON: ``dialects`` read bodies and events, and write them.  A failover is not
-exact in two ways: a seeded sampler restarts, and penalties on repeated tokens see earlier tokens as
-prompt.
+- The reply is that of one engine, as far as ``parameters`` says.
+
+Pure, and without JSON: ``dialects`` read bodies and events, and write them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from engines.http.reply_check import MOST_IDS
 from engines.plain_json import WRONG_FORM
 from engines.protocol import VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
-from rollout.rules.continuation import Part, check_budget, join_experts
+from rollout.router.continuation.parameters import CARRIED, NotCarried
+from rollout.rules.continuation import Part, check_budget, join_experts, seed_after
 
 Payload = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -115,9 +116,10 @@ class Continuation:
         stop: its stop strings, as its client gave them.
         trims: the router cuts the text before a stop string, because the engines do not.
         column: that has an entry for each token, if the reply is to be continued.
-        why_not: why no other engine can continue it, in one word; empty if one can.
+        why_not: why no other engine can continue it.
 
     Attributes:
+        not_carried: the same.
         column: that has an entry for each token, if its client wants log-probs; else empty.
         is_streamed: its client wants events.
         prompt_logprobs: log-probs of the prompt, from a prefill engine.
@@ -153,14 +155,14 @@ class Continuation:
         stop: Any = None,
         trims: bool = False,
         column: str = "",
-        why_not: str = "",
+        why_not: NotCarried = CARRIED,
     ) -> None:
         self.raw = raw
         self.prompt = prompt
         self.budget = budget
         self.min_tokens = min_tokens or 0
         self.trims = trims
-        self.why_not = why_not
+        self.not_carried = why_not
         self.is_streamed = bool(raw.get("stream"))
         self.vocabulary = MOST_IDS
         self.decode: Decode | None = None
@@ -287,6 +289,11 @@ class Continuation:
     # -- between two engines ----------------------------------------------------------------
 
     @property
+    def why_not(self) -> str:
+        """Why no other engine can continue it, in one word; empty if one can."""
+        return self.not_carried.why
+
+    @property
     def is_finished(self) -> bool:
         return self.finish is not None
 
@@ -336,6 +343,13 @@ class Continuation:
         if kept.num and self.experts.are_missing(experts, num):
             return "experts_missing"
         return ""
+
+    def in_words(self, why: str) -> str:
+        """What a client gets as the reason, for one of ``why_refused``."""
+        found = self.not_carried
+        if why == found.why and found.because:
+            return found.because
+        return f"its tokens so far cannot be kept: {why} (docs/failures.md#failover)"
 
     def lose_engine(self) -> str:
         """Go back to the last safe token, or to the prompt if tokens cannot be kept.
@@ -407,6 +421,12 @@ class Continuation:
             limits |= dict.fromkeys(present, self.budget - self.base.num)
         if limits.get(least):
             limits[least] = max(0, limits[least] - self.base.num)
+
+    def draw_on(self, sampling: Payload, name: str) -> None:
+        """Have other random numbers than the tokens so far, at an engine that would begin with
+        those again: then tokens would depend on each other in a way that the model does not say."""
+        if self.base.num and isinstance(seed := sampling.get(name), int) and seed >= 0:
+            sampling[name] = seed_after(seed, self.base.num)
 
     # -- to the client ----------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 from engines.http.reply_check import check_generate
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.core import Payload, Reported
+from rollout.router.continuation.parameters import NotCarried
 from rollout.router.continuation.reply import Reply
 
 _OF_GENERATE = frozenset({"meta_info", "output_ids"})
@@ -27,7 +28,7 @@ class ForwardedReply(Reply):
     """
 
     def __init__(self, body: bytes, *, is_streamed: bool, needs_logprobs: bool = False) -> None:
-        super().__init__({"stream": is_streamed}, why_not="forwarded")
+        super().__init__({"stream": is_streamed}, why_not=NotCarried("forwarded"))
         self.wants_whole_reply = not is_streamed
         self._body = body
         self._payloads: list[Any] = []

@@ -159,6 +159,7 @@ class Exchange:
     _failure: ConnectionFailure | None = None
     _logprob_kind: LogprobKind | None = None  # of the current engine's reply
     _status: int = 0  # of a reply that says nothing of its engine so far
+    _why_ended: str = ""  # its client has a part that no engine can go on with
     _lost: LostEngines | None = None
     _prefill: PrefillReply | None = None
     _http: ClientResponse | None = field(init=False)  # ``response``, where it takes plain bytes
@@ -868,7 +869,7 @@ class Exchange:
     def _enter_again(self, failure: ConnectionFailure, *, excluded_engine: str) -> None:
         self._failure = failure
         if not self._may_go_on():
-            self._end_with(responses.engine_failed(failure))
+            self._end_with(responses.engine_failed(failure, self._why_ended))
         else:
             if self._http is not None:
                 self._http.discard_head()
@@ -885,6 +886,7 @@ class Exchange:
         if why:
             counts.refuse_failover(why)
             if tokens.reply.has_shown:
+                self._why_ended = tokens.reply.in_words(why)
                 return False
         counts.num_failovers += 1
         return True

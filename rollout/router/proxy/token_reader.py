@@ -30,6 +30,7 @@ from rollout.router.proxy.prefill_decode import PromptLogprobs
 _DONE = b"data: [DONE]\n\n"
 _LONGEST_DONE = 16
 _WHY_CHARACTERS = 300
+_STREAM_ENDS = "its engine was paused, and no engine goes on with what its client has"
 
 
 class Context(NamedTuple):
@@ -321,6 +322,8 @@ class TokenReader:
             why_not = reply.why_refused() if reply.has_shown else ""
             if not why_not:
                 return Again("aborted it")
+            message = f"{_STREAM_ENDS}: {reply.in_words(why_not)}"
+            reply.finish = {**(reply.finish or {}), "message": message}
         return self._finish(why_not)
 
     def _finish(self, why_not_continued: str = "") -> Finish:

@@ -35,37 +35,21 @@ from rollout.router.continuation.forms import (
     read_object,
     token_ids_of,
 )
+from rollout.router.continuation.parameters import (
+    CARRIED,
+    NotCarried,
+    is_forwarded,
+    not_carried,
+)
 from rollout.router.continuation.reply import EngineDialect, Reply
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import Part, check_budget
 
 _DEFAULT_TOKENS = 16  # OpenAI's default for /v1/completions
+_NO_IDS = NotCarried("chat_without_ids", "not all engines name the token ids of a chat")
+_REASONING = NotCarried("reasoning", "its reasoning is separated from its text")
 # Switches that keep a stop string in the text.
 _SGLANG_TRIM, _VLLM_TRIM = "no_stop_trim", "include_stop_str_in_output"
-_NEEDS_WHOLE_TEXT = (
-    "tools",
-    "functions",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "stop_regex",
-    "custom_params",
-    "custom_logit_processor",
-    "echo",
-    "suffix",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_cached_tokens_details",
-    "return_spec_tokens_details",
-    "return_meta_info",
-    "return_prompt_token_ids",
-    "return_input_ids_in_sglext",
-    "return_output_ids_in_sglext",
-    "return_sampling_mask",
-    "session_params",
-    "input_ids",
-)
 _FORMS = {
     "stream": is_flag,
     "stream_options": or_none(is_object),
@@ -102,7 +86,8 @@ def read_completion(body: bytes, interval: int, dialects: frozenset[str]) -> Rep
     if not isinstance(prompt, str) and token_ids_of(prompt) is None:
         return None
     column = "" if raw.get("logprobs") is None else "token_logprobs"
-    return _reply_to(raw, raw.get("max_tokens", _DEFAULT_TOKENS), column, token_ids_of(prompt))
+    budget, ids = raw.get("max_tokens", _DEFAULT_TOKENS), token_ids_of(prompt)
+    return _reply_to(raw, budget, column, ids, not_carried(raw, dialects))
 
 
 def read_chat(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
@@ -114,7 +99,7 @@ def read_chat(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | N
     has_ids = all(CHAT_ENGINES[one].gives_ids for one in dialects)
     if raw.get("return_token_ids") and not has_ids:
         return None
-    why_not = _why_not(raw["messages"], raw) if has_ids else "chat_without_ids"
+    why_not = _why_not(raw["messages"], raw, dialects) if has_ids else _NO_IDS
     budget = raw.get("max_completion_tokens") or raw.get("max_tokens")
     reply = _reply_to(raw, budget, "content" if raw.get("logprobs") else "", why_not=why_not)
     # SGLang streams no log-probs of tokens without text, and such a chat never continues.
@@ -128,7 +113,7 @@ def _reply_to(
     budget: int | None,
     column: str,
     prompt: list[int] | None = None,
-    why_not: str = "",
+    why_not: NotCarried = CARRIED,
 ) -> Reply:
     return Reply(
         raw,
@@ -143,25 +128,22 @@ def _reply_to(
     )
 
 
-def _why_not(messages: list[Payload], raw: Payload) -> str:
+def _why_not(messages: list[Payload], raw: Payload, dialects: frozenset[str]) -> NotCarried:
     """Why vLLM, which gives the ids of a chat, does not take or give them here."""
     if any(not isinstance(one.get("content"), str | None) for one in messages):
-        return "images"
-    return "reasoning" if raw.get("include_reasoning") is False else ""
+        return NotCarried("images", "it has images, which another engine gets with a whole chat")
+    if raw.get("include_reasoning") is False:
+        return _REASONING
+    return not_carried(raw, dialects)
 
 
 def _can_be_continued(raw: Payload, forms: Mapping[str, Form]) -> bool:
     """Whether another engine can continue a part of its completion."""
     if not has_forms(raw, forms):
         return False
-    if raw.get("n") not in (None, 1) or raw.get("best_of") not in (None, 1):
-        return False
-    if any(raw.get(name) for name in _NEEDS_WHOLE_TEXT):
-        return False
-    if raw.get("stop") and (raw.get("stop_token_ids") or raw.get("skip_special_tokens") is False):
-        return False  # we could not distinguish what to trim from what to keep
-    form = raw.get("response_format") or {"type": "text"}
-    return isinstance(form, dict) and form.get("type") == "text"
+    # With both we could not distinguish what to trim from what to keep.
+    ends_in_two_ways = raw.get("stop_token_ids") or raw.get("skip_special_tokens") is False
+    return not (is_forwarded(raw) or (raw.get("stop") and ends_in_two_ways))
 
 
 def _is_plain_chat(raw: Payload) -> bool:
@@ -192,6 +174,8 @@ def _body_after(reply: Reply, trim: str) -> Payload:
         raw["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     if reply.trims:
         raw[trim] = True
+    if trim is _VLLM_TRIM:
+        reply.draw_on(raw, "seed")
     reply.lower_limits(raw, "max_tokens", "max_completion_tokens", least="min_tokens")
     return raw
 
@@ -246,7 +230,7 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
         if reply.base.num:
             raise ValueError("reasoning comes after text that was continued")
         reply.reasoning += thought
-        reply.why_not = "reasoning"
+        reply.not_carried = _REASONING
     if choice.get("prompt_token_ids") is not None and reply.prompt is None:
         reply.prompt = list(choice["prompt_token_ids"])
     ids = choice.get("token_ids") or []
@@ -424,7 +408,8 @@ def _prompt_of_chat(reply: Reply) -> Payload:
 
 
 def _metadata(reply: Reply) -> Payload:
-    return {
+    message = (reply.finish or {}).get("message")
+    return ({"abort_message": message} if message else {}) | {
         "weight_version": str(reply.version),
         "weight_versions": span_payloads(reply.all().spans),
         "num_failovers": reply.num_failovers,

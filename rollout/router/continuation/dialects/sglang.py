@@ -18,7 +18,6 @@ from engines.http.reply_check import (
     check_pairs,
     check_versions,
 )
-from engines.protocol.sampling_params import GRAMMARS
 from rollout.router.continuation.core import Payload, reported_of, span_payloads, version_spans
 from rollout.router.continuation.fast_path import (
     FROM_FIRST,
@@ -39,6 +38,7 @@ from rollout.router.continuation.forms import (
     read_object,
     token_ids_of,
 )
+from rollout.router.continuation.parameters import NotCarried, is_forwarded, not_carried
 from rollout.router.continuation.reply import EngineDialect, Reply
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import Part, check_budget
@@ -51,22 +51,6 @@ _NUM_FORMS = 64
 _MAX_FORM_BYTES = 4096
 _UNLIMITED = 1 << 16
 _READ = frozenset({"text", "output_ids", "meta_info"})
-_CANNOT_CONTINUE = frozenset({*GRAMMARS, "stop_regex", "custom_params"})
-# What an engine reports of all tokens so far; the next engine would compute it from its own run.
-_OF_ONE_ENGINE = frozenset(
-    {
-        "routed_experts_start_len",
-        "return_indexer_topk",
-        "return_hidden_states",
-        "return_sampling_mask",
-        "return_entropy",
-        "return_flat_raw_top_logprobs",
-        "return_prompt_token_ids",
-        "custom_logit_processor",
-        "session_params",
-        "max_thinking_tokens",
-    }
-)
 # What ``find_printable_text`` of SGLang 0.5.23 takes for Chinese.
 _CHINESE = re.compile(
     "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -80,6 +64,7 @@ _FORMS = {
     "logprob_start_len": or_none(lambda value: value == -1 or is_count(value)),
 }
 _SAMPLING_FORMS = {
+    "n": lambda value: value == 1,
     "max_new_tokens": or_none(is_count),
     "min_new_tokens": or_none(is_count),
     "stop": or_none(is_stop),
@@ -94,7 +79,7 @@ def read(body: bytes, interval: int, dialects: frozenset[str]) -> FastReply | No
     if (parts := split_body(body)) is not None:
         is_short = len(parts.fields) <= _MAX_FORM_BYTES
         read_form = _read_form if is_short else _read_form.__wrapped__
-        if (form := read_form(parts.fields, interval)) is not None:
+        if (form := read_form(parts.fields, interval, dialects)) is not None:
             return form.of_request(parts)
     raw = read_object(body)
     if raw is None:
@@ -102,24 +87,26 @@ def read(body: bytes, interval: int, dialects: frozenset[str]) -> FastReply | No
     ids = token_ids_of(raw.get("input_ids"))
     if ids is not None:
         del raw["input_ids"]
-    return _reply_to(raw, None if ids is None else PromptIds.of(ids), interval)
+    return _reply_to(raw, None if ids is None else PromptIds.of(ids), interval, dialects)
 
 
 @lru_cache(_NUM_FORMS)
-def _read_form(fields: bytes, interval: int) -> FastReply | None:
+def _read_form(fields: bytes, interval: int, dialects: frozenset[str]) -> FastReply | None:
     raw = read_fields(fields)
-    return None if raw is None else _reply_to(raw, PromptIds(b""), interval)
+    return None if raw is None else _reply_to(raw, PromptIds(b""), interval, dialects)
 
 
-def _reply_to(raw: Payload, prompt: PromptIds | None, interval: int) -> FastReply | None:
+def _reply_to(
+    raw: Payload, prompt: PromptIds | None, interval: int, dialects: frozenset[str]
+) -> FastReply | None:
     if not has_forms(raw, _FORMS):
         return None
     sampling = raw.get("sampling_params") or {}
-    is_single = sampling.get("n", 1) == 1 and sampling.get("beam_width") in (None, 1)
-    if not is_single or not has_forms(sampling, _SAMPLING_FORMS):
+    # SGLang refuses some on a stream, as which the router sends the request.
+    if is_forwarded(sampling, on_generate=True) or is_forwarded(raw, on_generate=True):
         return None
-    if raw.get("return_flat_raw_output_top_logprobs"):
-        return None  # an engine refuses it on a stream, as which the router sends the request
+    if not has_forms(sampling, _SAMPLING_FORMS):
+        return None
     text = raw.get("text")
     has_prompt = isinstance(text, str) if prompt is None else text is None
     if not has_prompt or raw.get("input_ids") is not None:
@@ -132,7 +119,7 @@ def _reply_to(raw: Payload, prompt: PromptIds | None, interval: int) -> FastRepl
         min_tokens=sampling.get("min_new_tokens"),
         stop=sampling.get("stop"),
         column="output_token_logprobs" if raw.get("return_logprob") else "",
-        why_not=_why_not(raw, sampling, has_ids=prompt is not None),
+        why_not=_why_not(raw, sampling, dialects, has_ids=prompt is not None),
     )
     reply.passes_on = not reply.is_streamed and not reply.lacks_prompt_logprobs
     if not reply.is_streamed:
@@ -143,12 +130,13 @@ def _reply_to(raw: Payload, prompt: PromptIds | None, interval: int) -> FastRepl
     return reply
 
 
-def _why_not(raw: Payload, sampling: Payload, *, has_ids: bool) -> str:
+def _why_not(
+    raw: Payload, sampling: Payload, dialects: frozenset[str], *, has_ids: bool
+) -> NotCarried:
     if not has_ids:
-        return "prompt_unknown"
-    if any(map(sampling.get, sampling.keys() & _CANNOT_CONTINUE)):
-        return "grammar"
-    return "of_one_engine" if any(map(raw.get, raw.keys() & _OF_ONE_ENGINE)) else ""
+        return NotCarried("prompt_unknown", "its prompt is text, whose token ids are not known")
+    found = not_carried(sampling, dialects, is_sampling=True)
+    return found if found.why else not_carried(raw, dialects)
 
 
 def may_be_ahead(text: str) -> bool:

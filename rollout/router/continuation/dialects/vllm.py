@@ -29,6 +29,7 @@ from rollout.router.continuation.forms import (
     read_object,
     token_ids_of,
 )
+from rollout.router.continuation.parameters import NotCarried, is_forwarded, not_carried
 from rollout.router.continuation.reply import EngineDialect, Reply
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.request import wants_prompt_logprobs
@@ -48,32 +49,6 @@ _TAKEN = frozenset(
         "return_token_ids",
     }
 )
-_SAMPLING = frozenset(
-    {
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "max_tokens",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "logprobs",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "bad_words",
-        "allowed_token_ids",
-        "detokenize",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "include_stop_str_in_output",
-    }
-)
 _FORMS = {
     "token_ids": lambda value: bool(token_ids_of(value)),
     "sampling_params": is_object,
@@ -89,6 +64,10 @@ _SAMPLING_FORMS = {
     "include_stop_str_in_output": is_flag,
 }
 _DEFAULT_BUDGET = 128
+_STOP_UNSEEN = NotCarried(
+    "stop_without_text",
+    "without text, a stop string that the loss of an engine cuts in two is not seen",
+)
 # Of SGLang's requests, with what vLLM calls them; without a name where it needs none.
 _NAMES = {
     "input_ids": "token_ids",
@@ -139,7 +118,7 @@ def read(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
     if _has_others(raw, _TAKEN) or not has_forms(raw, _FORMS):
         return None
     sampling = raw["sampling_params"]
-    if _has_others(sampling, _SAMPLING) or not has_forms(sampling, _SAMPLING_FORMS):
+    if is_forwarded(sampling, knows_all=True) or not has_forms(sampling, _SAMPLING_FORMS):
         return None
     if (raw.get("stream_options") or {}).get("continuous_usage_stats"):
         return None
@@ -154,8 +133,7 @@ def read(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
         # next engine would not send that text.
         trims=has_text and bool(stop) and not sampling.get("include_stop_str_in_output"),
         column="content" if sampling.get("logprobs") is not None else "",
-        # Without text a stop string that is cut in two by the loss of an engine is not seen.
-        why_not="stop_without_text" if stop and not has_text else "",
+        why_not=_STOP_UNSEEN if stop and not has_text else not_carried(sampling, dialects),
     )
     reply.has_text = has_text
     return reply
@@ -175,6 +153,7 @@ def _body_after(reply: Reply) -> bytes:
     if reply.trims:
         sampling["include_stop_str_in_output"] = True
     reply.lower_limits(sampling, "max_tokens", least="min_tokens")
+    reply.draw_on(sampling, "seed")
     return dumps(raw)
 
 
@@ -220,7 +199,7 @@ def _choice(reply: Reply, part: Part) -> Payload:
         "token_ids": part.ids,
         "logprobs": {"content": part.columns.get("content", [])} if wants_logprobs else None,
         "finish_reason": finish.get("type"),
-        "stop_reason": finish.get("matched"),
+        "stop_reason": finish.get("matched", finish.get("message")),
         "routed_experts": reply.last.get("routed_experts") if reply.is_finished else None,
         "sampling_mask": part.columns.get("mask"),
         "weight_versions": span_payloads(reply.all().spans) if reply.is_finished else None,
@@ -299,6 +278,7 @@ def trims_stop(sampling: Mapping[str, Any]) -> bool:
 def _translated_body_after(reply: Reply) -> bytes:
     raw = fields_after(reply)
     reply.trims = trims_stop(raw["sampling_params"])
+    reply.draw_on(raw["sampling_params"], "sampling_seed")
     ids = [*reply.prompt, *reply.base.ids] if reply.base.num else reply.prompt
     return dumps(to_vllm({**raw, "input_ids": ids}))
 

@@ -37,6 +37,15 @@ def test_the_remaining_budget_is_the_budget_less_the_tokens_so_far() -> None:
     assert remaining(sampling, 10) is None
 
 
+def test_the_rest_of_a_seeded_request_draws_other_random_numbers() -> None:
+    sampling = SamplingParams(max_new_tokens=10, sampling_seed=3)
+    rests = [remaining(sampling, num) for num in range(9)]
+    seeds = [rest.sampling_seed for rest in rests if rest is not None]
+    assert seeds[0] == 3
+    assert len(set(seeds)) == 9
+    assert all(seed is not None and 0 <= seed < 1 << 63 for seed in seeds)
+
+
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=8))
 def test_parts_add_up_whatever_the_versions(parts: list[tuple[int, int]]) -> None:
     sample, versions = pending(), []

@@ -58,6 +58,24 @@ async def test_a_stream_continues_after_its_engine_died(make_bench):
     check(events[-1], failovers=1)
 
 
+async def test_what_counts_its_tokens_starts_over_or_ends_a_stream_with_the_reason(make_bench):
+    engines = counting(dies_after=7), counting(version="2")
+    sampling = ASK["sampling_params"] | {"frequency_penalty": 0.5}
+    bench = await make_bench(*engines, config=ON)
+    got = (await bench.ask(json=ASK | {"sampling_params": sampling})).json
+    check(got, failovers=1)
+    assert got["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 20}]
+    bench = await make_bench(*engines, config=ON)
+    body = {**ASK, "stream": True, "sampling_params": sampling}
+    async with bench.client.post("/generate", json=body) as response:
+        events = (await response.content.read()).split(b"\n\n")
+    *_, last, error = (json.loads(line[6:]) for line in events if line)
+    assert last["output_ids"] == list(range(3, 3 + len(last["output_ids"])))
+    assert error["error"]["type"] == "engine_failure"
+    assert "not sent again: frequency_penalty counts the tokens" in error["error"]["message"]
+    assert (await bench.host.stats())["num_failovers_refused"] == {"penalty": 1}
+
+
 @pytest.mark.parametrize("has_tokenizer", [True, False])
 async def test_several_tokens_of_an_event_are_kept_as_soon_as_the_tokenizer_is_loaded(
     make_bench, tmp_path, has_tokenizer

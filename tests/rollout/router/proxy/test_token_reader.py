@@ -120,3 +120,30 @@ def test_the_prompts_log_probs_hold_back_the_end() -> None:
     assert reader.take(with_logprobs(1, finish="stop"), MAY) is None
     end = reader.take_prompt(PROMPT, MAY)
     assert isinstance(end, Finish)
+
+
+def test_a_stream_with_a_penalty_that_is_paused_ends_with_its_tokens_and_the_reason() -> None:
+    sampling = {"max_new_tokens": 4, "presence_penalty": 1.5}
+    reader = reader_of(stream=True, sampling_params=sampling)
+    assert isinstance(reader.take(event(1, 2), None), Write)
+    assert reader.take(event(1, 2, finish="abort"), None) is None
+    end = reader.take(b"data: [DONE]\n\n", MAY)
+    assert isinstance(end, Finish)
+    assert end.why_not_continued == "penalty"
+    last = payloads(end)[-1]
+    assert last["output_ids"] == [1, 2]
+    reason = last["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort"
+    assert "goes on with what its client has: presence_penalty counts" in reason["message"]
+
+
+def test_a_whole_reply_with_a_penalty_that_is_paused_starts_over() -> None:
+    sampling = {"max_new_tokens": 4, "presence_penalty": 1.5}
+    reader = reader_of(sampling_params=sampling)
+    assert reader.take(event(1, 2), None) is None
+    assert reader.take(event(1, 2, finish="abort"), None) is None
+    assert isinstance(reader.take(b"data: [DONE]\n\n", MAY), Again)
+    assert reader.lose_engine() == "penalty"
+    body = begin(reader)
+    assert body["input_ids"] == [1, 2]
+    assert body["sampling_params"]["max_new_tokens"] == 4
