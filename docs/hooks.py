@@ -24,6 +24,7 @@ import engines.vllm.features
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
+from rollout.router.continuation import parameters
 from rollout.router.metrics import METRICS as ROUTER_METRICS
 from rollout.rules import lifecycle
 from tools.cpu_engines import install
@@ -261,6 +262,16 @@ def metrics() -> str:
     return "\n".join(lines)
 
 
+def seams() -> str:
+    """What happens to each parameter of a request where another engine goes on."""
+    lines = ["| parameter | embedded | SGLang | vLLM | other routes |", "|---|---|---|---|---|"]
+    for row in parameters.TABLE:
+        names = ", ".join(f"`{name}`" for name in row.names)
+        cells = (str(cell) for cell in (row.embedded, row.sglang, row.vllm, row.others or "same"))
+        lines.append(f"| {names} | {' | '.join('-' if one == 'none' else one for one in cells)} |")
+    return "\n".join(lines)
+
+
 def benchmarks() -> str:
     """The figures and how to reproduce them; links to files become their names."""
     text = (ROOT / "benchmarks" / "README.md").read_text()
@@ -277,5 +288,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "configuration": configuration,
     "commands": commands,
     "metrics": metrics,
+    "seams": seams,
     "benchmarks": benchmarks,
 }

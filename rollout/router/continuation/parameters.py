@@ -104,6 +104,8 @@ TABLE = (
     Parameter(("top_logprobs_num", "top_logprobs"), embedded=_R, vllm=_R, others=_C),
     Parameter(("token_ids_logprob",), embedded=_R, vllm=_R),
     Parameter(("logprob_start_len",), vllm=_R),
+    # On SGLang what was lost decides, which has no experts of its tokens: ``why_refused``.
+    Parameter(("return_routed_experts",), _C, _S, _R, _F),
     # 0 sets these, too.
     Parameter(
         (
@@ -146,7 +148,6 @@ TABLE = (
             "flat_logprobs",
             "trace_decode_token_ids",
             "routed_experts_prompt_start",
-            "return_routed_experts",
             "return_cached_tokens_details",
             "return_spec_tokens_details",
             "return_meta_info",
