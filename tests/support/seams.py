@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from rollout.router.continuation.parameters import BY_NAME, AtSeam
 from tests.support.waits import until
 
 TOLERANCE = 1e-3
@@ -169,3 +170,41 @@ def why_not_equal(one: Outcome, other: Outcome) -> str:
     gaps = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
     return f"log-prob {gaps[worst]:.2g} off at {worst}" if gaps[worst] > TOLERANCE else ""
+
+
+def cell_of(kind: str, case: Case) -> AtSeam:
+    """What the table says of it."""
+    row = BY_NAME[case.name]
+    return (row.others if case.is_vllm else None) or row.at(kind)
+
+
+async def findings(
+    url: str, cases: Sequence[Case], cells: Sequence[AtSeam], push: Callable[[], Any]
+) -> list[str]:
+    """What is not as these cells say, a line each."""
+    expected = await calm(url, cases)
+    found = await over_a_push(url, cases, push)
+    return [
+        f"{case.name}: {why}"
+        for case, cell, want, (whole, stream) in zip(cases, cells, expected, found, strict=True)
+        if (why := _why_wrong(cell, case, want, whole, stream))
+    ]
+
+
+def _why_wrong(cell: AtSeam, case: Case, want: Outcome, whole: Outcome, stream: Outcome) -> str:
+    is_carried = cell is AtSeam.CARRIED
+    seams = [whole.seam] if not is_carried else [whole.seam, stream.seam]
+    if is_carried != all(seams):
+        return f"seams at {seams} of {len(want.ids)} tokens"
+    if why := why_not_equal(want, whole):
+        return f"whole: {why}"
+    if whole.meta["num_failovers"] != 1:
+        return f"{whole.meta['num_failovers']} failovers for one push"
+    if is_carried:
+        why = why_not_equal(want, stream)
+        return f"stream: {why}" if why else ""
+    if stream.end.get("type") != "abort" or case.name not in stream.end.get("message", ""):
+        return f"stream: ended with {stream.end}"
+    begun = len(stream.ids)
+    is_beginning = 0 < begun < len(want.ids) and stream.ids == want.ids[:begun]
+    return "" if is_beginning else f"stream: {begun} tokens, not the first of the calm reply"

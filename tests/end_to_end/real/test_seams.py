@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.router.continuation.parameters import BY_NAME, AtSeam
+from rollout.router.continuation.parameters import BY_NAME
 from tests.support.cpu_engines import installed
 from tests.support.real_policy import RealPolicy, one_engine, real_policy
-from tests.support.seams import TOLERANCE, Case, Outcome, calm, over_a_push, why_not_equal
+from tests.support.seams import TOLERANCE, Case, calm, cell_of, findings, over_a_push
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -104,21 +104,10 @@ async def test_each_parameter_fares_at_a_seam_as_the_table_says(
     cases = [case.of_length(LONG[kind]) for case in CASES[kind]]
     url = pushed.handle.url
     assert url is not None
-    expected = await calm(url, cases)
-    found = await over_a_push(
-        url, cases, lambda: pushed.handle.push(pushed.next_tensors()).result(120)
-    )
-    wrong = [
-        f"{case.name}: {why}"
-        for case, want, (whole, stream) in zip(cases, expected, found, strict=True)
-        if (why := _why_wrong(_cell(kind, case), case, want, whole, stream))
-    ]
+    cells = [cell_of(kind, case) for case in cases]
+    push = pushed.handle.push
+    wrong = await findings(url, cases, cells, lambda: push(pushed.next_tensors()).result(120))
     assert wrong == []
-
-
-def _cell(kind: str, case: Case) -> AtSeam:
-    row = BY_NAME[case.name]
-    return (row.others if case.is_vllm else None) or row.at(kind)
 
 
 async def test_vllm_goes_on_with_a_seed_and_draws_other_numbers(
@@ -159,22 +148,3 @@ def test_each_sampling_parameter_of_the_engine_is_in_the_table(kind: str) -> Non
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     assert {name for name in names if not name.startswith("_")} - BY_NAME.keys() == INTERNAL[kind]
-
-
-def _why_wrong(cell: AtSeam, case: Case, want: Outcome, whole: Outcome, stream: Outcome) -> str:
-    is_carried = cell is AtSeam.CARRIED
-    seams = [whole.seam] if not is_carried else [whole.seam, stream.seam]
-    if is_carried != all(seams):
-        return f"seams at {seams} of {len(want.ids)} tokens"
-    if why := why_not_equal(want, whole):
-        return f"whole: {why}"
-    if whole.meta["num_failovers"] != 1:
-        return f"{whole.meta['num_failovers']} failovers for one push"
-    if is_carried:
-        why = why_not_equal(want, stream)
-        return f"stream: {why}" if why else ""
-    if stream.end.get("type") != "abort" or case.name not in stream.end.get("message", ""):
-        return f"stream: ended with {stream.end}"
-    begun = len(stream.ids)
-    is_beginning = 0 < begun < len(want.ids) and stream.ids == want.ids[:begun]
-    return "" if is_beginning else f"stream: {begun} tokens, not the first of the calm reply"

@@ -17,7 +17,7 @@ from tests.support.referee import Answer, Referee, Span
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
-FOR_S, EVERY_S = 30.0, 2.0
+FOR_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,11 @@ def slow_policy(
         yield policy
 
 
-def test_a_stream_fails_over_once_for_each_push(slow_policy: RealPolicy) -> None:
+@pytest.mark.parametrize(
+    "every_s",
+    [pytest.param(1.0, marks=pytest.mark.chaos), 2.0, pytest.param(3.0, marks=pytest.mark.chaos)],
+)
+def test_a_stream_fails_over_once_for_each_push(slow_policy: RealPolicy, every_s: float) -> None:
     policy, prompt = slow_policy, [11, 12, 13]
     sampling = rollout.SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)
     stream = policy.handle.stream(prompt, sampling)
@@ -46,7 +50,7 @@ def test_a_stream_fails_over_once_for_each_push(slow_policy: RealPolicy) -> None
     while time.monotonic() < end_s and last.finish_reason is None:
         policy.handle.push(policy.next_tensors()).result(120)
         num_pushes += 1
-        next_s = time.monotonic() + EVERY_S
+        next_s = time.monotonic() + every_s
         while last.finish_reason is None and time.monotonic() < next_s:
             last = next(parts)
     while last.finish_reason is None:
