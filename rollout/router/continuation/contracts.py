@@ -149,7 +149,7 @@ def versions_of(
         is_open: the gate is.
     """
     if reported.each:
-        numbers = [_number(one) for one in reported.each]
+        numbers = [_number(version) for version in reported.each]
         return Versions(_of_known(min, *numbers), _of_known(max, *numbers))
     if reported.last is not None:
         last = _number(reported.last)
@@ -158,7 +158,7 @@ def versions_of(
 
 
 def _of_known(choose: Callable[..., int], *numbers: int | None) -> int | None:
-    known = [one for one in numbers if one is not None]
+    known = [number for number in numbers if number is not None]
     return choose(known) if len(known) == len(numbers) else None
 
 

@@ -636,9 +636,9 @@ class Gate:
         if member is None or (partner is None and member.worker_type is WorkerType.DECODE):
             decoding = members.decode.members if members.prefill.members else ()
             able = (*members.choosable.members, *decoding)
-            unfit = tuple(one for one in able if one.engine_id != excluded_engine)
+            unfit = tuple(member for member in able if member.engine_id != excluded_engine)
             if requires is not None and unfit:
-                names_of = ", ".join(one.engine_id for one in unfit[:8])
+                names_of = ", ".join(member.engine_id for member in unfit[:8])
                 return self._refuse(f"no engine fits of {names_of}", unfit=unfit)
             return self._refuse(f"no engine serves: {members.why_none_serves()}")
         admission = Admission(member, members.epoch, version, rid, partner, names)

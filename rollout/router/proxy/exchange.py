@@ -422,7 +422,7 @@ class Exchange:
     def _end_without_kind(self, unfit: tuple[Backend, ...]) -> None:
         wanted = self._contract.logprob_kind
         assert wanted is not None
-        kinds = {one.engine_id: (self._kind_by(one.logprobs), one.logprobs) for one in unfit}
+        kinds = {to.engine_id: (self._kind_by(to.logprobs), to.logprobs) for to in unfit}
         self._proxy.counts.refuse_contract("logprob_kind")
         self._end_with(responses.no_such_kind(why_no_kind(wanted, kinds)))
 

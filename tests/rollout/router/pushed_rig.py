@@ -28,7 +28,7 @@ NUM_ENGINES = 3
 
 
 def versions_in(ids: list[int]) -> list[int]:
-    return [one // PER_VERSION for one in ids]
+    return [token // PER_VERSION for token in ids]
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class Asked:
         if self.path != "/generate":
             parts = [choice.get("token_ids") or [] for event in self.events
                      for choice in event.get("choices") or ()]  # fmt: skip
-            return [[one for part in parts for one in part]]
+            return [[token for part in parts for token in part]]
         good = [event for event in self.events if "error" not in event]
         several = [one for event in good for one in (event if isinstance(event, list) else [event])]
         return list({one.get("index"): one["output_ids"] for one in several}.values())
@@ -266,9 +266,9 @@ class PushedRig:
         engine = self.engines[place]
         engine.is_dead, live = True, engine.live
         engine.live = []
-        for one in live:
-            if not one.upstream.is_dropped:
-                one.upstream.lose()
+        for lost in live:
+            if not lost.upstream.is_dropped:
+                lost.upstream.lose()
         self.deliver()
         self.publish()
 
