@@ -29,6 +29,8 @@ class Generation:
 
     Attributes:
         stop_ids: token ids that end it (end-of-sequence and the caller's own).
+        early_ids: those that are not drawn before its least length; as in SGLang and vLLM the end of
+            sequence is one of them, also where it ends nothing.
         find_stop: finds a stop string in the last tokens; None where there are none.
         seed: of its random numbers; None takes them from the process's own stream.
         logprob_start_len: first prompt token whose log-probability is returned; -1 for none.
@@ -46,6 +48,7 @@ class Generation:
     params: Params
     _: KW_ONLY
     stop_ids: frozenset[int] = frozenset()
+    early_ids: frozenset[int] = frozenset()
     find_stop: StopFinder | None = None
     seed: int | None = None
     return_logprob: bool = False

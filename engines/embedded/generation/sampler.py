@@ -58,8 +58,8 @@ def sample(
 
 def _forbid_early_stops(logits: torch.Tensor, generations: Sequence[Generation]) -> None:
     for row, generation in enumerate(generations):
-        if len(generation.output_ids) + 1 < generation.params.min_new_tokens:
-            logits[row, list(generation.stop_ids)] = -torch.inf
+        if len(generation.output_ids) < generation.params.min_new_tokens:
+            logits[row, list(generation.early_ids)] = -torch.inf
 
 
 def _draw(logits: torch.Tensor, generations: Sequence[Generation]) -> torch.Tensor:

@@ -104,14 +104,15 @@ def make_generations(
             f"{total}, more than the context length of {engine.context_length}"
         )
     adapter = engine.adapters.find(lora_name)
-    eos_ids = frozenset() if params.ignore_eos else engine.text.eos_ids
+    ends = params.stop_token_ids | engine.text.eos_ids
     seed = params.sampling_seed
     return [
         Generation(
             rid if params.n == 1 else f"{rid}_{index}",
             prompt_ids,
             params,
-            stop_ids=params.stop_token_ids | eos_ids,
+            stop_ids=params.stop_token_ids if params.ignore_eos else ends,
+            early_ids=ends,
             find_stop=engine.text.stop_finder(params),
             seed=None if seed is None else seed + index,
             return_logprob=return_logprob,

@@ -13,9 +13,9 @@ PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
 
 
 def generation(
-    seed: int = 0, *, stop_ids: frozenset[int] = frozenset(), **params: float
+    seed: int = 0, *, early_ids: frozenset[int] = frozenset(), **params: float
 ) -> Generation:
-    return Generation("r", [1], Params(**params), stop_ids=stop_ids, seed=seed, return_logprob=True)  # type: ignore[arg-type]
+    return Generation("r", [1], Params(**params), early_ids=early_ids, seed=seed, return_logprob=True)  # type: ignore[arg-type]
 
 
 def draw(*generations: Generation, times: int = 1) -> tuple[list[list[int]], list[list[float]]]:
@@ -83,8 +83,13 @@ def test_logprobs_are_without_the_temperature_if_the_environment_says_so(
 
 
 def test_a_stop_token_is_not_drawn_before_the_minimum() -> None:
-    early = generation(stop_ids=frozenset({1}), min_new_tokens=3, temperature=0.0)
-    assert draw(early)[0] == [[3]]
+    early = generation(early_ids=frozenset({1}), min_new_tokens=3, temperature=0.0)
+    drawn = []
+    for _ in range(4):
+        ((token,),), _ = draw(early)
+        drawn.append(token)
+        early.output_ids.append(token)
+    assert drawn == [3, 3, 3, 1]
 
 
 def test_only_generations_whose_logits_are_no_numbers_are_refused() -> None:
