@@ -11,13 +11,17 @@ import os
 import re
 import signal
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
+
+import openai
 
 from engines.kinds import kind_of
 from engines.protocol import GenerateReply, SamplingParams
 from rollout.core.errors import GenerationFailed, RolloutError
+from rollout.core.samples import Sample
+from rollout.rules.contract import NO_CONTRACT, VERSION_FIELDS, Contract, contract_of
 from rollout.rules.routing import BackendState
 from rollout.testing.tiny_model import make_byte_tokenizer
 from tests.support.real_policy import RealPolicy
@@ -47,6 +51,7 @@ class Report:
     num_pushes: int = 0
     num_kills: int = 0
     num_unjudged: int = 0
+    num_chats: int = 0
     longest: int = 0
     versions: set[int] = field(default_factory=set)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -54,12 +59,17 @@ class Report:
     failed_pushes: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
 
+    @property
+    def num_ended(self) -> int:
+        """Requests and chats that are over."""
+        return self.num_replies + self.num_chats + self.refused.total()
+
     def figures(self) -> str:
         """The run in words."""
         return (
-            f"{self.num_replies} replies of {self.num_tokens} tokens, the longest of "
-            f"{self.longest}; {self.num_pushes} pushes ({self.failed_pushes.total()} more failed), "
-            f"{self.num_kills} kills, "
+            f"{self.num_replies} replies and {self.num_chats} chats of {self.num_tokens} tokens, "
+            f"the longest of {self.longest}; {self.num_pushes} pushes "
+            f"({self.failed_pushes.total()} more failed), {self.num_kills} kills, "
             f"{self.num_seams} seams, {len(self.versions)} versions; kinds: "
             f"{counted(self.kinds)}; {self.num_unjudged} not judged; "
             f"refused: {counted(self.refused)}; {len(self.differences)} differences"
@@ -109,6 +119,19 @@ def drawn(random: Random, most: int, prompt_length: int) -> SamplingParams:
         wanted["min_new_tokens"] = random.randint(0, wanted["max_new_tokens"])
     wanted["ignore_eos"] = random.random() < 0.7
     return SamplingParams(**wanted)
+
+
+def wanted(random: Random, served: int) -> Contract:
+    """A random contract; some can be met at once, some later, and some never."""
+    field = random.choice(VERSION_FIELDS)
+    value = random.randint(0, 2) if field == "max_version_lag" else served + random.randint(-1, 1)
+    return contract_of({field: max(0, value)})
+
+
+def contract_options(contract: Contract) -> dict[str, Any]:
+    """What ``policy.generate`` takes for it."""
+    values = {field: getattr(contract, field) for field in VERSION_FIELDS}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def reason_of(error: BaseException) -> str:
@@ -174,10 +197,17 @@ class Auditor:
     async def _client(self, left: Any) -> None:
         for _ in left:
             random = Random(self._random.random())
+            if random.random() < 0.1:
+                await self._chat(random)
+                continue
             prompt = tuple(random.choices(_ALPHABET, k=random.choice((3, 20, 200))))
             sampling = drawn(random, self._most, len(prompt))
+            served = self._served
             experts = self._has_experts and random.random() < 0.2
-            asked = Asked(prompt, sampling, has_experts=experts, served=self._served)
+            if experts:  # SGLang reports them at the end only, so such a request starts over
+                sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 100))
+            contract = wanted(random, served) if random.random() < 0.25 else NO_CONTRACT
+            asked = Asked(prompt, sampling, contract, served, experts)
             await self._ask(asked, is_streamed=random.random() < 0.5)
 
     @property
@@ -186,7 +216,8 @@ class Auditor:
 
     async def _ask(self, asked: Asked, *, is_streamed: bool) -> None:
         report = self.report
-        handle, more = self._policy.handle, {"routed_experts": True} if asked.has_experts else {}
+        handle, more = self._policy.handle, contract_options(asked.contract)
+        more |= {"routed_experts": True} if asked.has_experts else {}
         reply: GenerateReply | None = None
         try:
             async with asyncio.timeout(SILENT_S):
@@ -220,6 +251,44 @@ class Auditor:
                 f"{reply.engine_id or 'several'}"
             )
 
+    async def _chat(self, random: Random) -> None:
+        """A conversation of some turns; each is a request."""
+        report, sampling = self.report, SamplingParams(temperature=random.choice((0.0, 0.7, 1.0)))
+        body = {"temperature": sampling.temperature, "max_tokens": random.randint(1, 200)}
+        history: list[Any] = []
+        async with self._policy.handle.session() as session:
+            client = openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=session.api_key, timeout=SILENT_S, max_retries=0
+            )
+            async with client:
+                for turn in range(random.randint(1, 3)):
+                    history.append({"role": "user", "content": f"turn {turn} {random.random()}"})
+                    try:
+                        reply = await client.chat.completions.create(
+                            messages=history, model="policy", **body
+                        )
+                    except openai.APIError as error:
+                        report.refused[f"chat: {reason_of(error)}"] += 1
+                        break
+                    history.append(reply.choices[0].message)
+            samples = await session.samples()
+        async with self._judging:
+            wrong = await asyncio.to_thread(self._judge_samples, sampling, samples)
+        report.num_chats += 1
+        report.num_tokens += sum(sum(sample.mask) for sample in samples)
+        report.differences += [f"{line} | chat of {len(history)} messages" for line in wrong]
+
+    def _judge_samples(self, sampling: SamplingParams, samples: list[Sample]) -> list[str]:
+        found = [
+            [
+                line
+                for sample in samples
+                for line in self._truth.differences_of_sample(sampling, sample, engines)
+            ]
+            for engines in self._engines
+        ]
+        return min(found, key=len)
+
     def _judge(self, asked: Asked, reply: GenerateReply) -> list[str]:
         found = [self._truth.differences(asked, reply, engines) for engines in self._engines]
         return min(found, key=len)
@@ -240,7 +309,7 @@ class Auditor:
         while report.num_kills < num_kills:
             if await self._ended_within(self._random.uniform(0.1, 0.5)):
                 return
-            num_ended = report.num_replies + report.refused.total()
+            num_ended = report.num_ended
             if num_ended < num_replies * (report.num_kills + 1) / (num_kills + 1):
                 continue
             alive = [

@@ -15,6 +15,7 @@ import torch
 
 from engines.protocol import GenerateReply, SamplingParams, VersionSpan
 from engines.protocol.logprob_kind import LogprobRule
+from rollout.core.samples import Sample
 from rollout.rules.contract import NO_CONTRACT, Contract
 from tests.engines.embedded.reference import model
 
@@ -97,6 +98,20 @@ class Truth:
         for span in spans if is_judged(asked.sampling, engines) else ():
             wrong += self._of_span(asked, reply, span, engines)
         return wrong
+
+    def differences_of_sample(
+        self, sampling: SamplingParams, sample: Sample, engines: Engines
+    ) -> list[str]:
+        """The same of a session's sample, in whose output are tokens that no engine has drawn."""
+        drawn = [index for index, is_drawn in enumerate(sample.mask) if is_drawn]
+        spans = sample.weight_versions
+        if not spans or drawn != [at for span in spans for at in range(span.start, span.end)]:
+            return [f"spans {spans} of a loss mask of {len(drawn)} tokens"]
+        reply = GenerateReply(
+            "", "", tuple(sample.output_ids), tuple(sample.output_logprobs), sample.finish_reason
+        )
+        asked = Asked(tuple(sample.prompt_ids), sampling)
+        return [line for span in spans for line in self._of_span(asked, reply, span, engines)]
 
     def _wrong_end(self, asked: Asked, reply: GenerateReply, end: int) -> list[str]:
         sampling, ids = asked.sampling, reply.output_ids

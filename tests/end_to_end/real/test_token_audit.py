@@ -54,6 +54,5 @@ async def test_each_token_is_what_its_reply_calls_it(
         print(f"\n{report.figures()}")
     record_property("figures", report.figures())
     assert not report.differences, "\n".join(report.differences[:10])
-    assert report.num_replies + report.refused.total() == num_replies
-    assert report.num_replies > 0.8 * num_replies, report.figures()
+    assert report.num_replies + report.num_chats > 0.8 * num_replies, report.figures()
     assert report.num_pushes > 3
