@@ -11,7 +11,7 @@ import os
 import re
 import signal
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -93,7 +93,7 @@ def engines_of(kind: str, logprobs: Any, *, in_order: bool = False) -> Engines:
     )
 
 
-def drawn(random: Random, most: int, prompt_length: int) -> SamplingParams:
+def drawn(random: Random, most: int) -> SamplingParams:
     """Random parameters; about every third request has something rare."""
     wanted: dict[str, Any] = {"max_new_tokens": int(math.exp(random.uniform(0, math.log(most))))}
     wanted["temperature"] = random.choice((0.0, 0.3, 1.0, 1.0, 1.0, 1.7))
@@ -201,11 +201,10 @@ class Auditor:
                 await self._chat(random)
                 continue
             prompt = tuple(random.choices(_ALPHABET, k=random.choice((3, 20, 200))))
-            sampling = drawn(random, self._most, len(prompt))
-            served = self._served
+            # SGLang reports experts at the end only, so a request that wants them starts over.
             experts = self._has_experts and random.random() < 0.2
-            if experts:  # SGLang reports them at the end only, so such a request starts over
-                sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 100))
+            sampling = drawn(random, 100 if experts else self._most)
+            served = self._served
             contract = wanted(random, served) if random.random() < 0.25 else NO_CONTRACT
             asked = Asked(prompt, sampling, contract, served, experts)
             await self._ask(asked, is_streamed=random.random() < 0.5)
