@@ -29,8 +29,8 @@ class Generation:
 
     Attributes:
         stop_ids: token ids that end it (end-of-sequence and the caller's own).
-        early_ids: those that are not drawn before its least length; as in SGLang and vLLM the end of
-            sequence is one of them, also where it ends nothing.
+        early_ids: those that are not drawn before its least length; as in SGLang and vLLM, the end
+            of sequence is one of them also where it ends nothing.
         find_stop: finds a stop string in the last tokens; None where there are none.
         seed: of its random numbers; None takes them from the process's own stream.
         logprob_start_len: first prompt token whose log-probability is returned; -1 for none.

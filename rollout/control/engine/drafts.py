@@ -127,9 +127,9 @@ class Drafting(Protocol):
 
 async def read_drafts(members: Iterable[Drafting]) -> None:
     """Read how many drafted tokens were right, of all engines with a draft at the same time."""
-    await asyncio.gather(
-        *(_read(one.engine_id, one.engine, one.drafts) for one in members if one.drafts)
-    )
+    reads = [_read(one.engine_id, one.engine, one.drafts) for one in members if one.drafts]
+    if reads:
+        await asyncio.gather(*reads)
 
 
 async def _read(engine_id: str, engine: Engine, record: DraftRecord) -> None:

@@ -488,11 +488,9 @@ class ServerGroup:
         members, is_attached = self._engines.members(), self._settings.group.engine.is_attached
         if is_attached:
             distrusted = [member.engine_id for member in members]
-        reads = members if commands.phase is Phase.SERVING else ()
-        probes, _ = await asyncio.gather(
-            probe_all(members, kind, budget_s, distrusted),
-            read_drafts(member for member in reads if not member.fence_reason),
-        )
+        probes = await probe_all(members, kind, budget_s, distrusted)
+        if commands.phase is Phase.SERVING:
+            await read_drafts(member for member in members if not member.fence_reason)
         if is_attached:
             probes = self._weight_watch.watch(probes)
         is_steady = num_commands == commands.num_commands and not had_command

@@ -65,7 +65,8 @@ class Parameter:
 
     def at(self, dialect: str) -> AtSeam:
         """What happens at engines of this dialect; the embedded engine has SGLang's."""
-        return self.vllm if dialect == "vllm" else self.sglang
+        found: AtSeam = getattr(self, dialect)
+        return found
 
 
 TABLE = (

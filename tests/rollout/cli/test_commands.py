@@ -539,6 +539,7 @@ def test_a_plan_shows_what_an_engine_is_started_with_and_what_overrides_it(
     assert start["env_of_config"] == ["HF_TOKEN"]
     assert start["options"] == {
         "cuda_graph_backend_prefill": "full",
+        "enable_cache_report": True,
         "enable_draft_weights_cpu_backup": True,
     }
     assert start["memory_saver"] is True

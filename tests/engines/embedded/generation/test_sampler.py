@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from engines.embedded.generation.generation import Generation
@@ -15,7 +16,10 @@ PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
 def generation(
     seed: int = 0, *, early_ids: frozenset[int] = frozenset(), **params: float
 ) -> Generation:
-    return Generation("r", [1], Params(**params), early_ids=early_ids, seed=seed, return_logprob=True)  # type: ignore[arg-type]
+    drawn: Any = params
+    return Generation(
+        "r", [1], Params(**drawn), early_ids=early_ids, seed=seed, return_logprob=True
+    )
 
 
 def draw(*generations: Generation, times: int = 1) -> tuple[list[list[int]], list[list[float]]]:

@@ -27,7 +27,7 @@ CUT = {"top_p": 0.5}
         ("sglang", CUT, "full"),
         ("sglang", {"presence_penalty": 1.5}, "penalised"),
         ("vllm", {"min_new_tokens": 2}, "penalised"),
-        ("sglang", {"regex": "a+"}, "penalised"),
+        ("sglang", {"logit_bias": {"5": 1.0}}, "penalised"),
     ],
 )
 @pytest.mark.parametrize("failover", ["on", "off"])

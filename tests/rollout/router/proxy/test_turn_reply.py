@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from engines.protocol import GenerateReply
 from rollout.router.gate.gate import GateState
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.turn_reply import Progress, generate
-from rollout.router.sessions.chat_sessions import ChatFailure
+from rollout.router.sessions.chat_sessions import ChatFailure, Ended
 from tests.rollout.router.exchange_rig import ASK, PLAIN, Rig, rig_of
 from tests.rollout.router.generate_events import STREAM, event
 
-Replies = AsyncGenerator[Progress | GenerateReply, None]
+Replies = AsyncGenerator[Progress | Ended, None]
 
 
 async def begin(rig: Rig, **more: Any) -> tuple[Replies, asyncio.Task[Any]]:
@@ -39,9 +38,9 @@ async def test_a_turn_that_reads_slowly_gets_the_newest_tokens() -> None:
     sent.more(event(1, 2, 3))
     sent.more(event(1, 2, 3, 4, finish="length"), is_end=True)
     (last,) = [reply async for reply in replies]
-    assert isinstance(last, GenerateReply)
-    assert last.output_ids == (1, 2, 3, 4)
-    assert last.finish_reason is not None
+    assert isinstance(last, Ended)
+    assert last.reply.output_ids == (1, 2, 3, 4)
+    assert last.reply.finish_reason is not None
     assert rig.is_empty()
 
 
@@ -54,9 +53,9 @@ async def test_a_turn_continues_on_another_engine(is_streamed: bool) -> None:
     assert rig.engines.sent[1].body["input_ids"][-2:] == [1, 2]
     rig.engines.sent[1].reply(STREAM, event(3, 4, finish="length"))
     whole = [await first, *[reply async for reply in replies]][-1]
-    assert isinstance(whole, GenerateReply)
-    assert whole.output_ids == (1, 2, 3, 4)
-    assert whole.num_failovers == 1
+    assert isinstance(whole, Ended)
+    assert whole.reply.output_ids == (1, 2, 3, 4)
+    assert whole.reply.num_failovers == 1
     assert rig.is_empty()
 
 
@@ -78,7 +77,7 @@ async def test_a_whole_reply_is_taken_where_failover_is_off() -> None:
     rig.engines.sent[0].lose()
     whole = json.loads(event(1, 2, finish="length").removeprefix(b"data: "))
     rig.engines.sent[1].reply(PLAIN, json.dumps(whole).encode())
-    assert (await first).output_ids == (1, 2)
+    assert (await first).reply.output_ids == (1, 2)
     assert rig.is_empty()
 
 

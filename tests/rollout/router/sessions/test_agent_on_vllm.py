@@ -96,8 +96,8 @@ async def test_a_turn_goes_on_with_its_tokens_when_its_engine_dies(tmp_path: Pat
         ask: Any = client.chat.completions.create
         first = await ask(model="m", messages=[USER], max_tokens=4)
         history = [USER, answer_of(first), USER]
-        # Turns alternate, so the next one is on the engine that had none.
-        dying, other = sorted(whole.engines, key=lambda one: "generate" in one.operations())
+        # The next turn is on the engine that has the prefix of the first one.
+        other, dying = sorted(whole.engines, key=lambda one: "generate" in one.operations())
         await other.answer("/update_weight_version", {"new_version": "4"})  # type: ignore[attr-defined]
         dying.faults.strike("generate", faults.hang(tokens=9))
         asked = asyncio.create_task(ask(model="m", messages=history, max_tokens=NUM))
