@@ -264,7 +264,7 @@ class Completer:
             work.scope.end(VersionUnavailable(why, weight_version=version))
         elif not work.base and work.may_restart():
             restart(work.sample)
-        else:  # whoever takes the sample looks how old it is
+        else:  # the check at delivery looks how old it is
             work.contract = replace(work.contract, min_weight_version=None, max_version_lag=None)
 
     def note_version(self, version: int | None) -> None:

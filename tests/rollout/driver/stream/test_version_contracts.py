@@ -210,7 +210,7 @@ async def completed(
         ([TOO_OLD, "5"], 1, [2, 2], [1, 1]),
         (["+3", TOO_OLD, "5"], 1, [3, 3], [1, 1, 1]),
         ([TOO_OLD, TOO_OLD, "3"], 1, [3, 3], [1, 1, None]),
-        # A finished sample is judged by whoever takes it.
+        # A finished sample is judged at its delivery.
         (["+3", "5"], 1, [1, 1, 2, 2], [1, 1]),
     ],
 )
