@@ -232,6 +232,10 @@ class Auditor:
             report.differences.append(f"no reply within {SILENT_S} s: {asked}")
             return
         assert reply is not None
+        assert reply.finish_reason is not None
+        if reply.finish_reason.kind == "abort" and (why := reply.finish_reason.message):
+            report.refused[f"abort: {reason_of(Exception(why))}"] += 1
+            return
         async with self._judging:
             wrong = await asyncio.to_thread(self._judge, asked, reply)
         report.num_replies += 1

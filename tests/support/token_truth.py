@@ -8,8 +8,9 @@ keep, and the best token.  Penalties count the whole output, across all seams.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -132,6 +133,22 @@ class Truth:
     def _of_span(
         self, asked: Asked, reply: GenerateReply, span: VersionSpan, engines: Engines
     ) -> list[str]:
+        wrong = self._by_weights(asked, reply, span, engines)
+        if not wrong:
+            return []
+        version = int(span.version)
+        near = range(max(0, version - 3), version + 4)
+        fit = [
+            other
+            for other in near
+            if not self._by_weights(asked, reply, replace(span, version=str(other)), engines)
+        ]
+        return [*wrong, f"all of that is right for the weights of {fit}"] if fit else wrong
+
+    def _by_weights(
+        self, asked: Asked, reply: GenerateReply, span: VersionSpan, engines: Engines
+    ) -> list[str]:
+        """What of a span is wrong, if it is of the weights of its version."""
         weights = self._weights_of(int(span.version))
         whole = torch.tensor([*asked.prompt, *reply.output_ids[: span.end]])
         first = len(asked.prompt) + span.start
@@ -142,10 +159,10 @@ class Truth:
         found = torch.tensor(reply.output_logprobs[span.start : span.end])
         drawn = _penalised(logits, asked, reply.output_ids, span, engines)
         at, where = asked.sampling.temperature, f"of version {span.version} from {span.start}"
-        is_greedy = at < 1e-5
+        is_greedy, rule = at < 1e-5, engines.rule
         scaled = drawn if is_greedy else drawn / at
-        keeps, *others = [
-            _kept(scaled.softmax(-1), asked.sampling, in_turn=engines.cuts_in_turn, edge=edge)
+        cuts = [
+            _cut(scaled.softmax(-1), asked.sampling, in_turn=engines.cuts_in_turn, edge=edge)
             for edge in (_EDGE, 0.0, -_EDGE)
         ]
         wrong = []
@@ -154,18 +171,13 @@ class Truth:
             wrong += _first(best > TOLERANCE, best, f"is not the best one, {where}")
         else:
             probability = scaled.softmax(-1).gather(1, chosen[:, None])[:, 0]
-            is_out = ~keeps.gather(1, chosen[:, None])[:, 0]
+            is_out = probability < cuts[0].least * (1 - TOLERANCE)
             wrong += _first(is_out, probability, f"was cut off, {where}")
-        rule = engines.rule
         base = drawn if rule.has_penalties else logits
         base = base / at if rule.has_temperature and not is_greedy else base
-        has_cuts = rule.has_cuts and not is_greedy
-        bases = [base.masked_fill(~kept, -torch.inf) for kept in (keeps, *others)]
-        expected = [
-            each.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-            for each in (bases if has_cuts else [base])
-        ]
-        far = torch.stack([(each - found).abs() for each in expected]).amin(0)
+        whole_of = base.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        masses = [cut.mass for cut in cuts] if rule.has_cuts and not is_greedy else [torch.ones(1)]
+        far = torch.stack([(whole_of - mass.log() - found).abs() for mass in masses]).amin(0)
         wrong += _first(far > TOLERANCE, far, f"has another log-prob, {where}")
         if asked.has_experts:
             wrong += _wrong_experts(asked, reply, span, out.router_logits, where)
@@ -248,11 +260,19 @@ def _penalised(
     return changed
 
 
-def _kept(
-    probs: torch.Tensor, sampling: SamplingParams, *, in_turn: bool, edge: float
-) -> torch.Tensor:
-    """Which tokens top-k, top-p and min-p keep, with those that are out by less than ``edge``."""
-    ordered, order = probs.sort(dim=-1, descending=True)
+class Cut(NamedTuple):
+    """What top-k, top-p and min-p keep of each row: the least probability, and their sum."""
+
+    least: torch.Tensor
+    mass: torch.Tensor
+
+
+def _cut(probs: torch.Tensor, sampling: SamplingParams, *, in_turn: bool, edge: float) -> Cut:
+    """The cut of each row, with tokens that are out by less than ``edge``.
+
+    Of equal tokens it is not known which ones an engine keeps, only how many.
+    """
+    ordered = probs.sort(dim=-1, descending=True).values
     kept = ordered >= ordered[:, :1] * sampling.min_p - edge
     if sampling.top_k > 0:
         kept &= ordered >= ordered[:, sampling.top_k - 1 : sampling.top_k] - edge
@@ -260,7 +280,7 @@ def _kept(
         rest = ordered * kept if in_turn else ordered
         rest = rest / rest.sum(-1, keepdim=True)
         kept &= rest.cumsum(-1) - rest <= sampling.top_p + edge
-    return torch.zeros_like(kept).scatter(1, order, kept)
+    return Cut(ordered.masked_fill(~kept, torch.inf).amin(-1), (ordered * kept).sum(-1))
 
 
 def _first(is_wrong: torch.Tensor, by: torch.Tensor, what: str) -> list[str]:
