@@ -180,7 +180,7 @@ async def _run_dataset(
         post_process=None,
     )
     batch = BatchPlan(len(dataset.prompts), dataset.num_samples, dataset.sampling)
-    options = RolloutOptions(max_failed_share=1.0)
+    options = RolloutOptions(max_failed_share=1.0, logprob_kind=None)
     contract = Contract(weight_version=version)
     stream = Stream(
         FixedPrompts(dataset.prompts), engines, dataset_hooks, batch, options, contract=contract

@@ -107,6 +107,7 @@ def check_sampling(sampling: Any, *, least_tokens: int = 1) -> None:
 
 
 _ANY_CHANGE = "a penalty, logit_bias, min_new_tokens or a grammar"
+_ANY_KIND = "a trainer that computes old log-probs itself takes RolloutOptions(logprob_kind=None)"
 _RAW_AT_1 = "vLLM with logprobs-mode: raw_logprobs and temperature=1"
 
 
@@ -139,7 +140,7 @@ def why_not_trained(
         changes = ", ".join(filter(None, (of_form, of_others)))
         why = f"these are of logits changed by {changes or _ANY_CHANGE}"
         ways = "leave that out" + ("" if of_form else f", or use {_RAW_AT_1}")
-    return f"{what}: {why}; {ways} (docs/how-to/mismatch.md)"
+    return f"{what}: {why}; {ways}; {_ANY_KIND} (docs/how-to/mismatch.md)"
 
 
 def _not_at_defaults(sampling: sampling_params.SamplingParams | None, names: Iterable[str]) -> str:

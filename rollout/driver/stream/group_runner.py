@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from engines.protocol import SamplingParams
+from engines.protocol.logprob_kind import read_kind
 from rollout.core.errors import GenerationAborted
 from rollout.core.samples import Sample, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
@@ -58,7 +59,7 @@ class GroupRunner:
     Args:
         on_generated: called for every sample that needs no engine any more.
         on_ended: called when code of the user has ended the call.
-        contract: of each request.
+        contract: of each request, beside what the options say.
     """
 
     def __init__(
@@ -144,7 +145,11 @@ class GroupRunner:
         complete = partial(
             self._engines.complete,
             scope=self._scope,
-            contract=replace(self._contract, max_version_lag=self.options.max_version_lag),
+            contract=replace(
+                self._contract,
+                max_version_lag=self.options.max_version_lag,
+                logprob_kind=read_kind(self.options.logprob_kind),
+            ),
             may_restart=partial(self._may_restart, item),
             of_hook=self._hooks.generate is not None,
             on_failure=item.note_failure,

@@ -48,6 +48,9 @@ class RolloutOptions:
             they are, without a reward; ``mask``, which sets their loss mask to 0; or ``drop`` from
             their group, and the group with its last one.  Kinds that are not named are kept within
             ``max_failed_share``.
+        logprob_kind: that each token's log-prob must have: ``full``, which a trainer computes.
+            None takes any, and each sample says which: for a trainer that computes those of the old
+            policy itself, and so may sample with cuts, penalties and grammars on all engines.
         abort_timeout_s: seconds in which aborted requests must end.
 
     Raises:
@@ -63,6 +66,7 @@ class RolloutOptions:
     max_rejected: Count | None = None
     max_failed_share: Share = 0.0
     when_failed: Mapping[ExpectedFailure, WhenFailed] = field(default_factory=dict)
+    logprob_kind: Literal["full"] | None = "full"
     abort_timeout_s: Seconds = 30.0
 
 

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 from engines.process.background import Then, keep_task, start_task
-from engines.protocol.logprob_kind import LogprobKind
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.completer import AbortScope, Completer
@@ -45,9 +44,8 @@ from rollout.driver.stream.saved_state import Changes, state_of
 from rollout.driver.stream.step_metrics import Progress, StepStats
 from rollout.driver.stream.work_queue import WorkItem, WorkQueue
 from rollout.driver.user_code import callback, result_now, wrong_result
-from rollout.rules.contract import Contract
+from rollout.rules.contract import NO_CONTRACT, Contract
 
-TRAINING = Contract(logprob_kind=LogprobKind.FULL)
 logger = logging.getLogger(__name__)
 
 # An abort misses requests that are still on their way to their engine, so it is repeated.
@@ -59,7 +57,7 @@ class Stream:
     """Batches from one source.
 
     Args:
-        contract: of each request; by default log-probs as a trainer computes them.
+        contract: of each request, beside what the options say.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Stream:
         files: JournalFiles | None = None,
         on_loss: Callable[[float], None] = lambda lost_s: None,
         *,
-        contract: Contract = TRAINING,
+        contract: Contract = NO_CONTRACT,
     ) -> None:
         self.auditor = Auditor()
         self._source = source

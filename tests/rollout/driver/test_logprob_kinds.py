@@ -21,6 +21,7 @@ from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.driver import RolloutDriver
 from rollout.driver.evaluation import EvalDataset
 from rollout.driver.stream.hooks import Hooks
+from rollout.driver.stream.options import RolloutOptions
 from tests.rollout.router.served_vllm import PROMPT, Served, served
 from tests.support.driving import prompts
 
@@ -60,7 +61,7 @@ async def rolled(driver: RolloutDriver, sampling: SamplingParams, **more: Any) -
             {"min_new_tokens": 3, "top_p": 0.5},
             "changed by min_new_tokens=3; leave that out, or use vLLM with logprobs-mode: raw_",
         ),
-        ("raw_logprobs", {"regex": "a+"}, "changed by regex=a.; leave that out .docs"),
+        ("raw_logprobs", {"regex": "a+"}, "changed by regex=a.; leave that out; a trainer"),
         ("raw_logprobs", {"temperature": 0.3}, "at temperature 1, and the request has .*=0.3"),
     ],
 )
@@ -74,6 +75,14 @@ async def test_sampling_that_no_engine_has_for_a_trainer_is_refused_at_once(
         assert "generate" not in whole.engines[0].operations()  # type: ignore[attr-defined]
         plain = await rolled(driver, SamplingParams(max_new_tokens=6))
         assert {sample.logprob_kind for sample in plain} == {FULL_KIND}
+
+
+async def test_a_trainer_that_computes_them_itself_takes_any_kind() -> None:
+    options = RolloutOptions(logprob_kind=None)
+    async with driven("vllm") as (driver, _):
+        for sampling, kind in ((CUT, CUT_KIND), (SamplingParams(max_new_tokens=6), FULL_KIND)):
+            samples = await rolled(driver, sampling, options=options)
+            assert {sample.logprob_kind for sample in samples} == {kind}
 
 
 @pytest.mark.parametrize(
