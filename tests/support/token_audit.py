@@ -30,7 +30,7 @@ from tests.support.token_truth import Asked, Engines, Truth, counted, is_judged
 # clock: pauses of random length.
 
 NUM_AT_ONCE = 16
-SILENT_S = 120
+SILENT_S = 300
 """No push or request may take longer."""
 _ALPHABET = range(20, 90)
 
@@ -88,6 +88,7 @@ def engines_of(kind: str, logprobs: Any, *, in_order: bool = False) -> Engines:
         logprobs,
         counts_prompt=is_vllm,
         counts_all=kind != "sglang" or in_order,
+        holds_stops=kind != "sglang",
         cuts_in_turn=is_vllm,
         end=end,
     )

@@ -51,6 +51,7 @@ class Engines:
         counts_prompt: their repetition penalty sees the prompt, too.
         counts_all: their penalties see each token before the next one is drawn.  SGLang 0.5.23 that
             schedules ahead misses the last one, depending on what else is in the batch.
+        holds_stops: no stop string ends a text before its least length.
         cuts_in_turn: top-p is of what min-p and top-k have kept.
         end: the id of the end of a text.
     """
@@ -58,6 +59,7 @@ class Engines:
     rule: LogprobRule
     counts_prompt: bool
     counts_all: bool
+    holds_stops: bool
     cuts_in_turn: bool
     end: int
 
@@ -88,7 +90,7 @@ class Truth:
 
     def differences(self, asked: Asked, reply: GenerateReply, engines: Engines) -> list[str]:
         """What of a reply is not what it should be, a line each."""
-        wrong = _malformed(reply) or self._wrong_end(asked, reply, engines.end)
+        wrong = _malformed(reply) or self._wrong_end(asked, reply, engines)
         if wrong:
             return wrong
         spans = reply.weight_versions
@@ -114,7 +116,7 @@ class Truth:
         asked = Asked(tuple(sample.prompt_ids), sampling)
         return [line for span in spans for line in self._of_span(asked, reply, span, engines)]
 
-    def _wrong_end(self, asked: Asked, reply: GenerateReply, end: int) -> list[str]:
+    def _wrong_end(self, asked: Asked, reply: GenerateReply, engines: Engines) -> list[str]:
         sampling, ids = asked.sampling, reply.output_ids
         assert reply.finish_reason is not None
         if reply.finish_reason.kind == "length":
@@ -122,11 +124,13 @@ class Truth:
             return [] if len(ids) == most else [f"{len(ids)} of {most} tokens, and length"]
         if reply.finish_reason.kind != "stop":
             return [f"its finish reason is {reply.finish_reason}"]
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {end})
-        if len(ids) < sampling.min_new_tokens:
-            return [f"{len(ids)} tokens, and min_new_tokens is {sampling.min_new_tokens}"]
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {engines.end})
         text = self._text_of(ids)
-        if ids[-1] in ends or any(stop in text for stop in sampling.stop):
+        has_stop = any(stop in text for stop in sampling.stop)
+        may_be_short = has_stop and not engines.holds_stops
+        if len(ids) < sampling.min_new_tokens and not may_be_short:
+            return [f"{len(ids)} tokens, and min_new_tokens is {sampling.min_new_tokens}"]
+        if ids[-1] in ends or has_stop:
             return []
         return [f"it stopped at {ids[-1]} after {text[-20:]!r}"]
 

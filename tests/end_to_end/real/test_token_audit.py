@@ -24,7 +24,8 @@ def policy(kind: str, tmp_path: Path) -> Iterator[RealPolicy]:
     """Two engines of one group, so that one of them may die at any moment."""
     models = plain_models(tmp_path / "models", **(FOR_VLLM if kind == "vllm" else {}))
     groups = {"main": {**one_engine(kind), "num_engines": 2}}
-    with real_policy(models, tmp_path / "logs", groups) as policy:
+    health = {"max_restarts": 1000}  # the long run kills more than is restarted by default
+    with real_policy(models, tmp_path / "logs", groups, health=health) as policy:
         yield policy
 
 
