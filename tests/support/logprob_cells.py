@@ -44,8 +44,6 @@ class Steps:
     Attributes:
         counts_late: penalties count the last token of the prompt, and tokens of the output late,
             as its scheduler has them, so what was counted at a token is not known.
-        is_lax: a least length counts the token that ends the output, and does not forbid an end
-            token that is ignored anyway.
         is_vllm: in vLLM's order: a repetition penalty counts the prompt, too, and comes first.
     """
 
@@ -53,7 +51,6 @@ class Steps:
     has_temperature: bool = True
     has_cuts: bool = False
     counts_late: bool = False
-    is_lax: bool = False
     is_vllm: bool = False
 
 
@@ -61,8 +58,8 @@ COUNTING = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 """Penalties that count the output."""
 MODES: Mapping[str, Mapping[str, Steps]] = {
     "embedded": {
-        "default": Steps(is_lax=True),
-        "original": Steps(is_lax=True, has_temperature=False),
+        "default": Steps(),
+        "original": Steps(has_temperature=False),
     },
     "sglang": {
         "default": Steps(counts_late=True),
@@ -163,9 +160,9 @@ class Truth:
             return row
         from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 
-        ends = [*STOPS] if steps.is_lax else [*STOPS, self._eos]
+        ends = [*STOPS, self._eos]
         forbid = MinNewTokensLengthLogitsProcessor(0, sampling["min_new_tokens"], ends)
-        return forbid(_row([0] * (num_seen + steps.is_lax)), row)
+        return forbid(_row([0] * num_seen), row)
 
 
 def _biased(row: Any, sampling: Mapping[str, Any]) -> Any:
