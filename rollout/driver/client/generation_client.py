@@ -23,7 +23,8 @@ class GenerationRequest:
         fields: more fields of the body, with SGLang's names.
         fails_over: the router keeps its tokens, so that another engine can continue it.
         timeout_s: until its last byte, including time held at the gate; None: the client's.
-        contract: what each of its tokens fulfils, or there is no reply.
+        contract: what each of its tokens fulfils, or there is no reply.  Without ``fails_over`` its
+            client checks the lag.
     """
 
     rid: str

@@ -194,8 +194,12 @@ class HttpGenerationClient:
         headers = self._headers
         if request.affinity:
             headers = headers | {"x-affinity": request.affinity}
-        if request.contract is not NO_CONTRACT:
-            headers = headers | request.contract.to_headers()
+        if (contract := request.contract) is not NO_CONTRACT:
+            if not request.fails_over:
+                # It goes on in here alone, where its lag is checked.  For a lag the router would
+                # read every token of it.
+                contract = replace(contract, max_version_lag=None)
+            headers = headers | contract.to_headers()
         return headers | {"x-token-failover": "on"} if request.fails_over else headers
 
     async def abort(self, rids: Sequence[str], *, prefix: str = "") -> None:

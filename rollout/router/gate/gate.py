@@ -388,7 +388,7 @@ class Gate:
             names: of the weights that shall answer, as the client or an admission has them.
             prefers: one of these engines is chosen, if there is any.
             contract: of which its weight versions count here.
-            requires: only these engines may be chosen.
+            requires: only these engines may be chosen, by their ``logprobs``.
         """
         is_later = False
         if self.state is not GateState.HOLDING and not self._waiters:
@@ -625,7 +625,8 @@ class Gate:
         if members.avoided:
             members.avoid_at(self._clock())
         choosable, decode = members.choosable, members.decode
-        if requires is not None:
+        # Engines mostly have one rule, and a choice must not cost more with their number.
+        if requires is not None and not all(map(requires, members.of_each_rule)):
             choosable, decode = choosable.only(requires), decode.only(requires)
         member = _choose(self.policy, choosable, excluded_engine, hint, prefers)
         partner = None

@@ -36,6 +36,7 @@ class Membership:
         prefilling: the same for prefill engines.
 
     Attributes:
+        of_each_rule: of the engines that answer, one for each rule of log-probs.
         can_serve: an engine serves, or a pair of prefill and decode engines.
         may_return: recovery may bring back one of the engines that do not serve.
         dialects: of the engines' routes that generate.
@@ -43,6 +44,7 @@ class Membership:
         avoided: engines that get requests only where no other can take them.
     """
 
+    of_each_rule: tuple[Backend, ...]
     choosable: Candidates
     prefill: Candidates
     decode: Candidates
@@ -165,6 +167,8 @@ class Membership:
         (self.prefill,) = self._prefilling.offer(
             [member for member in serving if member.worker_type is WorkerType.PREFILL]
         )
+        answering = (each for each in serving if each.worker_type is not WorkerType.PREFILL)
+        self.of_each_rule = tuple({member.logprobs: member for member in answering}.values())
         self.dialects = frozenset(member.of_kind.dialect for member in self)
         has_pair = self.prefill.members and self.decode.members
         self.can_serve = bool(self.choosable.members or has_pair)

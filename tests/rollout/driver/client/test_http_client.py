@@ -112,13 +112,21 @@ async def test_what_a_request_wants_of_its_tokens_goes_over_the_wire() -> None:
         return web.Response(status=400)
 
     async with serving(handler) as client:
-        for contract in (CONTRACT, Contract(min_weight_version=0, max_version_lag=2), NO_CONTRACT):
+        lagging = Contract(min_weight_version=0, max_version_lag=2)
+        for contract, fails_over in (
+            (CONTRACT, False),
+            (lagging, True),
+            (lagging, False),  # its client checks the lag
+            (NO_CONTRACT, False),
+        ):
+            request = replace(REQUEST, contract=contract, fails_over=fails_over)
             with pytest.raises(GenerationError):
-                await client.generate(replace(REQUEST, contract=contract))
+                await client.generate(request)
     wanted = [{name: one[name] for name in HEADERS.values() if name in one} for one in seen]
     assert wanted == [
         {"x-weight-version": "3", "x-logprob-kind": "full"},
         {"x-min-weight-version": "0", "x-max-version-lag": "2"},
+        {"x-min-weight-version": "0"},
         {},
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Endpoint
+from engines.protocol.logprob_kind import LogprobRule
 from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.gate import Admission, Gate, GateState, Refusal, Waiter
 from rollout.rules.contract import NO_CONTRACT, Contract
@@ -183,18 +185,29 @@ def test_an_adapter_counts_with_its_own_version() -> None:
 
 def test_only_engines_that_it_requires_are_chosen() -> None:
     world = World()
-    world.set_members("a", "b")
+    asked: list[str] = []
+    members = [Backend(f"a-{number}", Endpoint("127.0.0.1", 9000)) for number in range(20)]
+    members.append(replace(members[0], engine_id="b", logprobs=LogprobRule(has_cuts=True)))
+    world.epoch += 1
+    world.gate.set_members(world.epoch, members)
 
     def is_b(member: Backend) -> bool:
-        return member.engine_id == "b"
+        asked.append(member.engine_id)
+        return member.logprobs.has_cuts
 
+    def is_any(member: Backend) -> bool:
+        asked.append(member.engine_id)
+        return True
+
+    assert isinstance(world.gate.enter(requires=is_any), Admission)
+    assert len(asked) == 2  # one for each rule
     for _ in range(3):
         admission = world.gate.enter(requires=is_b)
         assert isinstance(admission, Admission)
         assert admission.member.engine_id == "b"
     refusal = world.gate.enter(requires=is_b, excluded_engine="b")
     assert isinstance(refusal, Refusal)
-    assert [one.engine_id for one in refusal.unfit] == ["a"]
+    assert [one.engine_id for one in refusal.unfit] == [f"a-{number}" for number in range(20)]
     world.set_members("a", state=BackendState.FENCED)
     refusal = world.gate.enter(requires=is_b)
     assert isinstance(refusal, Refusal)
