@@ -319,6 +319,8 @@ class FakeEngine(FakeEngineState):
             await self._strike("generate", fault)
         if self.settings.token_s:
             await self._until(lambda: request.is_aborted, self.settings.token_s)
+        else:  # a real engine's first token comes when its client has gone on to other work
+            await asyncio.sleep(0)
         await self._until(lambda: self._goes_on(request))
         if not request.is_aborted:
             shift = self.weights.num_losses if self.weights.lost else 0
