@@ -317,6 +317,7 @@ SHELL = {
     "python -m benchmarks.gpu": "needs a GPU: tests/test_gpu_sections.py runs it on a logical one",
     "unshare": "needs the bundle: tests/test_gpu_sections.py runs sections without it",
     "ROLLOUT_CYCLES": "needs SGLang for 20 minutes",
+    "ROLLOUT_AUDIT_REPLIES": "needs SGLang or vLLM for 10 minutes each",
     "VLLM_SERVER_DEV_MODE": "needs vLLM with a GPU",
 }
 
