@@ -288,7 +288,7 @@ class FakeHttpApp:
         )
 
     async def _generate(self, body: Mapping[str, Any]) -> Any:
-        """As SGLang a list of completions for ``n`` above 1, each with an id of its own."""
+        """A list of completions, as SGLang's, for ``n`` above 1, each with an id of its own."""
         arguments = _generate_arguments(body)
         num = arguments["sampling_params"].n
         if num <= 1:

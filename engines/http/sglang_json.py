@@ -245,7 +245,7 @@ def read_loads(answer: Any) -> Loads:
     drafted = [rank.get("num_drafted") for rank in ranks]
     # SGLang 0.5.23 measures them every 40 decoding steps, and counts none.
     measured = [rank["speculative"] for rank in ranks if rank.get("speculative")]
-    shares = [float(one["accept_rate"]) for one in measured]
+    shares = [float(rank["accept_rate"]) for rank in measured]
     return Loads(
         num_running_reqs=num_running,
         num_waiting_reqs=sum(rank["num_waiting_reqs"] for rank in ranks),
@@ -256,7 +256,7 @@ def read_loads(answer: Any) -> Loads:
         num_drafted=None if None in drafted else sum(drafted),
         num_accepted=sum(rank.get("num_accepted") or 0 for rank in ranks),
         accepted_share=sum(shares) / len(shares) if shares else None,
-        interval=str([(one["accept_rate"], one["accept_length"]) for one in measured]),
+        interval=str([(rank["accept_rate"], rank["accept_length"]) for rank in measured]),
         raw=answer,
     )
 

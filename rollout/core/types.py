@@ -250,9 +250,9 @@ class StepReport:
 
     @property
     def drafts(self) -> Mapping[str, DraftFigures]:
-        """Of each engine with a draft, how many drafted tokens were right before this step."""
+        """The drafted tokens of each engine with a draft, before this step."""
         engines = (engine for report in self.reports for engine in report.engines)
-        return {one.engine_id: one.drafts for one in engines if one.drafts is not None}
+        return {engine.engine_id: engine.drafts for engine in engines if engine.drafts is not None}
 
     def merged(self, later: StepReport) -> StepReport:
         """This report followed by ``later``; seconds of the same command are added.

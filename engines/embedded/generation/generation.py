@@ -73,8 +73,8 @@ class Generation:
             self.logprob_start_len = -1
 
     def _seeded(self) -> float:
-        """By the place of its next token, as SGLang's deterministic sampling: a request that goes
-        on with the tokens so far as its prompt draws what this one would."""
+        """A number that depends on seed and place of the token alone, as in SGLang's deterministic
+        sampling: a request that goes on from the tokens so far draws what this one would."""
         place = len(self.prompt_ids) + len(self.output_ids)
         return random.Random(f"{self.seed}/{place}").random()
 

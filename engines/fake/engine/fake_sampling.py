@@ -57,7 +57,7 @@ def why_refused(sampling: SamplingParams, vocab_size: int) -> str:
     if sampling.min_new_tokens > sampling.max_new_tokens:
         limits = f"[0, max_new_tokens({sampling.max_new_tokens})]"
         return f"min_new_tokens must be in {limits}, got {sampling.min_new_tokens}."
-    strange = [one for one in sampling.logit_bias or () if not 0 <= int(one) < vocab_size]
+    strange = [token for token in sampling.logit_bias or () if not 0 <= int(token) < vocab_size]
     if strange:
         return f"logit_bias must has keys in [0, {vocab_size - 1}], got {strange[0]}."
     return ""

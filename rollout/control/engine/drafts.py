@@ -127,7 +127,7 @@ class Drafting(Protocol):
 
 async def read_drafts(members: Iterable[Drafting]) -> None:
     """Read how many drafted tokens were right, of all engines with a draft at the same time."""
-    reads = [_read(one.engine_id, one.engine, one.drafts) for one in members if one.drafts]
+    reads = [_read(each.engine_id, each.engine, each.drafts) for each in members if each.drafts]
     if reads:
         await asyncio.gather(*reads)
 

@@ -489,5 +489,5 @@ def _of_drafts(reports: Iterable[PhaseReport]) -> dict[str, float]:
     """The share of drafted tokens that were right before this step, for trackers; empty if it is
     not known."""
     engines = (engine.drafts for report in reports for engine in report.engines)
-    shares = [one.share for one in engines if one is not None and one.share is not None]
+    shares = [drafts.share for drafts in engines if drafts is not None and drafts.share is not None]
     return {"server/draft_accepted_ratio": sum(shares) / len(shares)} if shares else {}

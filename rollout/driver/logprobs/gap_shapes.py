@@ -68,19 +68,21 @@ def shape_of(gaps: Iterable[TokenGap], limit: float) -> str:
     Args:
         limit: what rounding may cost.
     """
-    off = [one for one in gaps if abs(one.gap) > limit]
+    off = [token for token in gaps if abs(token.gap) > limit]
     if len(off) < _LEAST:
         return ""
-    if all(math.log(_LEAST_KEPT) < one.gap < 0 for one in off):
+    if all(math.log(_LEAST_KEPT) < token.gap < 0 for token in off):
         return CUT
-    if any(_are_apart(off, [one.was_seen[way] for one in off]) for way in range(3)):
+    if any(_are_apart(off, [token.was_seen[way] for token in off]) for way in range(3)):
         return PENALTY
     by_token: dict[int, int] = {}
-    for one in off:
-        by_token[one.token_id] = by_token.get(one.token_id, 0) + (1 if one.gap > 0 else -1)
+    for token in off:
+        by_token[token.token_id] = by_token.get(token.token_id, 0) + (1 if token.gap > 0 else -1)
     # A token that stands there once is on one side anyway.
-    several = [one for one in off if abs(by_token[one.token_id]) > 1 or by_token[one.token_id] == 0]
-    return BIAS if _are_apart(several, [by_token[one.token_id] > 0 for one in several]) else ""
+    several = [
+        token for token in off if abs(by_token[token.token_id]) > 1 or by_token[token.token_id] == 0
+    ]
+    return BIAS if _are_apart(several, [by_token[token.token_id] > 0 for token in several]) else ""
 
 
 def _are_apart(gaps: Sequence[TokenGap], are_less: Sequence[bool]) -> bool:
