@@ -31,8 +31,7 @@ from rollout.observability.page.run_history import RunHistory
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
 from rollout.router.continuation.named_weights import read_named
-from rollout.router.http.head_cache import HeadCache, RequestHead, head_key
-from rollout.router.http.request import affinity_of
+from rollout.router.http.head_cache import HeadCache, RequestHead, head_key, kept_affinity
 from rollout.router.http.routes import GENERATE_PATH, route_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
 from rollout.router.sessions.messages import history_of
@@ -145,7 +144,7 @@ def affinities() -> tuple[object, Callable[[str], object]]:
 
     def choose(value: str) -> None:
         for text in (value, value[:250]):
-            policy.choose(candidates, Hint(affinity_of(b"{}", [(b"x-affinity", text.encode())])))
+            policy.choose(candidates, Hint(kept_affinity(text)))
 
     return policy, choose
 

@@ -27,6 +27,8 @@ from rollout.rules.contract import HEADERS
 
 MAX_HEADS = 1024
 MAX_SEEN_ONCE = 4096
+MAX_AFFINITY_CHARACTERS = 256
+_AFFINITY = b"x-affinity"
 _MAX_KNOWN_BYTES = 1 << 12
 _MAX_KNOWN_HEADERS = 64  # as objects they take thirty times their bytes
 _MAX_DIGITS = 9
@@ -38,6 +40,11 @@ _SWITCHED_ON = frozenset({b"on", b"1", b"true"})
 T = TypeVar("T")
 
 
+def kept_affinity(affinity: str) -> str:
+    """An affinity; empty if it is too long to be kept."""
+    return affinity if len(affinity) <= MAX_AFFINITY_CHARACTERS else ""
+
+
 @dataclass(eq=False, slots=True)
 class RequestHead:
     """The head of a request for an engine.
@@ -46,6 +53,8 @@ class RequestHead:
         headers: names in lower case, without the client's key.
         refusal: the response to the request, if no engine gets it.
         is_last: the connection closes after the response.
+        contract_texts: fields of the request's contract that are headers, with their values.
+        affinity: of the request; None: it has no such header.
     """
 
     method: bytes
@@ -55,10 +64,20 @@ class RequestHead:
     is_last: bool = False
     is_http_1_0: bool = False
     expects_continue: bool = False
+    contract_texts: tuple[tuple[str, str], ...] = field(default=(), init=False)
+    affinity: str | None = field(default=None, init=False)
     _switches: frozenset[bytes] | None = field(default=None, init=False)
-    _contract_texts: tuple[tuple[str, str], ...] | None = field(default=None, init=False)
     _lines: bytes | None = field(default=None, init=False)
     _keyless: bytes | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for name, value in self.headers:
+            if name == _AFFINITY:
+                if self.affinity is None:
+                    self.affinity = kept_affinity(value.decode("latin-1"))
+            elif name in _CONTRACT:
+                text = (_CONTRACT[name], value.decode("latin-1"))
+                self.contract_texts = (*self.contract_texts, text)
 
     @property
     def switched_on(self) -> frozenset[bytes]:
@@ -68,17 +87,6 @@ class RequestHead:
                 name for name, value in self.headers if value.lower() in _SWITCHED_ON
             )
         return self._switches
-
-    @property
-    def contract_texts(self) -> tuple[tuple[str, str], ...]:
-        """Fields of the request's contract that are headers, with their values."""
-        if self._contract_texts is None:
-            self._contract_texts = tuple(
-                (_CONTRACT[name], value.decode("latin-1"))
-                for name, value in self.headers
-                if name in _CONTRACT
-            )
-        return self._contract_texts
 
     def for_engine(
         self, endpoint: Endpoint, num_bytes: int, target: bytes = b"", key: str = ""

@@ -21,7 +21,7 @@ from rollout.router.http.engine_pool import EnginePool
 from rollout.router.http.head_cache import HeadCache, RequestHead
 from rollout.router.http.incoming_body import IncomingBodies
 from rollout.router.http.reading_process import ReadingProcess
-from rollout.router.http.request import Request, affinity_of, prompt_of
+from rollout.router.http.request import Request, affinity_in, prompt_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
 from rollout.router.sessions.session_store import SessionStore
 from rollout.rules.routing import NO_HINT, Hint
@@ -171,9 +171,14 @@ class Proxy:
             exchange.stop()
 
     def hint_of(self, request: Request) -> Hint:
-        """The affinity and prompt of a request, as far as the policy uses them."""
-        policy, body = self.gate.policy, request.body
-        affinity = affinity_of(body, request.head.headers) if policy.wants_affinity else ""
+        """The affinity and prompt of a request, as far as the policy uses them.
+
+        The header goes before the body.
+        """
+        policy, body, affinity = self.gate.policy, request.body, ""
+        if policy.wants_affinity:
+            in_head = request.head.affinity
+            affinity = affinity_in(request) if in_head is None else in_head
         prompt = prompt_of(body) if policy.wants_prompt else b""
         if not (affinity or prompt):
             return NO_HINT

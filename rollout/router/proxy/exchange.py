@@ -347,7 +347,7 @@ class Exchange:
             tokens.form = self.response.form
             self.is_decoding = True
         self._tokens = tokens
-        self._request = Request(self._head, whole, fields)
+        self._request = Request(self._head, whole, fields, names=fields.names)
         self._enter("")
 
     def _enter(self, excluded_engine: str) -> None:
@@ -414,7 +414,8 @@ class Exchange:
         if kind is not None or request is None:
             return kind
         max_bytes = self._proxy.config.max_read_bytes
-        return kind_of_unread(self._head.route.path, request.body, rule, max_bytes)
+        path, names = self._head.route.path, request.names
+        return kind_of_unread(path, request.body, rule, max_bytes, names)
 
     def _gives_kind(self, member: Backend) -> bool:
         return self._kind_by(member.logprobs) is self._contract.logprob_kind
@@ -584,7 +585,7 @@ class Exchange:
         reply, proxy = None if self._tokens is None else self._tokens.reply, self._proxy
         if reply is None or (kind := reply.kind_by(rule)) is None:
             path, max_bytes = self._head.route.path, proxy.config.max_read_bytes
-            self._logprob_kind = kind_of_unread(path, request.body, rule, max_bytes)
+            self._logprob_kind = kind_of_unread(path, request.body, rule, max_bytes, request.names)
             return None
         if not reply.goes_on_with(kind):
             proxy.counts.refuse_failover("logprob_kind")

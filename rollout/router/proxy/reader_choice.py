@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,7 +10,6 @@ from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.contracts import (
     NOT_GIVEN,
     Texts,
-    may_have_members,
     read_contract,
 )
 from rollout.router.continuation.dialects.table import ROUTES, served
@@ -23,20 +21,22 @@ from rollout.router.continuation.reply import Reply
 from rollout.router.http.fast_json import JsonText, dumps, loads
 from rollout.router.http.head_cache import RequestHead
 from rollout.router.http.request import (
-    KEY_NAMES,
+    FOUND_NAMES,
     BodyFields,
     find_field,
     in_utf8,
     may_want_prompt_logprobs,
+    names_in,
     read_fields,
 )
 from rollout.router.http.routes import KEYED_PATHS
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.token_reader import TokenReader
-from rollout.rules.contract import NO_CONTRACT, Contract
+from rollout.rules.contract import FIELDS, NO_CONTRACT, Contract
 
 WITH_BODY = (b"POST", b"PUT")
 FAILOVER_INTERVAL = 32
+_FIELDS = frozenset(field.encode() for field in FIELDS)
 """Tokens between two saved states of a request that can fail over; the tokens since the last one
 are generated again.  It is longer for a long request that is not streamed: its state is saved at
 most 64 times."""
@@ -140,7 +140,9 @@ def _wanted(
 
 def is_read(wanted: Wanted, body: bytes) -> bool:
     """Whether anything is read of this body on its route."""
-    return wanted.path in KEYED_PATHS or wanted.names_weights or may_have_members(body)
+    return (
+        wanted.path in KEYED_PATHS or wanted.names_weights or not names_in(body).isdisjoint(_FIELDS)
+    )
 
 
 def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts = ()) -> ReadBody:
@@ -149,11 +151,14 @@ def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts
     Args:
         texts: fields of the contract that are headers.
     """
-    named = NOT_NAMED if is_post else NamedWeights()
-    found, text = NOT_GIVEN, in_utf8(body) if wanted.path in KEYED_PATHS else body
-    if texts or may_have_members(text):
+    named, found = NOT_NAMED if is_post else NamedWeights(), NOT_GIVEN
+    text = in_utf8(body) if is_post and wanted.path in KEYED_PATHS else body
+    names = names_in(text)
+    if texts or not names.isdisjoint(_FIELDS):
         found = read_contract(wanted.path, texts, text, wanted.max_bytes)
-        body = body if found.body is None else found.body
+    changed = None if text is body else text
+    if found.body is not None:
+        changed = body = text = found.body
     if wanted.names_weights:
         named = read_named(wanted.path, body, wanted.max_bytes)
     why_not, contract, reply, is_stream = found.problem, found.contract, None, None
@@ -162,9 +167,10 @@ def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts
         reply, why_not = _read_reply(wanted, body, is_checked=is_checked)
         if is_checked and reply is None and not why_not:
             is_stream, why_not = _read_stream(contract, body)
-    fields = read_fields(wanted.path, body, is_post=is_post)
-    if found.body is not None and fields.body is None:
-        fields = fields._replace(body=body)
+    if is_post:
+        fields = read_fields(wanted.path, text, changed=changed, names=names)
+    else:
+        fields = BodyFields(changed, names=names)
     lacks_route = wanted.is_lacking and not found.problem
     return ReadBody(named, reply, why_not, fields, lacks_route, contract, is_stream)
 
@@ -208,7 +214,7 @@ def read_long_body(wanted: Wanted, body: bytes, is_post: bool, texts: Texts = ()
             read.reply.prompt = PromptIds.of(prompt)
         del read.reply.route
     whole = body if read.fields.body is None else read.fields.body
-    fields = read.fields._replace(keys={name: find_field(whole, name) for name in KEY_NAMES})
+    fields = read.fields._replace(keys={name: find_field(whole, name) for name in FOUND_NAMES})
     return read._replace(fields=fields)
 
 
@@ -235,10 +241,19 @@ def read_for_adapter(body: bytes, named: NamedWeights) -> TokenReader:
     return TokenReader(ForwardedReply(body, is_streamed=named.is_streamed))
 
 
-def kind_of_unread(path: str, body: bytes, rule: LogprobRule, max_bytes: int) -> LogprobKind | None:
+def kind_of_unread(
+    path: str,
+    body: bytes,
+    rule: LogprobRule,
+    max_bytes: int,
+    names: frozenset[bytes] | None = None,
+) -> LogprobKind | None:
     """The kind of an engine's log-probs for a body that is passed on as it is.
 
     It is parsed only if it has a sampling parameter on which the kind depends.
+
+    Args:
+        names: that the body has, if it was searched.
 
     Returns:
         None if the body says nothing of it, or has over ``max_bytes`` and would have to be parsed.
@@ -246,7 +261,7 @@ def kind_of_unread(path: str, body: bytes, rule: LogprobRule, max_bytes: int) ->
     if path not in ROUTES:
         return None
     deciding, neutral = _undecided(path, rule)
-    if deciding.search(body) is None:
+    if deciding.isdisjoint(names_in(body) if names is None else names):
         return neutral
     try:
         raw = loads(body) if len(body) <= max_bytes else None
@@ -256,7 +271,7 @@ def kind_of_unread(path: str, body: bytes, rule: LogprobRule, max_bytes: int) ->
 
 
 @lru_cache(64)
-def _undecided(path: str, rule: LogprobRule) -> tuple[re.Pattern[bytes], LogprobKind | None]:
+def _undecided(path: str, rule: LogprobRule) -> tuple[frozenset[bytes], LogprobKind | None]:
     """What a body has that decides on the kind, and the kind where it has nothing of that."""
-    deciding = re.compile(f'"(?:{"|".join(rule.names)})"'.encode())
-    return deciding, ROUTES[path].kind_of({}, rule)
+    names = frozenset(name.encode() for name in rule.names)
+    return names, ROUTES[path].kind_of({}, rule)

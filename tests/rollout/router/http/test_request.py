@@ -18,9 +18,9 @@ from rollout.router.http.request import (
     inject_members,
     is_json_object,
     new_rid,
-    read_fields,
 )
 from rollout.router.http.routes import COMPLETION_PATHS, KEYED_PATHS, is_generation, route_of
+from rollout.router.proxy.reader_choice import Wanted, read_body
 
 
 def _loads(parts):
@@ -159,9 +159,10 @@ def test_an_id_that_is_no_text_is_left_for_the_engine_to_refuse():
 
 
 def request_of(body, path="/generate"):
-    fields = read_fields(path, body)
+    fields = read_body(Wanted(path), body).fields
     whole = body if fields.body is None else fields.body
-    return Request(RequestHead(b"POST", route_of(path.encode()), []), whole, fields)
+    head = RequestHead(b"POST", route_of(path.encode()), [])
+    return Request(head, whole, fields, names=fields.names)
 
 
 def sent(body, *, path="/generate", kind="sglang"):

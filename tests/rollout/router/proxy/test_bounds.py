@@ -7,9 +7,14 @@ import tracemalloc
 import pytest
 
 from rollout.router.http import incoming_body
-from rollout.router.http.head_cache import HeadCache, RequestHead, head_key
+from rollout.router.http.head_cache import (
+    MAX_AFFINITY_CHARACTERS,
+    HeadCache,
+    RequestHead,
+    head_key,
+)
 from rollout.router.http.headers import to_engine
-from rollout.router.http.request import MAX_AFFINITY_CHARACTERS, affinity_of
+from rollout.router.http.request import AFFINITY, BodyFields, Request, affinity_in, names_in
 from rollout.router.http.routes import route_of
 from rollout.router.proxy import client_connection
 from rollout.router.proxy.client_connection import _MAX_UNPARSED_BYTES
@@ -49,21 +54,17 @@ def test_heads_with_many_headers_are_not_kept():
     assert kept_bytes(come) < 1e6
 
 
-def test_an_affinity_that_is_long_counts_as_none():
-    assert affinity_of(b"{}", [(b"x-affinity", b"s" * MAX_AFFINITY_CHARACTERS)]) != ""
-    assert affinity_of(b"{}", [(b"x-affinity", b"s" * (MAX_AFFINITY_CHARACTERS + 1))]) == ""
-    assert affinity_of(b'{"affinity": "%s"}' % (b"s" * 1000), []) == ""
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "found"),
-    [(0, 0, "s"), (1010, 0, "s"), (0, 1 << 16, "s"), (1 << 16, 0, "s"), (1 << 16, 1 << 16, "")],
-)
-def test_an_affinity_in_the_body_is_found_near_its_begin_and_its_end(
-    before: int, after: int, found: str
-) -> None:
-    body = b'{"a": "%s", "affinity": "s", "b": "%s"}' % (b"x" * before, b"y" * after)
-    assert affinity_of(body, []) == found
+@pytest.mark.parametrize("num", [MAX_AFFINITY_CHARACTERS, MAX_AFFINITY_CHARACTERS + 1])
+def test_an_affinity_that_is_long_counts_as_none(num: int) -> None:
+    text = b"s" * num
+    head = RequestHead(b"POST", route_of(b"/generate"), [(b"x-affinity", text), (b"a", b"b")])
+    kept = text.decode() if num <= MAX_AFFINITY_CHARACTERS else ""
+    assert head.affinity == kept
+    body = b'{"affinity": "%s"}' % text
+    for fields in (BodyFields(), BodyFields(keys={AFFINITY: (True, text.decode())})):
+        assert affinity_in(Request(head, body, fields)) == kept
+        assert affinity_in(Request(head, body, fields, names=names_in(body))) == kept
+        assert affinity_in(Request(head, body, fields, names=frozenset())) == ""
 
 
 @pytest.mark.slow
