@@ -51,6 +51,9 @@ class Reported(NamedTuple):
     last: str | None = None
 
 
+_NOT_SENT = (None, None)
+
+
 class Experts:
     """Routed experts of a reply's tokens, in base64: one row for each token that was computed.
 
@@ -128,7 +131,8 @@ class Continuation:
         decode: of the model's tokenizer; None where the router has none.
         has_text: the engines send text; a stop string is not seen otherwise.
         version: of the weights of the current engine, when it got the request.
-        reported: weight versions of the current engine's tokens, as it has reported them.
+        versions_sent: weight versions as the current engine has sent them: spans of the tokens, or
+            None where it has sent none, and the version of the last one, if it has sent that.
         logprob_kind: of the log-probs so far, and of the current engine's.
         base: tokens of lost engines.
         now: tokens of the current engine.
@@ -171,7 +175,7 @@ class Continuation:
         self._longest_stop = max(map(len, self._stops), default=1)
         self.column = column
         self.version: int | None = None
-        self.reported = Reported()
+        self.versions_sent: tuple[Any, str | None] = _NOT_SENT
         self.logprob_kind: LogprobKind | None = None
         self.head: Payload = {}
         self.first: Payload = {}
@@ -190,6 +194,15 @@ class Continuation:
         self.reported_experts: str | None = None
         self.base = Part()
         self.begin()
+
+    @property
+    def reported(self) -> Reported:
+        """Weight versions of the current engine's tokens, as it has reported them."""
+        spans, last = self.versions_sent
+        if spans is None:
+            return Reported(last=last)
+        each = tuple(span.version for span in self.now.spans)
+        return Reported(each, each[-1] if each else last)
 
     def begin(self) -> None:
         """Have parts of its own, as a copy of one that has received nothing."""
@@ -369,7 +382,7 @@ class Continuation:
         self.num_failovers += 1
         self.now, self.last, self.safe_end = Part(), {}, _START
         self.reported_experts = None
-        self.reported = Reported()
+        self.versions_sent = _NOT_SENT
         self.finish, self._is_safe, self._has_stop = None, True, False
         return why
 
@@ -508,19 +521,6 @@ def version_spans(
             version = spans[-1].version
         spans.append(VersionSpan(version, end, num))
     return tuple(spans)
-
-
-def reported_of(spans: Iterable[VersionSpan], reported: Any, last: str | None) -> Reported:
-    """What an engine has reported of tokens with these spans.
-
-    Args:
-        reported: the spans that it has sent; None where it has sent none.
-        last: the version of the last token; None where it has sent none.
-    """
-    if reported is None:
-        return Reported(last=last)
-    each = tuple(span.version for span in spans)
-    return Reported(each, each[-1] if each else last)
 
 
 def span_payloads(spans: Iterable[VersionSpan]) -> list[Payload]:

@@ -28,7 +28,7 @@ from engines.http.reply_check import (
     check_tokens,
     check_versions,
 )
-from rollout.router.continuation.core import UNUSABLE, Payload, Reported
+from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.forms import read_object, token_ids_of
 from rollout.router.continuation.reply import END, Reply
 from rollout.router.http.fast_json import Data, JsonText, dumps, loads
@@ -530,7 +530,7 @@ class FastReply(Reply):
         )
         self.finish = reason
         self._passed_version = span["version"] if num else None
-        self.reported = Reported(last=self._passed_version)
+        self.versions_sent = None, self._passed_version
         return True
 
     def _check(self, parts: EventParts) -> None:

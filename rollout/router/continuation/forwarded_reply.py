@@ -72,7 +72,10 @@ class ForwardedReply(Reply):
         spans = meta.get("weight_versions")
         self._has_spans &= spans is not None
         self._versions.update(span["version"] for span in spans or ())
-        self.reported = Reported(tuple(self._versions) if self._has_spans else None)
+
+    @property
+    def reported(self) -> Reported:
+        return Reported(tuple(self._versions) if self._has_spans else None)
 
     def read_all(self) -> None:
         """The reply has ended: only its engine knows which of its events is the last."""

@@ -18,7 +18,7 @@ from engines.http.reply_check import (
     check_pairs,
     check_versions,
 )
-from rollout.router.continuation.core import Payload, reported_of, span_payloads, version_spans
+from rollout.router.continuation.core import Payload, span_payloads, version_spans
 from rollout.router.continuation.fast_path import (
     FROM_FIRST,
     PER_TOKEN,
@@ -201,7 +201,7 @@ def _event(reply: Reply, event: Payload) -> None:
     version, reported_spans = meta.get("weight_version"), meta.get("weight_versions")
     check_versions(version, reported_spans, now.num)
     now.spans = version_spans(reported_spans, version, now.num)
-    reply.reported = reported_of(now.spans, reported_spans, version)
+    reply.versions_sent = reported_spans, version
     check_budget(reply.base.num + now.num, reply.budget)
     # SGLang decodes so many tokens together, or joins several events in one.
     most = reply.raw["sampling_params"]["stream_interval"]

@@ -16,7 +16,7 @@ from typing import Any
 from engines.http.reply_check import check_columns, check_ids, check_logprobs, check_versions
 from engines.vllm.routes import REQUEST_PREFIX
 from engines.vllm.vllm_json import sampling_body
-from rollout.router.continuation.core import Payload, reported_of, span_payloads, version_spans
+from rollout.router.continuation.core import Payload, span_payloads, version_spans
 from rollout.router.continuation.dialects.sglang import fields_after
 from rollout.router.continuation.forms import (
     has_forms,
@@ -95,7 +95,7 @@ def _take(reply: Reply, choice: Payload, columns: Mapping[str, Any]) -> None:
     check_columns(now.columns, now.num)
     check_versions(str(reply.version), spans, now.num)
     now.spans = version_spans(spans, str(reply.version), now.num)
-    reply.reported = reported_of(now.spans, spans, None)
+    reply.versions_sent = spans, None
     finish: Payload | None = None
     if kind := choice.get("finish_reason"):
         finish = {"type": kind} | ({} if stop is None else {"matched": stop})
