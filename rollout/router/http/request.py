@@ -48,7 +48,9 @@ KEY_NAMES = ("extra_key", "cache_salt")
 FOUND_NAMES = (*KEY_NAMES, AFFINITY)
 """Names of members whose values are found with the body."""
 _MOST_CHANGED = LogprobRule(has_temperature=False, has_penalties=True, has_cuts=True)
-SEARCHED = frozenset({"rid", "request_id", *FOUND_NAMES, *FIELDS, *_MOST_CHANGED.names})
+SEARCHED = frozenset(
+    {"rid", "request_id", "stop_token_ids", *FOUND_NAMES, *FIELDS, *_MOST_CHANGED.names}
+)
 """Names of members that the router needs of a body that it does not parse."""
 _LEAST_SKIPPED = 128
 MAX_KEY_CHARACTERS = 128

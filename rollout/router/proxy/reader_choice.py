@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -41,6 +42,9 @@ _FIELDS = frozenset(field.encode() for field in FIELDS)
 are generated again.  It is longer for a long request that is not streamed: its state is saved at
 most 64 times."""
 _LONG = 1 << 16
+_STOP_IDS = b"stop_token_ids"
+_STOPS = re.compile(rb'"stop_token_ids"\s*:\s*\[([^\]"]*)\]')
+_LONGEST_ID = 20
 _FAIL_OVER = b"x-token-failover"
 _LACKING = (
     "not all engines that serve here have %s; send /generate, which engines of both kinds take"
@@ -61,6 +65,7 @@ class Wanted:
         is_kept: tokens are kept; without it, only log-probs of the prompt are.
         names_weights: a body may name its weights.
         max_bytes: a longer body is not read.
+        vocabulary: tokens of the engines' model; 0 if they are not known.
     """
 
     path: str
@@ -73,6 +78,7 @@ class Wanted:
     has_prefill: bool = False
     names_weights: bool = False
     max_bytes: int = 0
+    vocabulary: int = 0
 
 
 class ReadBody(NamedTuple):
@@ -108,6 +114,7 @@ def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
         gate.adapters is not None and head.method in WITH_BODY,
         keeps == "on" or (keeps == "asked" and _FAIL_OVER in head.switched_on),
         bool(gate.members.prefill.members),
+        gate.members.vocabulary,
     )
 
 
@@ -120,6 +127,7 @@ def _wanted(
     names_weights: bool,
     is_asked: bool,
     has_prefill: bool,
+    vocabulary: int,
 ) -> Wanted:
     where = served(path, dialects)
     if where is None:
@@ -135,6 +143,7 @@ def _wanted(
         has_prefill=has_prefill,
         names_weights=names_weights,
         max_bytes=max_bytes,
+        vocabulary=vocabulary,
     )
 
 
@@ -162,6 +171,8 @@ def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts
     if wanted.names_weights:
         named = read_named(wanted.path, body, wanted.max_bytes)
     why_not, contract, reply, is_stream = found.problem, found.contract, None, None
+    if _STOP_IDS in names and wanted.is_generating and not why_not:
+        why_not = _why_no_stops(text, wanted.vocabulary)
     is_checked = contract is not NO_CONTRACT and contract.has_versions
     if not (named.problem or why_not):
         reply, why_not = _read_reply(wanted, body, is_checked=is_checked)
@@ -173,6 +184,23 @@ def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts
         fields = BodyFields(changed, names=names)
     lacks_route = wanted.is_lacking and not found.problem
     return ReadBody(named, reply, why_not, fields, lacks_route, contract, is_stream)
+
+
+def _why_no_stops(body: bytes, vocabulary: int) -> str:
+    """Why engines may not get these ids of tokens to stop at; empty if they may.
+
+    vLLM 0.32 refuses one outside the vocabulary.  SGLang 0.5.23 takes it, and its scheduler ends
+    (``penaltylib/min_new_tokens.py``) once any request of the batch has a least length.
+    """
+    for listed in _STOPS.findall(body) if vocabulary else ():
+        for text in listed.split(b","):
+            number = text.strip()
+            if number.lstrip(b"-").isdigit() and not 0 <= int(number[:_LONGEST_ID]) < vocabulary:
+                return (
+                    f"stop_token_ids has {number[:_LONGEST_ID].decode()}, and the model has "
+                    f"{vocabulary} tokens; send ids from 0 to {vocabulary - 1}"
+                )
+    return ""
 
 
 def _read_stream(contract: Contract, body: bytes) -> tuple[bool | None, str]:
