@@ -194,15 +194,19 @@ class Guard:
 
     def end(self) -> None:
         """Kills the remaining processes and reports when none is left."""
-        self.note(_open_files)
+        self.note_now()
         not_before = time.monotonic() + (0 if self.exit_status is None else LEFTOVER_GRACE_S)
         killed: set[int] = set()
         pause_s = 0.002
         while self.reap():
             if time.monotonic() >= not_before:
+                if not killed and not self.is_ready:
+                    # What starts makes files until it is stopped.
+                    self.stop_all()
+                    self.note_now()
                 # A walk of /proc is no snapshot and new processes may be born: again until none.
                 for pid in _descendants(os.getpid()):
-                    _kill(pid)
+                    _signal(pid, signal.SIGKILL)
                     killed.add(pid)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
@@ -215,6 +219,14 @@ class Guard:
                 print(f"guard: cannot remove {self.folder.path}: {error}", file=sys.stderr)
         self.report(f"gone {len(killed)}")
 
+    def stop_all(self) -> None:
+        """Stops every process of the engine where it is."""
+        stopped: set[int] = set()
+        while new := set(_descendants(os.getpid())) - stopped:
+            for pid in new:
+                _signal(pid, signal.SIGSTOP)
+            stopped |= new
+
     def note(self, files_of: Callable[[int], list[str]]) -> None:
         """Remembers the processes there are and the shared memory they hold."""
         if not self.cleanup:
@@ -224,6 +236,11 @@ class Guard:
         for pid in pids:
             self.seen_files.update(files_of(pid))
         self.write_record()
+
+    def note_now(self) -> None:
+        """The same in the moment of an end: mappings only of what starts and has new files."""
+        is_new = bool(self.cleanup) and not self.is_ready and self.has_new_files()
+        self.note(mapped_files if is_new else _open_files)
 
     def has_new_files(self) -> bool:
         """Whether there are files since the last call that are removed if the engine holds them.
@@ -404,9 +421,9 @@ def mapped_files(pid: int) -> list[str]:
     return mapped + _open_files(pid)
 
 
-def _kill(pid: int) -> None:
+def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def _drain(fd: int) -> None:

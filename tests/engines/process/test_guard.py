@@ -302,6 +302,35 @@ signal.pause()
     eventually(lambda: not Path(f"{tag}-late").exists())
 
 
+@pytest.mark.parametrize("death", ["owner.process.kill()", "asyncio.run(engines[0].kill())"])
+def test_a_semaphore_of_an_engine_killed_as_it_starts_is_removed(owner: Owner, death: str):
+    """It makes one after the other, until it is killed; of a child of it, too."""
+    tag = f"/dev/shm/rr-test-{os.getpid()}"
+    script = f"""
+import itertools, mmap, os
+place = os.fork()
+held = []
+for number in itertools.count():
+    with open(f"{tag}-{{place}}-{{number}}", "w+b") as file:
+        file.truncate(4096)
+        held.append(mmap.mmap(file.fileno(), 4096))
+    if number >= 100:
+        os.unlink(f"{tag}-{{place}}-{{number - 100}}")
+        held.pop(0).close()
+    open("there", "w").close()
+"""
+    command = shlex.join(["exec", sys.executable, "-S", "-c", script])
+    engine = owner.spawn(command, cleanup=[f"{tag}-*"])
+    eventually((owner.directory / "engine-0" / "there").exists)
+    guard = psutil.Process(engine).ppid()
+    if death.startswith("owner"):
+        owner.process.kill()
+    else:
+        owner.tell(death)
+    eventually(all_gone(guard))
+    assert list(Path("/dev/shm").glob(f"{Path(tag).name}-*")) == []
+
+
 def test_the_folder_of_an_engine_ends_with_its_owner_and_takes_a_socket(owner: Owner):
     script = """
 import os, signal, socket, uuid
