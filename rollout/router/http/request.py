@@ -19,7 +19,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from json import detect_encoding
@@ -30,7 +30,6 @@ import orjson
 from engines.kinds import kind_of
 from engines.protocol import Endpoint
 from engines.protocol.kind import Kind
-from engines.protocol.logprob_kind import LogprobRule
 from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import RequestHead, kept_affinity
 from rollout.router.http.routes import (
@@ -39,7 +38,6 @@ from rollout.router.http.routes import (
     KEYED_PATHS,
     VLLM_GENERATE_PATH,
 )
-from rollout.rules.contract import FIELDS
 
 MAX_PARSED_BYTES = 1 << 20
 AFFINITY = "affinity"
@@ -47,12 +45,6 @@ _AFFINITY = AFFINITY.encode()
 KEY_NAMES = ("extra_key", "cache_salt")
 FOUND_NAMES = (*KEY_NAMES, AFFINITY)
 """Names of members whose values are found with the body."""
-_MOST_CHANGED = LogprobRule(has_temperature=False, has_penalties=True, has_cuts=True)
-SEARCHED = frozenset(
-    {"rid", "request_id", "stop_token_ids", *FOUND_NAMES, *FIELDS, *_MOST_CHANGED.names}
-)
-"""Names of members that the router needs of a body that it does not parse."""
-_LEAST_SKIPPED = 128
 MAX_KEY_CHARACTERS = 128
 """vLLM takes no longer ``cache_salt``, and none with a slash."""
 _OPENS = re.compile(rb"\s*\{")
@@ -66,36 +58,8 @@ _NOTHING: Mapping[str, str | int] = {}
 _ABSENT = (False, None)
 _NO_KEYS: Mapping[str, tuple[bool, object]] = {}
 _SGLANG = kind_of("sglang")
-
-
-def _pattern_of(names: Iterable[str]) -> re.Pattern[bytes]:
-    """One of these names in quotes; by its first letter, which is twice as fast as a plain list."""
-    by_letter: dict[str, list[str]] = {}
-    for name in sorted(names):
-        by_letter.setdefault(name[0], []).append(name[1:])
-    each = "|".join(f"{letter}(?:{'|'.join(rest)})" for letter, rest in by_letter.items())
-    return re.compile(f'"(?=[{"".join(by_letter)}])({each})"'.encode())
-
-
-_SEARCHED = _pattern_of(SEARCHED)
 _PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s*:\s*')
 _MAX_PROMPT_BYTES = 1 << 16
-
-
-def names_in(body: bytes) -> frozenset[bytes]:
-    """Those of ``SEARCHED`` that the body may have as members: they stand in it, in quotes.
-
-    It is one pass for all of them, and token ids are skipped: a list of numbers, or of lists of
-    them, has no quotes.
-    """
-    begin = body.find(b"[") if len(body) > _LEAST_SKIPPED else -1
-    if begin >= 0:
-        quote = body.find(b'"', begin)
-        end = body.rfind(b"]", begin, len(body) if quote < 0 else quote)
-        if end - begin > _LEAST_SKIPPED:
-            before = _SEARCHED.findall(body, 0, begin)
-            return frozenset(_SEARCHED.findall(body, end)).union(before)
-    return frozenset(_SEARCHED.findall(body))
 
 
 def affinity_in(request: Request) -> str:

@@ -37,6 +37,7 @@ from engines.protocol.plain_text import one_line
 from rollout.router.continuation.contracts import Versions, versions_of, why_no_kind
 from rollout.router.continuation.core import UNUSABLE
 from rollout.router.continuation.dialects.table import ROUTES
+from rollout.router.continuation.fatal_values import why_fatal_prompt
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights
 from rollout.router.gate.gate import Admission, ConnectionFailure, GateState, Refusal, Waiter
 from rollout.router.http import responses
@@ -775,7 +776,18 @@ class Exchange:
         self._keep_versions()
         self.drop()
         self._leave()
+        if self._lost.num_in_vain == 1 and (why := self._why_fatal()):
+            message = f"engine {failure.engine_id} was lost with this request: {why}"
+            self._end_with(responses.error(400, "bad_request", message))
+            return
         self._fail_over(failure)
+
+    def _why_fatal(self) -> str:
+        """What in the prompt may have ended the engine; empty for nothing."""
+        request, proxy = self._request, self._proxy
+        if request is None or len(request.body) > proxy.config.max_read_bytes:
+            return ""
+        return why_fatal_prompt(request.body, proxy.gate.members.vocabulary)
 
     def _note_answer(self) -> None:
         """The engine has begun to answer, and not with an error."""

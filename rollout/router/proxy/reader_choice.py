@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
+from rollout.router.continuation.body_names import names_in, outline_of
 from rollout.router.continuation.contracts import (
     NOT_GIVEN,
     Texts,
@@ -15,6 +15,7 @@ from rollout.router.continuation.contracts import (
 )
 from rollout.router.continuation.dialects.table import ROUTES, served
 from rollout.router.continuation.fast_path import PromptIds
+from rollout.router.continuation.fatal_values import BOUNDED, why_fatal
 from rollout.router.continuation.forms import read_object
 from rollout.router.continuation.forwarded_reply import ForwardedReply
 from rollout.router.continuation.named_weights import NOT_NAMED, NamedWeights, read_named
@@ -27,7 +28,6 @@ from rollout.router.http.request import (
     find_field,
     in_utf8,
     may_want_prompt_logprobs,
-    names_in,
     read_fields,
 )
 from rollout.router.http.routes import KEYED_PATHS
@@ -43,8 +43,6 @@ are generated again.  It is longer for a long request that is not streamed: its 
 most 64 times."""
 _LONG = 1 << 16
 _STOP_IDS = b"stop_token_ids"
-_STOPS = re.compile(rb'"stop_token_ids"\s*:\s*\[([^\]"]*)\]')
-_LONGEST_ID = 20
 _FAIL_OVER = b"x-token-failover"
 _LACKING = (
     "not all engines that serve here have %s; send /generate, which engines of both kinds take"
@@ -149,9 +147,9 @@ def _wanted(
 
 def is_read(wanted: Wanted, body: bytes) -> bool:
     """Whether anything is read of this body on its route."""
-    return (
-        wanted.path in KEYED_PATHS or wanted.names_weights or not names_in(body).isdisjoint(_FIELDS)
-    )
+    if wanted.path in KEYED_PATHS or wanted.names_weights:
+        return True
+    return not names_in(outline_of(body)).isdisjoint(_FIELDS)
 
 
 def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts = ()) -> ReadBody:
@@ -162,7 +160,8 @@ def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts
     """
     named, found = NOT_NAMED if is_post else NamedWeights(), NOT_GIVEN
     text = in_utf8(body) if is_post and wanted.path in KEYED_PATHS else body
-    names = names_in(text)
+    outline = outline_of(text)
+    names = names_in(outline)
     if texts or not names.isdisjoint(_FIELDS):
         found = read_contract(wanted.path, texts, text, wanted.max_bytes)
     changed = None if text is body else text
@@ -171,8 +170,9 @@ def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts
     if wanted.names_weights:
         named = read_named(wanted.path, body, wanted.max_bytes)
     why_not, contract, reply, is_stream = found.problem, found.contract, None, None
-    if _STOP_IDS in names and wanted.is_generating and not why_not:
-        why_not = _why_no_stops(text, wanted.vocabulary)
+    if wanted.is_generating and not (why_not or names.isdisjoint(BOUNDED)):
+        # The outline may lack a long list of such ids.
+        why_not = why_fatal(text if _STOP_IDS in names else outline, wanted.vocabulary)
     is_checked = contract is not NO_CONTRACT and contract.has_versions
     if not (named.problem or why_not):
         reply, why_not = _read_reply(wanted, body, is_checked=is_checked)
@@ -184,23 +184,6 @@ def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts
         fields = BodyFields(changed, names=names)
     lacks_route = wanted.is_lacking and not found.problem
     return ReadBody(named, reply, why_not, fields, lacks_route, contract, is_stream)
-
-
-def _why_no_stops(body: bytes, vocabulary: int) -> str:
-    """Why engines may not get these ids of tokens to stop at; empty if they may.
-
-    vLLM 0.32 refuses one outside the vocabulary.  SGLang 0.5.23 takes it, and its scheduler ends
-    (``penaltylib/min_new_tokens.py``) once any request of the batch has a least length.
-    """
-    for listed in _STOPS.findall(body) if vocabulary else ():
-        for text in listed.split(b","):
-            number = text.strip()
-            if number.lstrip(b"-").isdigit() and not 0 <= int(number[:_LONGEST_ID]) < vocabulary:
-                return (
-                    f"stop_token_ids has {number[:_LONGEST_ID].decode()}, and the model has "
-                    f"{vocabulary} tokens; send ids from 0 to {vocabulary - 1}"
-                )
-    return ""
 
 
 def _read_stream(contract: Contract, body: bytes) -> tuple[bool | None, str]:
@@ -289,7 +272,7 @@ def kind_of_unread(
     if path not in ROUTES:
         return None
     deciding, neutral = _undecided(path, rule)
-    if deciding.isdisjoint(names_in(body) if names is None else names):
+    if deciding.isdisjoint(names_in(outline_of(body)) if names is None else names):
         return neutral
     try:
         raw = loads(body) if len(body) <= max_bytes else None

@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from rollout.router.continuation.body_names import names_in
 from rollout.router.http import incoming_body
 from rollout.router.http.head_cache import (
     MAX_AFFINITY_CHARACTERS,
@@ -14,7 +15,7 @@ from rollout.router.http.head_cache import (
     head_key,
 )
 from rollout.router.http.headers import to_engine
-from rollout.router.http.request import AFFINITY, BodyFields, Request, affinity_in, names_in
+from rollout.router.http.request import AFFINITY, BodyFields, Request, affinity_in
 from rollout.router.http.routes import route_of
 from rollout.router.proxy import client_connection
 from rollout.router.proxy.client_connection import _MAX_UNPARSED_BYTES

@@ -217,7 +217,8 @@ async def test_each_odd_body_ends_and_no_engine_leaves(make_bench):
     bench = await make_bench(refuses, refuses, config=ON)
     for path, odd in ODD.items():
         for fields in odd:
-            assert (await bench.ask(path, json={**PLAIN[path], **fields})).status == 422
+            # The router refuses some itself.
+            assert (await bench.ask(path, json={**PLAIN[path], **fields})).status in (400, 422)
     assert (await states(bench), bench.failures) == (["serving"] * 2, [])
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol.logprob_kind import LogprobRule
-from rollout.router.http.request import SEARCHED, names_in
+from rollout.router.continuation.body_names import SEARCHED, names_in, outline_of
 from rollout.rules.contract import FIELDS
 
-NAMES = sorted(SEARCHED)
+NAMES = sorted(name.decode() for name in SEARCHED)
 IDS = [1] * 2000
 JSONS = st.recursive(
     st.none() | st.integers() | st.text() | st.sampled_from(['"rid":', "[", "]", *NAMES]),
@@ -26,6 +26,10 @@ JSONS = st.recursive(
 )
 
 
+def found(body: bytes) -> frozenset[bytes]:
+    return names_in(outline_of(body))
+
+
 def names_within(value: Any) -> set[str]:
     if isinstance(value, dict):
         return set().union(value, *map(names_within, value.values()))
@@ -34,11 +38,11 @@ def names_within(value: Any) -> set[str]:
 
 @given(st.dictionaries(st.sampled_from((*NAMES, "a", "[", "]")), JSONS, max_size=5))
 def test_no_member_is_overlooked(body: dict[str, Any]) -> None:
-    wanted = {name.encode() for name in names_within(body) & SEARCHED}
+    wanted = {name.encode() for name in names_within(body)} & SEARCHED
     nested = {"input_ids": [IDS, [], IDS]}
     for each in ({**body, "ids": IDS}, {"ids": IDS, **body}, {**nested, **body}, body):
         for indent in (None, 1):
-            assert wanted <= names_in(json.dumps(each, indent=indent).encode())
+            assert wanted <= found(json.dumps(each, indent=indent).encode())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,13 +53,14 @@ def test_each_name_is_found_beside_token_ids_and_only_it(
 ) -> None:
     ids, own = {"input_ids": [7] * num_ids}, {name: 1}
     body = {**own, **ids} if is_first else {**ids, **own}
-    assert names_in(json.dumps(body).encode()) == {name.encode()}
-    assert names_in(json.dumps({"text": f'a "{name}" b', **ids}).encode()) == set()
-    assert names_in(b'{"a": [' + b"7," * num_ids + f'"{name}": 1'.encode()) == {name.encode()}
+    assert found(json.dumps(body).encode()) == {name.encode()}
+    assert found(json.dumps({"text": f'a "{name}" b', **ids}).encode()) == set()
+    assert found(b'{"a": [' + b"7," * num_ids + f'"{name}": 1'.encode()) == {name.encode()}
 
 
 def test_what_contracts_and_every_rule_of_log_probs_need_is_searched() -> None:
-    assert set(FIELDS) <= SEARCHED
+    assert {name.encode() for name in FIELDS} <= SEARCHED
     for has in itertools.product((True, False), repeat=3):
         for defaults in ((), (("top_p", 0.5),)):
-            assert set(LogprobRule(*has, defaults).names) <= SEARCHED
+            rule = LogprobRule(*has, defaults)
+            assert {name.encode() for name in rule.names} <= SEARCHED
