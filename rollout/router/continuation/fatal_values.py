@@ -88,8 +88,8 @@ def why_fatal_prompt(body: bytes, vocabulary: int) -> str:
     return ""
 
 
-def _why_fatal_ids(prompt: Any, vocabulary: int) -> str:
-    """The same of a text, ids, or a list of either."""
+def _why_fatal_ids(prompt: Any, vocabulary: int, *, is_one: bool = False) -> str:
+    """The same of a text, ids, or a list of either, unless it ``is_one``."""
     if prompt in ("", []):
         return "an empty prompt; send at least one token"
     for each in prompt if isinstance(prompt, list) else ():
@@ -97,6 +97,6 @@ def _why_fatal_ids(prompt: Any, vocabulary: int) -> str:
             if not 0 <= each < vocabulary:
                 tokens = f"the model has {vocabulary} tokens; send ids from 0 to {vocabulary - 1}"
                 return f"the id {each!r:.{_MOST_DIGITS}}, and {tokens}"
-        elif why := _why_fatal_ids(each, vocabulary):
+        elif not is_one and (why := _why_fatal_ids(each, vocabulary, is_one=True)):
             return why
     return ""

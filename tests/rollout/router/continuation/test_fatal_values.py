@@ -91,11 +91,13 @@ def test_of_an_unknown_vocabulary_only_other_bounds_count() -> None:
         ({"input_ids": [0, 99]}, ""),
         ({"input_ids": "a", "prompt": ["a", "b"], "token_ids": None}, ""),
         ({"input_ids": [1.5, "a", None, [["a"]]]}, ""),
+        ({"input_ids": [[["a"], [[[500]]]]]}, ""),
         ([1], ""),
     ],
     ids=in_short,
 )
 def test_a_prompt_that_may_have_ended_an_engine_is_named(body: Any, why: str) -> None:
     found = why_fatal_prompt(json.dumps(body).encode(), VOCABULARY)
+    assert why_fatal_prompt(b'{"input_ids": %s}' % (b"[" * 900 + b"]" * 900), VOCABULARY) == ""
     assert found.startswith(why)
     assert bool(found) == bool(why)

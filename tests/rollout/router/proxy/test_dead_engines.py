@@ -14,9 +14,9 @@ import pytest
 from rollout.router.gate import avoidance
 from rollout.router.gate.avoidance import MOST_IN_A_ROW
 from rollout.router.proxy.engine_errors import is_own_error
-from tests.rollout.router.conftest import router_config
+from tests.rollout.router.conftest import MakeBench, router_config
 from tests.rollout.router.served_vllm import PROMPT, Served, events_of, served
-from tests.rollout.router.stub_engine import Hold, hold_then_reply, reply, stream
+from tests.rollout.router.stub_engine import Hold, die_unanswered, hold_then_reply, reply, stream
 from tests.support.waits import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -265,3 +265,20 @@ async def test_other_routes_say_nothing_about_the_engine(make_bench):
     assert (await bench.host.stats())["engines"][0]["is_avoided"]
     hold.opened.set()
     assert (await busy).status == 200
+
+
+@pytest.mark.parametrize("keeps", ["on", "off"])
+@pytest.mark.parametrize(
+    ("prompt", "why"), [([1, 100], "has the id 100"), ([[1], []], "has an empty prompt")]
+)
+async def test_a_prompt_that_may_have_ended_its_engine_reaches_no_second_one(
+    make_bench: MakeBench, keeps: str, prompt: list[Any], why: str
+) -> None:
+    config = router_config(token_failover=keeps)
+    bench = await make_bench(die_unanswered(), die_unanswered(), config=config)
+    members = [bench.member(index, vocabulary=100) for index in range(2)]
+    await bench.host.set_members(2, members)
+    got = await bench.ask(json={"input_ids": prompt})
+    assert got.status == 400
+    assert f"was lost with this request: input_ids {why}" in got.json["error"]["message"]
+    assert sum(len(engine.seen) for engine in bench.engines) == 1
