@@ -1,8 +1,7 @@
 """Values of requests that end an engine, and with it every request of its batch (pure).
 
-vLLM 0.32 refuses them.  SGLang 0.5.23 takes them, and its scheduler ends when it computes with
-them; ``tests/end_to_end/real/test_fatal_values.py`` sends them to both.  The request would then be
-sent to the next engine.
+vLLM 0.32 outlives them.  SGLang 0.5.23 takes them, and its scheduler ends when it computes with
+them (``tests/end_to_end/real/test_fatal_values.py``), so the request would be sent to the next.
 
 Numbers of few members are looked at in each body that has one.  The ids of a prompt are looked at
 when the request has lost an engine that sent no token of it: to read all would cost every request a
@@ -49,6 +48,7 @@ BOUNDED = frozenset(_BOUNDS)
 """Names of members with such values."""
 
 _NUMBERS = re.compile(rb'"(%s)"\s*:\s*(-?\d+|\[[-\d,\s]*\])' % b"|".join(sorted(BOUNDED)))
+_NUMBER = re.compile(rb"-?\d+")
 
 
 def why_fatal(body: bytes, vocabulary: int) -> str:
@@ -59,14 +59,13 @@ def why_fatal(body: bytes, vocabulary: int) -> str:
     """
     for name, value in _NUMBERS.findall(body):
         bound = _BOUNDS[name](vocabulary or _ANY)
-        for number in value.strip(b"[]").split(b","):
-            if number.strip() and (why := _why_outside(name.decode(), number, bound)):
+        for number in _NUMBER.findall(value):
+            if why := _why_outside(name.decode(), number.decode(), bound):
                 return why
     return ""
 
 
-def _why_outside(name: str, number: bytes, bound: Bound) -> str:
-    text = number.strip().decode()
+def _why_outside(name: str, text: str, bound: Bound) -> str:
     value = int(text[:_MOST_DIGITS])  # of more digits it is outside anyhow
     least, highest = bound
     is_inside = (least is None or value >= least) and (highest is None or value <= highest)

@@ -37,11 +37,11 @@ from rollout.rules.contract import FIELDS, NO_CONTRACT, Contract
 
 WITH_BODY = (b"POST", b"PUT")
 FAILOVER_INTERVAL = 32
-_FIELDS = frozenset(field.encode() for field in FIELDS)
 """Tokens between two saved states of a request that can fail over; the tokens since the last one
 are generated again.  It is longer for a long request that is not streamed: its state is saved at
 most 64 times."""
 _LONG = 1 << 16
+_FIELDS = frozenset(field.encode() for field in FIELDS)
 _STOP_IDS = b"stop_token_ids"
 _FAIL_OVER = b"x-token-failover"
 _LACKING = (

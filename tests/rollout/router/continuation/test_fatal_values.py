@@ -73,6 +73,14 @@ def test_many_stop_ids_before_the_prompt_are_looked_at() -> None:
     assert "stop_token_ids has 500" in read_body(wanted, body).why_not
 
 
+@pytest.mark.parametrize("text", [b"[-]", b"[5, -, 7]", b"[,]", b"[5 6]", b"[--7]", b"-"])
+def test_what_is_no_json_is_left_to_the_engine_or_refused(text: bytes) -> None:
+    assert why_fatal(b'{"stop_token_ids": %s}' % text, VOCABULARY) in (
+        "",
+        "stop_token_ids has -7; send at least 0 and at most 99",
+    )
+
+
 def test_of_an_unknown_vocabulary_only_other_bounds_count() -> None:
     assert why_fatal(b'{"stop_token_ids": [500], "top_logprobs_num": 1000}', 0) == ""
     assert "top_k has" in why_fatal(b'{"top_k": 99999999999}', 0)
