@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,13 @@ def test_a_result_that_is_not_taken_is_logged(caplog) -> None:
         taken.result(20)
     del taken
     gc.collect()
+    assert caplog.records == []
+
+
+async def test_an_end_of_an_iterator_ends_the_call(caplog) -> None:
+    future = in_own_thread(partial(next, iter(())), "a call")
+    with pytest.raises(RuntimeError, match="a call: StopIteration"):
+        await asyncio.wait_for(asyncio.wrap_future(future), 20)
     assert caplog.records == []
 
 

@@ -81,7 +81,8 @@ def in_own_thread(work: Callable[[], T], name: str) -> Future[T]:
     """The result of ``work``, which blocks.
 
     A new thread runs it, whatever other work waits for the threads of a pool, and Python can end
-    before it has.
+    before it has.  A ``StopIteration`` is a ``RuntimeError``, as in generators (PEP 479): a future
+    of asyncio would never end by it.
     """
     future: Future[T] = _Result(name)
     future.set_running_or_notify_cancel()
@@ -89,6 +90,10 @@ def in_own_thread(work: Callable[[], T], name: str) -> Future[T]:
     def run() -> None:
         try:
             result = work()
+        except StopIteration as error:
+            failure = RuntimeError(f"{name}: StopIteration")
+            failure.__cause__ = error
+            future.set_exception(failure)
         except BaseException as error:
             future.set_exception(error)
         else:

@@ -74,6 +74,7 @@ class RolloutWorker:
         self._dataset = dataset
         self._args = args
         self._alive_at = time.monotonic()
+        self._no_rows = ConfigError("dataset: it has ended", setting="dataset")
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -172,8 +173,11 @@ class RolloutWorker:
     ) -> list[Any]:
         """The judged completions of the next row, which may take its time."""
         async with is_free:
-            row = in_own_thread(partial(next, rows), "trl-rows")
-            number, values = await asyncio.wrap_future(row)
+            row = in_own_thread(partial(next, rows, None), "trl-rows")
+            taken = await asyncio.wrap_future(row)
+            if taken is None:  # an earlier group has met their end
+                raise self._no_rows
+            number, values = taken
         return await self._sampler.group(number, values)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
@@ -190,11 +194,12 @@ class RolloutWorker:
                 yield row
             if not has_row:
                 why = "it gave no row when it was read again, as a generator does"
-                raise ConfigError(
+                self._no_rows = ConfigError(
                     f"dataset: {why if num_passes else 'it has no rows'}; give a list or a "
                     "datasets.Dataset with rows",
                     setting="dataset",
                 )
+                raise self._no_rows
             num_passes += 1
 
     async def _deliver(self, samples: list[Any]) -> None:

@@ -197,7 +197,7 @@ def stories(num: int) -> Iterator[dict[str, str]]:
     ids=["an empty list", "an empty generator", "a generator that ends"],
 )
 def test_a_data_set_that_ends_reaches_the_trainer_by_name(
-    running: Callable[..., RolloutWorker], rows: Any, why: str
+    running: Callable[..., RolloutWorker], rows: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = running(worker(Policy(), always_right, rows=rows))
     assert one._thread is not None
@@ -205,7 +205,11 @@ def test_a_data_set_that_ends_reaches_the_trainer_by_name(
     with pytest.raises(ConfigError, match=why):
         one.check_health(60)
     one.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trl-")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("trl-"):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert "StopIteration" not in caplog.text
 
 
 def test_a_data_set_that_takes_its_time_holds_no_other_group_up(
