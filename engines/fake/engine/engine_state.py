@@ -31,7 +31,7 @@ class FakeSettings:
         weights_cpu_backup: its weights outlive a release.
         memory_bytes: what it holds, a third of it for each tag.
         needs_session: weights are updated between begin and end only (SGLang 0.5.21 and later).
-        token_s: seconds each token takes.
+        token_s: seconds each token takes; a real engine answers nothing at once.
         drain_s: seconds until an aborted request has left.
         vocab_size: token ids it knows.
         context_length: tokens a prompt must be shorter than; None takes any.
@@ -49,7 +49,7 @@ class FakeSettings:
     weights_cpu_backup: bool = False
     memory_bytes: int = 3_000
     needs_session: bool = True
-    token_s: float = 0.0
+    token_s: float = 0.001
     drain_s: float = 0.0
     vocab_size: int = 1000
     context_length: int | None = None

@@ -216,6 +216,16 @@ async def test_frozen_requests_go_on_where_they_were(mode: PauseMode) -> None:
     assert reply.output_ids == (3, 10, 17, 24, 31)
 
 
+@virtual_time
+async def test_a_reply_takes_a_moment_for_each_token() -> None:
+    """So nothing is over, and no weights are pushed behind it, before its client waits for it."""
+    asking = await started(FakeEngine(), sampling_params=SamplingParams(max_new_tokens=20))
+    await pass_time(0.015)
+    assert not asking.done()
+    await pass_time(0.01)
+    assert len((await asking).output_ids) == 20
+
+
 async def test_flush_refuses_while_something_is_in_flight() -> None:
     engine = FakeEngine()
     asking = await running(engine)
