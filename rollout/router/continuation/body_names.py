@@ -48,7 +48,8 @@ def outline_of(body: bytes) -> bytes:
 
 
 def names_in(outline: bytes) -> frozenset[bytes]:
-    """Those of ``SEARCHED`` that the body of this outline may have as members: they stand in it,
-    in quotes.  It is one pass for all of them.
+    """The names of ``SEARCHED`` that stand in quotes, so that the body may have such members.
+
+    It is one pass for all of them.
     """
     return frozenset(_SEARCHED.findall(outline))

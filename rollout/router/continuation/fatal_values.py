@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rollout.router.continuation.forms import read_object
 
 MOST_COMPLETIONS = 1 << 14
-"""As vLLM's (``VLLM_MAX_N_SEQUENCES``).  SGLang makes a copy of the request for each."""
+"""The limit of vLLM (``VLLM_MAX_N_SEQUENCES``).  SGLang makes a copy of the request for each."""
 _MOST_TOP_K = (1 << 31) - 1
 _MOST_DIGITS = 20
 _ANY = 10**_MOST_DIGITS

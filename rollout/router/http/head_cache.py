@@ -71,13 +71,14 @@ class RequestHead:
     _keyless: bytes | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        texts = []
         for name, value in self.headers:
             if name == _AFFINITY:
                 if self.affinity is None:
                     self.affinity = kept_affinity(value.decode("latin-1"))
             elif name in _CONTRACT:
-                text = (_CONTRACT[name], value.decode("latin-1"))
-                self.contract_texts = (*self.contract_texts, text)
+                texts.append((_CONTRACT[name], value.decode("latin-1")))
+        self.contract_texts = tuple(texts)
 
     @property
     def switched_on(self) -> frozenset[bytes]:
