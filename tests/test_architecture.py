@@ -310,7 +310,7 @@ OTHER_DELTAS = {
     "engines.embedded.server.openai_api": "a field of OpenAI's streams",
     "engines.embedded.weights.lora_adapters": "what an adapter adds",
     "rollout.router.continuation.dialects.openai": "a field of OpenAI's streams",
-    "rollout.router.sessions.answers": "a field of OpenAI's streams",
+    "rollout.agents.wire.answers": "a field of OpenAI's streams",
     "rollout.weights.tensors.adapters": "what an adapter adds",
 }
 

@@ -33,7 +33,7 @@ POOLS = {
     "rollout/core/pending.py": "the calls that use the default pool of a loop",
     "rollout/driver/math_judge/judges.py": "the reward that waits for its judgement",
     "rollout/router/http/reading_process.py": "the request that is read",
-    "rollout/router/sessions/chat_sessions.py": "the turn that waits for its template",
+    "rollout/agents/chat_sessions.py": "the turn that waits for its template",
 }
 _STARTS = {"create_task", "ensure_future", "Thread", "Timer", "start_new_thread"}
 

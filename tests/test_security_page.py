@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout.agents.model.chat_tokenizer import load_chat_tokenizer
+from rollout.agents.wire.messages import BadChat
 from rollout.cli.report import render_report
 from rollout.observability.timeline.span import Kind, Span
-from rollout.router.sessions.chat_tokenizer import load_chat_tokenizer
-from rollout.router.sessions.messages import BadChat
 from tests.support.chat_models import write_chat_model
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,6 @@ One folder per role; each imports only from those above it:
 gate/          which requests are admitted, and to which engine (pure)
 http/          messages: heads, bodies, JSON; connections to engines
 continuation/  the tokens of a request so far, over several engines (pure)
-sessions/      the chats of agents, and their turns as token ids
 proxy/         one request from its client to an engine and back; failover, metrics
 
 host.py               the router in its own thread: start, steer, stop

@@ -20,6 +20,9 @@ from fastapi.responses import JSONResponse
 
 from engines.plain_json import read_json
 from engines.process.background import Then, keep_task
+from rollout.agents.app import add_sessions
+from rollout.agents.chats import ChatFailure, ChatSessions, failure
+from rollout.agents.model.chat_tokenizer import load_tokenizer
 from rollout.core.errors import ConfigError
 from rollout.router.engine_queries import (
     EngineQueryClient,
@@ -30,9 +33,6 @@ from rollout.router.engine_queries import (
 from rollout.router.metrics import metrics_text
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.turn_reply import generate
-from rollout.router.sessions.api import add_sessions
-from rollout.router.sessions.chat_sessions import ChatFailure, ChatSessions, failure
-from rollout.router.sessions.chat_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

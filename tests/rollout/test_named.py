@@ -20,6 +20,9 @@ import pytest
 
 from engines.protocol import Endpoint, FinishReason, VersionSpan
 from engines.protocol.plain_text import one_line
+from rollout.agents.turns.store import SessionStore
+from rollout.agents.turns.tree import Generated, Prompt
+from rollout.agents.wire.messages import history_of
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import BUCKET_NAMES
 from rollout.driver.stream.audit import Auditor
@@ -34,9 +37,6 @@ from rollout.router.continuation.named_weights import read_named
 from rollout.router.http.head_cache import HeadCache, RequestHead, head_key, kept_affinity
 from rollout.router.http.routes import GENERATE_PATH, route_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
-from rollout.router.sessions.messages import history_of
-from rollout.router.sessions.session_store import SessionStore
-from rollout.router.sessions.tree import Generated, Prompt
 from rollout.rules.load_balancing import Affinity
 from rollout.rules.routing import Backend, Hint, InFlight
 

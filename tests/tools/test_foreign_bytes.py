@@ -108,7 +108,7 @@ READ_BY = {
     "rollout/observability/step_reports.py": "recorded",
     "rollout/router/control_api.py": "step_figures",
     "rollout/router/engine_queries.py": "abort_order",
-    "rollout/router/sessions/chat_tokenizer.py": "a template is a program: every error is one",
+    "rollout/agents/chat_tokenizer.py": "a template is a program: every error is one",
     "rollout/weights/format/checkpoint_config.py": "checkpoint_config",
     "rollout/weights/format/checkpoint_files.py": "checkpoint_index",
     "rollout/weights/store/layout/record.py": "store_record",

@@ -36,10 +36,10 @@ from rollout.router.proxy.figures import StepMetrics
 from rollout.router.proxy.prefill_decode import Prompt, _read_prompt
 from rollout.router.proxy.reader_choice import Wanted, read_body, read_long_body
 from rollout.router.proxy.token_reader import OPEN, Finish, TokenReader, Write
-from rollout.router.sessions.chat_sessions import history_in
-from rollout.router.sessions.messages import BadChat
-from rollout.router.sessions.tool_calls import AnswerReader, reader_of
-from rollout.router.sessions.tool_forms import FORMS
+from rollout.agents.chats import history_in
+from rollout.agents.wire.messages import BadChat
+from rollout.agents.model.tool_calls import AnswerReader, reader_of
+from rollout.agents.model.tool_forms import FORMS
 from tools.fuzz.reader import Reader, Refused, Violation, numbered, times, whole
 
 _GENERATED = {

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from engines.process.background import Then, keep_task
 from engines.protocol.old_state import namespace
+from rollout.agents.turns.store import SessionStore
 from rollout.config import RouterConfig, is_loopback
 from rollout.router.continuation.core import Decode
 from rollout.router.gate.gate import Gate
@@ -23,7 +24,6 @@ from rollout.router.http.incoming_body import IncomingBodies
 from rollout.router.http.reading_process import ReadingProcess
 from rollout.router.http.request import Request, affinity_in, prompt_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
-from rollout.router.sessions.session_store import SessionStore
 from rollout.rules.routing import NO_HINT, Hint
 
 logger = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ from engines.process.background import start_task
 from engines.protocol.adapter_names import Names
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from engines.protocol.plain_text import one_line
+from rollout.agents.turns.store import Session
 from rollout.router.continuation.contracts import Versions, versions_of, why_no_kind
 from rollout.router.continuation.core import UNUSABLE
 from rollout.router.continuation.dialects.table import ROUTES
@@ -93,7 +94,6 @@ from rollout.router.proxy.token_reader import (
     Unusable,
     Write,
 )
-from rollout.router.sessions.session_store import Session
 from rollout.rules.contract import NO_CONTRACT, Contract, Fit
 from rollout.rules.routing import NO_HINT, Backend
 

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 from engines.http.sglang_json import read_generate, read_logprob
+from rollout.agents.chats import ChatFailure, Ended, failure
+from rollout.agents.turns.store import Session
 from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.fast_path import loads_reply
 from rollout.router.continuation.reply import Reply
@@ -25,8 +27,6 @@ from rollout.router.http.routes import GENERATE_PATH, route_of
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.exchange import Exchange
 from rollout.router.proxy.token_reader import why_unusable
-from rollout.router.sessions.chat_sessions import ChatFailure, Ended, failure
-from rollout.router.sessions.session_store import Session
 from rollout.rules.contract import NO_CONTRACT, Contract
 
 _MOST_AT_ONCE = 1 << 13

@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 
 from engines.protocol import Endpoint
+from rollout.agents.chats import ChatSessions
+from rollout.agents.model.tool_calls import reader_of
+from rollout.agents.model.tool_forms import FORMS
 from rollout.router import Backend, RouterHost
-from rollout.router.sessions.chat_sessions import ChatSessions
-from rollout.router.sessions.tool_calls import reader_of
-from rollout.router.sessions.tool_forms import FORMS
 from rollout.runtime.worker_process import collect_in_sweeps
 from tests.rollout.router.conftest import router_config
 

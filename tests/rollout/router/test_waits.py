@@ -29,9 +29,9 @@ import orjson
 import pytest
 
 from benchmarks.router.agents import corpus, history, write_model
+from rollout.agents.model.tool_forms import FORMS
 from rollout.router.control_api import control_app
 from rollout.router.http.routes import GENERATION_PATHS
-from rollout.router.sessions.tool_forms import FORMS
 from tests.rollout.router.exchange_rig import rig_of
 from tests.rollout.router.router_process import RouterProcess
 from tests.rollout.router.stub_engine import STREAM, Connection, Seen, StubEngine, chunk

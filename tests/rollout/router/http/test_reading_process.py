@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rollout.agents.wire.messages import BadChat, read_messages
 from rollout.router.http.reading_process import ReadingFailed, ReadingProcess
-from rollout.router.sessions.messages import BadChat, read_messages
 
 pytestmark = pytest.mark.slow
 

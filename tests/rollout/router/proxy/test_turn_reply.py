@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rollout.agents.chats import ChatFailure, Ended
 from rollout.router.gate.gate import GateState
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.turn_reply import Progress, generate
-from rollout.router.sessions.chat_sessions import ChatFailure, Ended
 from tests.rollout.router.exchange_rig import ASK, PLAIN, Rig, rig_of
 from tests.rollout.router.generate_events import STREAM, event
 

@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
+from rollout.agents.model.tool_calls import Answer, reader_of
+from rollout.agents.model.tool_forms import FORMS, Form, form_of, schemas_of
 from rollout.config.http import RouterConfig
-from rollout.router.sessions.tool_calls import Answer, reader_of
-from rollout.router.sessions.tool_forms import FORMS, Form, form_of, schemas_of
 from tests.support.chat_models import THINKING
 from tests.support.tool_families import ARGUMENTS, FAMILIES, TOOLS
 

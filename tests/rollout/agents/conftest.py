@@ -12,7 +12,12 @@ import pytest
 
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
-from tests.rollout.router.conftest import Bench, MakeBench, router_config
+from tests.rollout.router.conftest import (  # noqa: F401 - the fixtures
+    Bench,
+    MakeBench,
+    make_bench,
+    router_config,
+)
 from tests.support.chat_models import speaking
 
 USER = {"role": "user", "content": "2+2?"}

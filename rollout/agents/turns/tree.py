@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from engines.protocol import FinishReason, VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
+from rollout.agents.model.alignment import Checkpoint, Drift
+from rollout.agents.wire.messages import History, Message
 from rollout.router.http.fast_json import dumps
-from rollout.router.sessions.alignment import Checkpoint, Drift
-from rollout.router.sessions.messages import History, Message
 from rollout.rules.continuation import join_experts
 
 _BYTES_PER_TOKEN = 16

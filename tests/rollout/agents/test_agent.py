@@ -13,10 +13,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rollout.agents import chats as chat_sessions
 from rollout.core.samples import SampleStatus
-from rollout.router.sessions import chat_sessions
+from tests.rollout.agents.conftest import USER, Agent, MakeAgentOf, answer_of
 from tests.rollout.router.conftest import MakeBench, router_config
-from tests.rollout.router.sessions.conftest import USER, Agent, MakeAgentOf, answer_of
 from tests.rollout.router.stub_engine import Hold, hold_then_reply
 from tests.support.chat_models import END, TOOLS, logprob_of, write_chat_model
 
@@ -437,7 +437,7 @@ async def test_a_chat_may_be_as_long_as_a_body_that_the_router_reads(
     with pytest.raises(openai.APIStatusError, match=f"over {8 << 20} bytes") as refused:
         await agent.ask([long] * 8)
     assert refused.value.status_code == 413
-    monkeypatch.setattr("rollout.router.sessions.chat_sessions._MOST_BYTES_AT_ONCE", 1 << 20)
+    monkeypatch.setattr("rollout.agents.chats._MOST_BYTES_AT_ONCE", 1 << 20)
     with pytest.raises(openai.APIStatusError, match="under way take 0 bytes") as refused:
         await agent.ask([long])
     assert refused.value.status_code == 503

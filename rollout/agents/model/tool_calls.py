@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.router.sessions.tool_forms import FORMS, Call, Form, Schemas
+from rollout.agents.model.tool_forms import FORMS, Call, Form, Schemas
 
 _BEGINS_ELSEWHERE = ("<arg_key>", " to=functions.")
 """Of calls in other forms; the last one is gpt-oss's, which no form reads."""

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.agents.model.alignment import continuation, first_difference, tokenised
+from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.agents.wire.messages import BadChat, read_messages
 from rollout.core.errors import ConfigError
-from rollout.router.sessions.alignment import continuation, first_difference, tokenised
-from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from rollout.router.sessions.messages import BadChat, read_messages
 from tests.support.chat_models import END, THINKING, write_chat_model
 
 pytest.importorskip("tokenizers")

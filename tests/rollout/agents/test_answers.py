@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
-from rollout.router.sessions.answers import ChatAnswer
-from rollout.router.sessions.tool_calls import Answer, AnswerReader, reader_of, unread_call
-from rollout.router.sessions.tool_forms import FORMS, HERMES, schemas_of
-from rollout.router.sessions.tree import Generated, Prompt, Turn
+from rollout.agents.model.tool_calls import Answer, AnswerReader, reader_of, unread_call
+from rollout.agents.model.tool_forms import FORMS, HERMES, schemas_of
+from rollout.agents.turns.tree import Generated, Prompt, Turn
+from rollout.agents.wire.answers import ChatAnswer
 from tests.support.tool_families import FAMILIES, TOOLS
 
 STOP = FinishReason("stop", 0)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from engines.protocol.adapter_names import Names
-from rollout.router.sessions.alignment import Drift
-from rollout.router.sessions.tree import TurnTree
+from rollout.agents.model.alignment import Drift
+from rollout.agents.turns.tree import TurnTree
 
 MAX_ID_CHARACTERS = 256
 _BYTES_PER_SESSION = 4096

@@ -13,7 +13,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from rollout.router.sessions.messages import BadChat, Message
+from rollout.agents.wire.messages import BadChat, Message
 
 
 class Drift(StrEnum):

@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
-from rollout.router.sessions import text_pieces
-from rollout.router.sessions.alignment import first_difference, tokenised
-from rollout.router.sessions.chat_request import ChatRequest
-from rollout.router.sessions.chat_sessions import Plan, make_plan
-from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from rollout.router.sessions.messages import history_of
-from rollout.router.sessions.session_store import Session
-from rollout.router.sessions.text_pieces import borders_of, pieces
-from rollout.router.sessions.tree import Generated
+from rollout.agents.chats import Plan, make_plan
+from rollout.agents.model import text_pieces
+from rollout.agents.model.alignment import first_difference, tokenised
+from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.agents.model.text_pieces import borders_of, pieces
+from rollout.agents.turns.store import Session
+from rollout.agents.turns.tree import Generated
+from rollout.agents.wire.chat_request import ChatRequest
+from rollout.agents.wire.messages import history_of
 from tests.support.chat_models import write_chat_model
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.plain_json import read_json
+from rollout.agents.model.text_pieces import Borders, borders_of, pieces
+from rollout.agents.model.tool_calls import AnswerReader, reader_of
+from rollout.agents.model.tool_forms import form_of
+from rollout.agents.wire.messages import BadChat, Message, with_texts
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
-from rollout.router.sessions.messages import BadChat, Message, with_texts
-from rollout.router.sessions.text_pieces import Borders, borders_of, pieces
-from rollout.router.sessions.tool_calls import AnswerReader, reader_of
-from rollout.router.sessions.tool_forms import form_of
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.router.sessions.alignment import continuation, tokenised
-from rollout.router.sessions.chat_tokenizer import load_chat_tokenizer
-from rollout.router.sessions.messages import read_messages
-from rollout.router.sessions.tool_forms import schemas_of
+from rollout.agents.model.alignment import continuation, tokenised
+from rollout.agents.model.chat_tokenizer import load_chat_tokenizer
+from rollout.agents.model.tool_forms import schemas_of
+from rollout.agents.wire.messages import read_messages
 from tests.support.chat_models import write_chat_model
 from tests.support.tool_families import ARGUMENTS, FAMILIES, TOOLS
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.agents.model.tool_calls import Answer, AnswerReader
+from rollout.agents.turns.tree import Turn
 from rollout.router.http.fast_json import dumps
-from rollout.router.sessions.tool_calls import Answer, AnswerReader
-from rollout.router.sessions.tree import Turn
 
 Payload = dict[str, Any]
 

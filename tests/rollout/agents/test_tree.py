@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, VersionSpan
+from rollout.agents.turns.store import SessionStore
+from rollout.agents.turns.tree import Generated, Prompt, TurnTree
+from rollout.agents.wire.messages import history_of, read_messages
 from rollout.driver.client.branch_samples import branch_samples
-from rollout.router.sessions.messages import history_of, read_messages
-from rollout.router.sessions.session_store import SessionStore
-from rollout.router.sessions.tree import Generated, Prompt, TurnTree
 
 STOP = FinishReason("stop", 0)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollout.agents.wire.messages import BadChat, read_messages
 from rollout.router.continuation.forms import (
     has_forms,
     is_flag,
@@ -15,7 +16,6 @@ from rollout.router.continuation.forms import (
     read_object,
 )
 from rollout.router.http.fast_json import dumps
-from rollout.router.sessions.messages import BadChat, read_messages
 from rollout.rules.contract import FIELDS
 
 _SAMPLING = {

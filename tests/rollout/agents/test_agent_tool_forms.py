@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.router.sessions.conftest import USER, Agent, MakeAgentOf, answer_of
+from tests.rollout.agents.conftest import USER, Agent, MakeAgentOf, answer_of
 from tests.support.chat_models import write_chat_model
 from tests.support.tool_families import ARGUMENTS, FAMILIES, RESULT, TOOLS, Family
 

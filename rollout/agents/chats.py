@@ -20,24 +20,24 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from engines.protocol import GenerateReply
-from rollout.router.continuation.contracts import Texts, contract_in
-from rollout.router.http.fast_json import dumps
-from rollout.router.http.reading_process import ReadingFailed, ReadingProcess
-from rollout.router.sessions.alignment import (
+from rollout.agents.model.alignment import (
     Template,
     compared,
     continuation,
     drift_of,
     tokenised,
 )
-from rollout.router.sessions.answers import ChatAnswer, as_events
-from rollout.router.sessions.chat_request import ChatRequest, read_chat
-from rollout.router.sessions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from rollout.router.sessions.messages import BadChat, History, Message, history_of
-from rollout.router.sessions.session_store import Session, SessionStore
-from rollout.router.sessions.tool_calls import Answer, AnswerReader, unread_call
-from rollout.router.sessions.tool_forms import schemas_of
-from rollout.router.sessions.tree import IDS, Generated, Known, Prompt, Turn, compact_generated
+from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.agents.model.tool_calls import Answer, AnswerReader, unread_call
+from rollout.agents.model.tool_forms import schemas_of
+from rollout.agents.turns.store import Session, SessionStore
+from rollout.agents.turns.tree import IDS, Generated, Known, Prompt, Turn, compact_generated
+from rollout.agents.wire.answers import ChatAnswer, as_events
+from rollout.agents.wire.chat_request import ChatRequest, read_chat
+from rollout.agents.wire.messages import BadChat, History, Message, history_of
+from rollout.router.continuation.contracts import Texts, contract_in
+from rollout.router.http.fast_json import dumps
+from rollout.router.http.reading_process import ReadingFailed, ReadingProcess
 from rollout.rules.continuation import spans_of
 from rollout.rules.contract import Contract
 

@@ -11,17 +11,17 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from engines.process.background import start_task
-from rollout.core.errors import ConfigError
-from rollout.router.http.fast_json import dumps
-from rollout.router.sessions.chat_sessions import (
+from rollout.agents.chats import (
     ChatFailure,
     ChatSessions,
     failure,
     headers_of,
 )
-from rollout.router.sessions.messages import BadChat
-from rollout.router.sessions.session_store import MAX_ID_CHARACTERS
-from rollout.router.sessions.tree import Turn
+from rollout.agents.turns.store import MAX_ID_CHARACTERS
+from rollout.agents.turns.tree import Turn
+from rollout.agents.wire.messages import BadChat
+from rollout.core.errors import ConfigError
+from rollout.router.http.fast_json import dumps
 from rollout.rules.contract import HEADERS
 
 T = TypeVar("T")

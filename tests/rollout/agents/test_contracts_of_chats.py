@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.rollout.router.sessions.conftest import USER, Agent, MakeAgentOf
+from tests.rollout.agents.conftest import USER, Agent, MakeAgentOf
 from tests.support.chat_models import write_chat_model
 
 pytest.importorskip("tokenizers")

@@ -1,0 +1,1 @@
+"""What a model makes of messages, and of the ids of its answers."""

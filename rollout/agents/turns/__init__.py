@@ -1,0 +1,1 @@
+"""The turns of sessions as token ids."""

@@ -1,1 +1,0 @@
-"""Conversations of agents as trees of token ids (see ``docs/how-to/agents.md``)."""
