@@ -11,12 +11,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from engines.process.background import start_task
-from rollout.agents.chats import (
-    ChatFailure,
-    ChatSessions,
-    failure,
-    headers_of,
-)
+from rollout.agents.chats import ChatSessions
+from rollout.agents.failures import ChatFailure, failure
+from rollout.agents.plan import headers_of
 from rollout.agents.turns.store import MAX_ID_CHARACTERS
 from rollout.agents.turns.tree import Turn
 from rollout.agents.wire.messages import BadChat

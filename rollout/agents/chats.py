@@ -9,36 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from dataclasses import replace
+from typing import TypeVar, TypeVarTuple
 
 from engines.protocol import GenerateReply
-from rollout.agents.model.alignment import (
-    Template,
-    compared,
-    continuation,
-    drift_of,
-    tokenised,
-)
+from rollout.agents.failures import ChatFailure, failure
 from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from rollout.agents.model.tool_calls import Answer, AnswerReader, unread_call
-from rollout.agents.model.tool_forms import schemas_of
+from rollout.agents.model.tool_calls import Answer, unread_call
+from rollout.agents.plan import (
+    Ended,
+    Plan,
+    Progress,
+    history_in,
+    new_id,
+    plan_in,
+    plan_of_folder,
+    read_reply,
+)
 from rollout.agents.turns.store import Session, SessionStore
-from rollout.agents.turns.tree import IDS, Generated, Known, Prompt, Turn, compact_generated
+from rollout.agents.turns.tree import Generated, Turn
 from rollout.agents.wire.answers import ChatAnswer, as_events
-from rollout.agents.wire.chat_request import ChatRequest, read_chat
-from rollout.agents.wire.messages import BadChat, History, Message, history_of
+from rollout.agents.wire.chat_request import ChatRequest
+from rollout.agents.wire.messages import BadChat, Message
 from rollout.router.continuation.contracts import Texts, contract_in
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.reading_process import ReadingFailed, ReadingProcess
-from rollout.rules.continuation import spans_of
 from rollout.rules.contract import Contract
 
 logger = logging.getLogger(__name__)
@@ -52,67 +51,6 @@ _MOST_BYTES_AT_ONCE = 1 << 30
 _MOST_BYTES_IN_THREAD = 1 << 16
 _NUM_READ = 4
 _DONE_EVENT = b"data: [DONE]\n\n"
-
-
-class Progress(Protocol):
-    """The tokens of a turn so far."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def ids(self) -> Sequence[int]: ...
-    @property
-    def signed(self) -> bytes: ...
-    def logprobs_from(self, num: int) -> list[float]:
-        """Those of the tokens from this one on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of a turn's generation.
-
-    Attributes:
-        num_cached: tokens of its prompt that the first engine had in its cache; None if that does
-            not say.
-        signed: lines of a head that name the engine and its weights.
-    """
-
-    reply: GenerateReply
-    num_cached: int | None = None
-    signed: bytes = b""
-
-
-class ChatFailure(Exception):
-    """A turn without an answer, and the response that says so."""
-
-    def __init__(self, status: int, body: bytes, retry_after: str = "") -> None:
-        super().__init__(body[:200].decode(errors="replace"))
-        self.status = status
-        self.body = body
-        self.retry_after = retry_after
-
-
-def failure(status: int, kind: str, message: str) -> ChatFailure:
-    return ChatFailure(status, dumps({"error": {"type": kind, "message": message}}))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A turn that is about to be generated.
-
-    Attributes:
-        chat: without its messages.
-        history: the last digests of its messages.
-        num_prompt: ids of its prompt.
-        body: for ``/generate``, with all of them.
-    """
-
-    chat: ChatRequest
-    history: History
-    prompt: Prompt
-    num_prompt: int
-    body: bytes
 
 
 class ChatSessions:
@@ -239,7 +177,7 @@ class ChatSessions:
         """The response, and the turn into the session's tree before its last byte."""
         chat, tokenizer = plan.chat, self._model.tokenizer
         assert tokenizer is not None
-        head = {"id": f"chatcmpl-{_new_id()}", "created": int(time.time()), "model": chat.model}
+        head = {"id": f"chatcmpl-{new_id()}", "created": int(time.time()), "model": chat.model}
         token_texts = tokenizer.token_texts if chat.wants_logprobs else None
         reader = tokenizer.reader if chat.calls_tools else None
         writer = ChatAnswer(head, reader, token_texts)
@@ -259,7 +197,8 @@ class ChatSessions:
             ended, whole = reply, reply.reply
             is_long = len(whole.text) + len(whole.output_ids) > _MOST_BYTES_IN_THREAD
             do = self._in_thread if is_long else _at_once
-            answer, generated = await do(_read_reply, reader, ended, chat.tools)
+            with _not_recorded():
+                answer, generated = await do(read_reply, reader, ended, chat.tools)
             if reader is not None:
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
@@ -326,117 +265,12 @@ def _contract_of(texts: Texts, chat: ChatRequest) -> Contract:
         raise BadChat(str(error)) from None
 
 
-def _read_answer(reader: AnswerReader | None, text: str, tools: Any) -> Answer:
-    return Answer(text) if reader is None else reader.read(text, schemas_of(tools), _new_id)
-
-
 def _end_of_response(
     writer: ChatAnswer, chat: ChatRequest, answer: Answer, turn: Turn, num_prompt: int
 ) -> bytes:
     if not chat.is_streamed:
         return dumps(writer.whole(answer, turn, num_prompt))
     return as_events(writer.last(answer, turn, num_prompt, usage=chat.wants_usage)) + _DONE_EVENT
-
-
-# -- the plan of a turn (pure) ------------------------------------------------------------------
-
-
-@lru_cache(_NUM_READ)  # a chat is needed twice, and then no more
-def _read(body: bytes) -> tuple[ChatRequest, History]:
-    chat = read_chat(body)
-    return chat, history_of(chat.messages, chat.tools)
-
-
-def history_in(body: bytes) -> tuple[History, str]:
-    """The digests of a chat's messages, and the beginning of its answer.
-
-    Raises:
-        BadChat: as ``read_chat`` does.
-    """
-    chat, history = _read(body)
-    return history, chat.begun
-
-
-def plan_of_folder(folder: str, tool_call_parser: str, body: bytes, known: Known) -> Plan:
-    """As ``plan_in``, with the tokenizer of a folder."""
-    return plan_in(_tokenizer_of(folder, tool_call_parser), body, known)
-
-
-_tokenizer_of = lru_cache(1)(load_chat_tokenizer)
-
-
-def plan_in(tokenizer: ChatTokenizer, body: bytes, known: Known) -> Plan:
-    """The plan of the chat in ``body``; raises as ``make_plan`` does."""
-    return make_plan(tokenizer, *_read(body), known)
-
-
-def make_plan(tokenizer: ChatTokenizer, chat: ChatRequest, history: History, known: Known) -> Plan:
-    """The prompt of a turn.
-
-    Args:
-        known: what its session has of it.
-
-    Raises:
-        BadChat: the template refuses the messages.
-    """
-    template = tokenizer.bound(chat.tools, chat.options)
-    text = template.render(chat.messages, for_answer=True) + chat.begun
-    new = _continuation(template, chat, known)
-    if new is None:
-        first, checkpoints = tokenised(template, text)
-        ids = array(IDS, first)
-        drift = drift_of(None, is_fork=known.is_fork or known.parent is not None)
-        prompt = Prompt(None, ids, drift, checkpoints=checkpoints)
-    else:
-        ids = known.ids + array(IDS, new)
-        difference, checkpoints = compared(template, text, ids, known.checkpoints)
-        drift = drift_of(difference, is_fork=known.is_fork)
-        prompt = Prompt(known.parent, array(IDS, new), drift, difference, checkpoints)
-    has_marks = chat.calls_tools and tokenizer.reader.needs_special_tokens
-    body = dumps(chat.body(ids.tolist(), special_tokens=has_marks))
-    return Plan(chat.without_prompt(), history.last(), prompt, len(ids), body)
-
-
-def _continuation(template: Template, chat: ChatRequest, known: Known) -> list[int] | None:
-    """The ids behind those that are known; None for a new beginning."""
-    if known.parent is None or known.is_unfinished:
-        return None if known.parent is None else []
-    mark = os.urandom(8).hex()
-    new = continuation(template, chat.messages, known.num_known, known.end, mark)
-    return new + tokenised(template, chat.begun)[0] if new is not None and chat.begun else new
-
-
-def _read_reply(reader: AnswerReader | None, ended: Ended, tools: Any) -> tuple[Answer, Generated]:
-    """The answer, and what a turn keeps of it, without routed experts."""
-    reply = ended.reply
-    answer = _read_answer(reader, reply.text, tools)
-    ids, finish = reply.output_ids, reply.finish_reason
-    assert finish is not None
-    spans = spans_of(reply.weight_versions, reply.weight_version, len(ids))
-    with _not_recorded():
-        text = reply.text if reader is None else reader.visible(reply.text)
-        made = Generated(
-            ids,
-            reply.output_logprobs or (),
-            spans,
-            finish,
-            text,
-            logprob_kind=reply.logprob_kind,
-            num_cached=ended.num_cached,
-            engine_id=engine_of(ended.signed),
-        )
-        return answer, compact_generated(made)
-
-
-def headers_of(signed: bytes) -> dict[str, str]:
-    """The lines of a head as headers."""
-    lines = signed.decode("latin-1").split("\r\n")
-    return dict(line.split(": ", 1) for line in lines if line)
-
-
-def engine_of(signed: bytes) -> str:
-    """The engine that lines of a head name; empty for none."""
-    return headers_of(signed).get("x-engine-id", "")
 
 
 def _keep(
@@ -455,7 +289,3 @@ def _not_recorded() -> Iterator[None]:
         yield
     except (ValueError, OverflowError, TypeError) as error:
         raise failure(502, "not_recorded", str(error)) from None
-
-
-def _new_id() -> str:
-    return os.urandom(12).hex()

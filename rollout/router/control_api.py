@@ -21,7 +21,8 @@ from fastapi.responses import JSONResponse
 from engines.plain_json import read_json
 from engines.process.background import Then, keep_task
 from rollout.agents.app import add_sessions
-from rollout.agents.chats import ChatFailure, ChatSessions, failure
+from rollout.agents.chats import ChatSessions
+from rollout.agents.failures import ChatFailure, failure
 from rollout.agents.model.chat_tokenizer import load_tokenizer
 from rollout.core.errors import ConfigError
 from rollout.router.engine_queries import (

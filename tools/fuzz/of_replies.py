@@ -23,6 +23,10 @@ from engines.kinds import kind_of
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.errors import EngineRejected
 from engines.vllm import server_report, vllm_json
+from rollout.agents.plan import history_in
+from rollout.agents.model.tool_calls import AnswerReader, reader_of
+from rollout.agents.model.tool_forms import FORMS
+from rollout.agents.wire.messages import BadChat
 from rollout.driver.client import http_client
 from rollout.driver.client.generation_client import GenerationError
 from rollout.router.continuation.dialects.table import ROUTES
@@ -36,10 +40,6 @@ from rollout.router.proxy.figures import StepMetrics
 from rollout.router.proxy.prefill_decode import Prompt, _read_prompt
 from rollout.router.proxy.reader_choice import Wanted, read_body, read_long_body
 from rollout.router.proxy.token_reader import OPEN, Finish, TokenReader, Write
-from rollout.agents.chats import history_in
-from rollout.agents.wire.messages import BadChat
-from rollout.agents.model.tool_calls import AnswerReader, reader_of
-from rollout.agents.model.tool_forms import FORMS
 from tools.fuzz.reader import Reader, Refused, Violation, numbered, times, whole
 
 _GENERATED = {

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from engines.http.sglang_json import read_generate, read_logprob
-from rollout.agents.chats import ChatFailure, Ended, failure
+from rollout.agents.failures import ChatFailure, failure
+from rollout.agents.plan import Ended
 from rollout.agents.turns.store import Session
 from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.fast_path import loads_reply

@@ -12,10 +12,10 @@ import pytest
 
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
-from tests.rollout.router.conftest import (  # noqa: F401 - the fixtures
+from tests.rollout.router.conftest import (
     Bench,
     MakeBench,
-    make_bench,
+    make_bench,  # noqa: F401 - a fixture
     router_config,
 )
 from tests.support.chat_models import speaking
@@ -69,7 +69,7 @@ MakeAgentOf = Callable[..., Awaitable[Agent]]
 
 
 @pytest.fixture
-async def make_agent_of(make_bench: MakeBench) -> Any:
+async def make_agent_of(make_bench: MakeBench) -> Any:  # noqa: F811
     """Makes agents of a model's folder and what its engines say, one for each ``dies_after``."""
     clients = []
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
-from rollout.agents.chats import Plan, make_plan
+from rollout.agents.plan import Plan, make_plan
 from rollout.agents.model import text_pieces
 from rollout.agents.model.alignment import first_difference, tokenised
 from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
