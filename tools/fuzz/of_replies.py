@@ -23,9 +23,9 @@ from engines.kinds import kind_of
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.errors import EngineRejected
 from engines.vllm import server_report, vllm_json
-from rollout.agents.plan import history_in
 from rollout.agents.model.tool_calls import AnswerReader, reader_of
 from rollout.agents.model.tool_forms import FORMS
+from rollout.agents.plan import history_in
 from rollout.agents.wire.messages import BadChat
 from rollout.driver.client import http_client
 from rollout.driver.client.generation_client import GenerationError

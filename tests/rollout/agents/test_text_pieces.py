@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
-from rollout.agents.plan import Plan, make_plan
 from rollout.agents.model import text_pieces
 from rollout.agents.model.alignment import first_difference, tokenised
 from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from rollout.agents.model.text_pieces import borders_of, pieces
+from rollout.agents.plan import Plan, make_plan
 from rollout.agents.turns.store import Session
 from rollout.agents.turns.tree import Generated
 from rollout.agents.wire.chat_request import ChatRequest
