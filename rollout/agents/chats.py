@@ -2,7 +2,7 @@
 
 Always true: engines get token ids.  A turn's prompt begins with the exact ids of the turn it
 continues, so a chat survives its engine as any other ``/generate`` request does.  Templates and
-tokenizers run in threads, and for long chats in a process: the event loop goes on meanwhile.
+tokenizers run in threads: the event loop goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
+from engines.process.background import start_task
 from engines.protocol import GenerateReply
 from rollout.agents.failures import ChatFailure, failure
 from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
@@ -27,9 +28,10 @@ from rollout.agents.plan import (
     history_in,
     new_id,
     plan_in,
-    plan_of_folder,
     read_reply,
 )
+from rollout.agents.router_link import Pin, RouterLink
+from rollout.agents.shares import Shares, WorkEnded
 from rollout.agents.turns.store import Session, SessionStore
 from rollout.agents.turns.tree import Generated, Turn
 from rollout.agents.wire.answers import ChatAnswer, as_events
@@ -37,7 +39,6 @@ from rollout.agents.wire.chat_request import ChatRequest
 from rollout.agents.wire.messages import BadChat, Message
 from rollout.router.continuation.contracts import Texts, contract_in
 from rollout.router.http.fast_json import dumps
-from rollout.router.http.reading_process import ReadingFailed, ReadingProcess
 from rollout.rules.contract import Contract
 
 logger = logging.getLogger(__name__)
@@ -45,26 +46,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_NUM_THREADS = 2
 _MOST_AT_ONCE = 4096
 _MOST_BYTES_AT_ONCE = 1 << 30
-_MOST_BYTES_IN_THREAD = 1 << 16
-_NUM_READ = 4
+_MOST_BYTES_ON_LOOP = 1 << 14
 _DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class ChatSessions:
-    """Answers the chats of a router's sessions.
+    """Answers the chats of one worker's sessions.
 
     Attributes:
         store: the sessions; used on the event loop only.
 
     Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
-        generate: takes a session's id, a body of ``/generate``, the session if it stays with
-            the weights of its first turn, and what the tokens have to fulfil; gives the tokens so
-            far, at last the end; raises ``ChatFailure``.
-        reading: where long chats are read.
+        link: to the router.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
     """
 
@@ -72,33 +68,36 @@ class ChatSessions:
         self,
         store: SessionStore,
         find_folder: Callable[[], Awaitable[str]],
-        generate: Callable[
-            [str, bytes, Session | None, Contract], AsyncGenerator[Progress | Ended, None]
-        ],
-        reading: ReadingProcess,
+        link: RouterLink,
         *,
         now_s: Callable[[], float],
         tool_call_parser: str = "auto",
     ) -> None:
         self.store = store
-        self._generate = generate
-        self._reading = reading
+        self._link = link
         self._now_s = now_s
         self._model = _ChatModel(find_folder, tool_call_parser)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "chat-template")
+        self._shares = Shares()
         self._num_running = 0
         self._num_bytes = 0
+        self._pins: dict[str, asyncio.Task[Pin]] = {}  # by session
+        self._ending: set[asyncio.Task[None]] = set()
+        store.on_end = self._unpin
         self._unread_calls: set[str] = set()  # beginnings that were reported
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    async def close(self) -> None:
+        """Ends work under way; the sessions stay."""
+        self._shares.close()
+        for session_id in list(self._pins):
+            self._unpin(session_id)
+        await asyncio.gather(*self._ending)
 
     # -- one turn ---------------------------------------------------------------------------
 
     async def answer(
         self, session_id: str, body: bytes, texts: Texts = ()
-    ) -> AsyncGenerator[bytes, None]:
-        """Lines of a head that name the engine, then the body in pieces: a JSON object, or events.
+    ) -> AsyncGenerator[Mapping[str, str] | bytes, None]:
+        """Headers that name the engine, then the body in pieces: a JSON object, or events.
         The first ones come when the engine has replied.
 
         Args:
@@ -125,9 +124,13 @@ class ChatSessions:
             plan = await self._planned(session_id, session, body)
             del body
             contract = _contract_of(texts, plan.chat)
-            stays = plan.chat.stays or bool(session.names)
-            replies = self._generate(session_id, plan.body, session if stays else None, contract)
+            names = session.pinned
+            if plan.chat.stays or names:
+                names = await self._pinned(session_id, session, plan.chat)
+            request = _naming(plan.body, *(names or (plan.chat.lora_path,)))
             plan = replace(plan, body=b"")
+            replies = self._link.generate(session_id, request, contract)
+            del request
             written = self._written(session_id, session, plan, replies)
             async with aclosing(replies), aclosing(written) as parts:
                 async for part in parts:
@@ -138,34 +141,54 @@ class ChatSessions:
             self.store.end_turn(session_id, session, self._now_s())
 
     async def _planned(self, session_id: str, session: Session, body: bytes) -> Plan:
-        """The turn; what holds the interpreter's lock for long is done in another process.
+        """The turn.
 
         Raises:
             BadChat: template or request do not fit.
-            ChatFailure: it goes on with a chat that a lost router had.
+            ChatFailure: it cannot be planned now.
         """
-        is_long = len(body) > _MOST_BYTES_IN_THREAD
         try:
-            if is_long:
-                history, begun = await self._reading.call(history_in, body, client=session_id)
-            else:
-                history, begun = await self._in_thread(history_in, body)
-            # What begins in the middle of a chat would be a sample without its first turns.
-            is_begun = not session.tree.turns and any(history.is_answer)
-            if is_begun and (why := self.store.why_lost(session_id)):
-                raise failure(410, "session_lost", why)
-            tokenizer = await self._model.load(self._in_thread)
+            # Half of its time is for what is read again, of all messages.
+            of_all = len(body) >> 4
+            history, begun = await self._shares.run(session_id, of_all, history_in, body)
+            model = await self._model.load()
             known = session.tree.known(history, begun)
-            if is_long or len(known.ids) > _MOST_BYTES_IN_THREAD:
-                return await self._reading.call(
-                    plan_of_folder, *self._model.key, body, known, client=session_id
-                )
-            return await self._in_thread(plan_in, tokenizer, body, known)
-        except ReadingFailed as error:
-            raise failure(503, "unavailable", str(error)) from error
+            num_known = known.checkpoints[-1].num_characters if known.checkpoints else 0
+            num_new = max(len(body) - num_known, of_all)
+            return await self._shares.run(session_id, num_new, plan_in, model, body, known)
+        except WorkEnded as error:
+            raise failure(503, "unavailable", str(error)) from None
 
-    async def _in_thread(self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+    async def _pinned(
+        self, session_id: str, session: Session, chat: ChatRequest
+    ) -> tuple[str | None]:
+        """The version of an adapter that all turns of the session have, None for the base.
+
+        Raises:
+            ChatFailure: the router does not keep it.
+        """
+        pinning = self._pins.get(session_id)
+        if pinning is None:
+            wanted = session.pinned[0] if session.pinned else chat.lora_path
+            if wanted is None:
+                session.pinned = (None,)
+                return session.pinned
+            pinning = self._pins[session_id] = start_task(self._link.pin(wanted), "agents-pin")
+        try:
+            pin = await asyncio.shield(pinning)
+        except ChatFailure:
+            if self._pins.get(session_id) is pinning:
+                del self._pins[session_id]
+            raise
+        session.pinned = (pin.name,)
+        return session.pinned
+
+    def _unpin(self, session_id: str) -> None:
+        """The session has ended."""
+        pinning = self._pins.pop(session_id, None)
+        if pinning is not None:
+            self._ending.add(ending := start_task(_close(pinning), "agents-unpin"))
+            ending.add_done_callback(self._ending.discard)
 
     async def _written(
         self,
@@ -173,7 +196,7 @@ class ChatSessions:
         session: Session,
         plan: Plan,
         replies: AsyncGenerator[Progress | Ended, None],
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[Mapping[str, str] | bytes, None]:
         """The response, and the turn into the session's tree before its last byte."""
         chat, tokenizer = plan.chat, self._model.tokenizer
         assert tokenizer is not None
@@ -195,8 +218,8 @@ class ChatSessions:
                     yield as_events(payloads)
             assert isinstance(reply, Ended)
             ended, whole = reply, reply.reply
-            is_long = len(whole.text) + len(whole.output_ids) > _MOST_BYTES_IN_THREAD
-            do = self._in_thread if is_long else _at_once
+            is_long = len(whole.text) + len(whole.output_ids) > _MOST_BYTES_ON_LOOP
+            do = partial(self._in_share, session_id) if is_long else _at_once
             with _not_recorded():
                 answer, generated = await do(read_reply, reader, ended, chat.tools)
             if reader is not None:
@@ -213,6 +236,9 @@ class ChatSessions:
         if not has_begun:
             yield ended.signed
         yield end
+
+    async def _in_share(self, session_id: str, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        return await self._shares.run(session_id, 0, lambda share: work(*arguments))
 
     def _warn_of_unread_call(self, begin: str, form: str) -> None:
         if begin and begin not in self._unread_calls:  # the model writes the same in every turn
@@ -235,23 +261,31 @@ class _ChatModel:
     def __init__(self, find_folder: Callable[[], Awaitable[str]], tool_call_parser: str) -> None:
         self.tokenizer: ChatTokenizer | None = None
         self._find_folder = find_folder
-        self._folder = ""
         self._tool_call_parser = tool_call_parser
         self._loading = asyncio.Lock()
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """What another process loads the same with."""
-        return self._folder, self._tool_call_parser
-
-    async def load(self, in_thread: Callable[..., Awaitable[ChatTokenizer]]) -> ChatTokenizer:
+    async def load(self) -> ChatTokenizer:
         """The tokenizer.  If it cannot be loaded, the next chat tries again."""
         if self.tokenizer is None:
             async with self._loading:
                 if self.tokenizer is None:
-                    self._folder = await self._find_folder()
-                    self.tokenizer = await in_thread(load_chat_tokenizer, *self.key)
+                    folder = await self._find_folder()
+                    self.tokenizer = await asyncio.to_thread(
+                        load_chat_tokenizer, folder, self._tool_call_parser
+                    )
         return self.tokenizer
+
+
+async def _close(pinning: asyncio.Task[Pin]) -> None:
+    with suppress(ChatFailure):  # there is none
+        await (await pinning).close()
+
+
+def _naming(body: bytes, lora_path: str | None) -> bytes:
+    """The body of a request with its adapter, which it has not named so far."""
+    if lora_path == "":
+        return body
+    return b'{"lora_path":' + dumps(lora_path) + b"," + body.removeprefix(b"{")
 
 
 async def _at_once(work: Callable[[*Ts], T], *arguments: *Ts) -> T:

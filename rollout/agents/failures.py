@@ -15,5 +15,6 @@ class ChatFailure(Exception):
         self.retry_after = retry_after
 
 
-def failure(status: int, kind: str, message: str) -> ChatFailure:
-    return ChatFailure(status, dumps({"error": {"type": kind, "message": message}}))
+def failure(status: int, kind: str, message: str, retry_after: str = "") -> ChatFailure:
+    body = dumps({"error": {"type": kind, "message": message}})
+    return ChatFailure(status, body, retry_after)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 from engines.protocol import GenerateReply
 from rollout.agents.model.alignment import Template, compared, continuation, drift_of, tokenised
-from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.agents.model.chat_tokenizer import ChatTokenizer
 from rollout.agents.model.tool_calls import Answer, AnswerReader
 from rollout.agents.model.tool_forms import schemas_of
 from rollout.agents.turns.tree import IDS, Generated, Known, Prompt, compact_generated
@@ -22,6 +22,12 @@ from rollout.rules.continuation import spans_of
 
 _NUM_READ = 4
 
+Check = Callable[[], None]
+
+
+def unchecked() -> None:
+    """Work that is wanted to its end."""
+
 
 class Progress(Protocol):
     """The tokens of a turn so far."""
@@ -31,7 +37,7 @@ class Progress(Protocol):
     @property
     def ids(self) -> Sequence[int]: ...
     @property
-    def signed(self) -> bytes: ...
+    def signed(self) -> Mapping[str, str]: ...
     def logprobs_from(self, num: int) -> list[float]:
         """Those of the tokens from this one on."""
         ...
@@ -44,12 +50,12 @@ class Ended:
     Attributes:
         num_cached: tokens of its prompt that the first engine had in its cache; None if that does
             not say.
-        signed: lines of a head that name the engine and its weights.
+        signed: headers that name the engine and its weights.
     """
 
     reply: GenerateReply
     num_cached: int | None = None
-    signed: bytes = b""
+    signed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,11 @@ def _read(body: bytes) -> tuple[ChatRequest, History]:
     return chat, history_of(chat.messages, chat.tools)
 
 
-def history_in(body: bytes) -> tuple[History, str]:
+def history_in(body: bytes, check: Check = unchecked) -> tuple[History, str]:
     """The digests of a chat's messages, and the beginning of its answer.
+
+    Args:
+        check: raises where the work is not wanted any more.
 
     Raises:
         BadChat: as ``read_chat`` does.
@@ -86,15 +95,7 @@ def history_in(body: bytes) -> tuple[History, str]:
     return history, chat.begun
 
 
-def plan_of_folder(folder: str, tool_call_parser: str, body: bytes, known: Known) -> Plan:
-    """As ``plan_in``, with the tokenizer of a folder."""
-    return plan_in(_tokenizer_of(folder, tool_call_parser), body, known)
-
-
-_tokenizer_of = lru_cache(1)(load_chat_tokenizer)
-
-
-def plan_in(tokenizer: ChatTokenizer, body: bytes, known: Known) -> Plan:
+def plan_in(tokenizer: ChatTokenizer, body: bytes, known: Known, check: Check = unchecked) -> Plan:
     """The plan of the chat in ``body``; raises as ``make_plan`` does."""
     return make_plan(tokenizer, *_read(body), known)
 
@@ -151,24 +152,13 @@ def read_reply(reader: AnswerReader | None, ended: Ended, tools: Any) -> tuple[A
         text,
         logprob_kind=reply.logprob_kind,
         num_cached=ended.num_cached,
-        engine_id=engine_of(ended.signed),
+        engine_id=ended.signed.get("x-engine-id", ""),
     )
     return answer, compact_generated(made)
 
 
 def _read_answer(reader: AnswerReader | None, text: str, tools: Any) -> Answer:
     return Answer(text) if reader is None else reader.read(text, schemas_of(tools), new_id)
-
-
-def headers_of(signed: bytes) -> dict[str, str]:
-    """The lines of a head as headers."""
-    lines = signed.decode("latin-1").split("\r\n")
-    return dict(line.split(": ", 1) for line in lines if line)
-
-
-def engine_of(signed: bytes) -> str:
-    """The engine that lines of a head name; empty for none."""
-    return headers_of(signed).get("x-engine-id", "")
 
 
 def new_id() -> str:

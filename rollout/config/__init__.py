@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rollout.config.base import host_of, is_loopback
 from rollout.config.groups import EngineConfig, EngineKind, GroupConfig
-from rollout.config.http import PageConfig, RouterConfig
+from rollout.config.http import AgentsConfig, PageConfig, RouterConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
 from rollout.config.root import (
     ClusterConfig,
@@ -29,6 +29,7 @@ from rollout.config.weights import (
 )
 
 __all__ = [
+    "AgentsConfig",
     "Casts",
     "ClusterConfig",
     "Drain",

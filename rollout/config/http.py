@@ -30,7 +30,7 @@ class RouterConfig(ConfigSection):
     max_read_bytes: Annotated[int, Field(gt=0)] = 8 << 20
     """Longest request body that the router reads: over a million token ids, or some images. One of
     over 1 MiB is read in a process of its own, so other requests do not wait. A longer one is
-    forwarded as it is and cannot fail over; vLLM engines, chats of sessions and requests that name
+    forwarded as it is and cannot fail over; vLLM engines, requests that name
     a LoRA adapter or its base refuse it."""
     request_timeout_s: Seconds = 7200.0
     """Deadline from the head of a request to the last byte of its reply, including the time it was
@@ -41,10 +41,6 @@ class RouterConfig(ConfigSection):
     engine that has their prefix while its load is not much above the least; all others go to the
     least loaded. 100 000 are kept, each for an hour after its last request. ``least_in_flight``
     ignores them; ``prefix`` uses the beginning of the prompt."""
-    session_ttl_s: Seconds = 3600.0
-    """A session of an agent without requests for this long is removed, with its turns."""
-    max_sessions: Annotated[int, Field(ge=1)] = 100_000
-    """Most sessions kept. Beyond it, a new one is refused."""
     token_failover: Literal["off", "asked", "on"] = "asked"
     """Whether a request continues on another engine, with the tokens so far, when its engine dies:
     never (``off``), if it has the header ``X-Token-Failover: on`` (``asked``), or always. One
@@ -53,11 +49,29 @@ class RouterConfig(ConfigSection):
     """Bearer key that clients must send. Default: none is needed."""
     control_key: str = Field(default="", repr=False)
     """Bearer key for ``/engines``, ``/metrics``, ``/sessions``, aborts. Default: ``client_key``."""
-    max_session_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Most bytes of the turns of all sessions; beyond it, a further turn is refused."""
     tokenizer_path: str = ""
-    """Folder with tokenizer and chat template, for sessions of agents. Default: the folder that the
-    engines name."""
+    """Folder with the tokenizer, for token failover and sessions. Default: the one that the engines
+    name."""
+
+    @field_validator("token_failover", mode="before")
+    @classmethod
+    def _yaml_reads_off_and_on_as_booleans(cls, value: Any) -> Any:
+        return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+class AgentsConfig(ConfigSection):
+    """The program that serves sessions of agents: chats as exact token ids."""
+
+    workers: Annotated[int, Field(ge=0, le=64)] = 1
+    """Processes; each session belongs to one of them. 0 serves no sessions."""
+    session_ttl_s: Seconds = 3600.0
+    """A session of an agent without requests for this long is removed, with its turns."""
+    max_sessions: Annotated[int, Field(ge=1)] = 100_000
+    """Most sessions kept by one worker. Beyond it, a new one is refused."""
+    max_session_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Most bytes of the turns of one worker's sessions; beyond it, a further turn is refused."""
+    tokenizer_path: str = ""
+    """Folder with tokenizer and chat template. Default: the folder that the engines name."""
     tool_call_parser: Literal[
         "auto",
         "hermes",
@@ -69,13 +83,8 @@ class RouterConfig(ConfigSection):
         "deepseek_v31",
         "kimi_k2",
     ] = "auto"
-    """The form of the model's tool calls, for sessions of agents. ``auto``: the one that its chat
-    template shows; ``hermes`` if it shows none."""
-
-    @field_validator("token_failover", mode="before")
-    @classmethod
-    def _yaml_reads_off_and_on_as_booleans(cls, value: Any) -> Any:
-        return ("on" if value else "off") if isinstance(value, bool) else value
+    """The form of the model's tool calls. ``auto``: the one that its chat template shows;
+    ``hermes`` if it shows none."""
 
 
 class PageConfig(ConfigSection):

@@ -16,24 +16,25 @@ from typing import Any
 
 import anyio
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
-from engines.plain_json import read_json
+from engines.plain_json import WRONG_FORM, read_json
 from engines.process.background import Then, keep_task
-from rollout.agents.app import add_sessions
-from rollout.agents.chats import ChatSessions
-from rollout.agents.failures import ChatFailure, failure
-from rollout.agents.model.chat_tokenizer import load_tokenizer
+from engines.protocol.adapter_names import resolved
 from rollout.core.errors import ConfigError
+from rollout.router.continuation.named_weights import MAX_NAME_CHARACTERS
 from rollout.router.engine_queries import (
     EngineQueryClient,
     add_engine_queries,
     error_reply,
     tokenizer_folder,
 )
+from rollout.router.gate.gate import Gate
+from rollout.router.http.fast_json import dumps
+from rollout.router.http.routes import PINS_PATH
 from rollout.router.metrics import metrics_text
 from rollout.router.proxy.context import Proxy
-from rollout.router.proxy.turn_reply import generate
+from rollout.router.tokenizer_file import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ _LOAD_AGAIN_S = 60.0
 
 
 def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
-    """Health, engines, step metrics, sessions and their chats, model info and aborts.
+    """Health, engines, step metrics, pins, model info and aborts.
 
     Its lifespan opens and closes the connections to engines.
     """
@@ -52,20 +53,7 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     )
 
     async def find_folder() -> str:
-        folder = proxy.config.tokenizer_path or await tokenizer_folder(proxy.gate, client)
-        if not folder:
-            message = "no engine names the folder of its tokenizer; set router.tokenizer_path"
-            raise failure(503, "unavailable", message)
-        return folder
-
-    chats = ChatSessions(
-        proxy.sessions,
-        find_folder,
-        partial(generate, proxy),
-        proxy.reading,
-        now_s=lambda: proxy.now_s(),
-        tool_call_parser=proxy.config.tool_call_parser,
-    )
+        return proxy.config.tokenizer_path or await tokenizer_folder(proxy.gate, client)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,16 +67,15 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
             yield
         finally:
             loading.cancel()
-            chats.close()
             await client.aclose()
             proxy.close()
 
     # A redirect would be made of the Host header, which is the client's.
     app = FastAPI(title="ray-rollout router", lifespan=lifespan, redirect_slashes=False)
-    app.state.chats = chats
     _add_state(app, proxy)
     _add_step_metrics(app, proxy)
-    add_sessions(app, chats)
+    _add_pins(app, proxy.gate)
+    _add_no_sessions(app)
     add_engine_queries(app, proxy.gate, client)
     return app
 
@@ -103,7 +90,7 @@ async def _load_decode(proxy: Proxy, find_folder: Callable[[], Awaitable[str]]) 
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, await find_folder())
             proxy.decode = tokenizer.decode
-        except (ChatFailure, ConfigError) as error:
+        except ConfigError as error:
             logger.info("replies are read without the tokenizer: %s", error)
             await asyncio.sleep(_LOAD_AGAIN_S)
             proxy.reads_tokens.clear()
@@ -152,3 +139,42 @@ def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:
         except ValueError as error:
             return error_reply(400, "bad_request", str(error))
         return JSONResponse({"kept": True})
+
+
+def _add_pins(app: FastAPI, gate: Gate) -> None:
+    @app.post(PINS_PATH)
+    async def pin(request: Request) -> Response:
+        """Keep the version of an adapter that answers now until the client closes the connection.
+
+        Its first line names the version as ``lora_path`` takes it; null for the base.  Adapters are
+        pushed meanwhile, and requests that name the version are answered by it.
+        """
+        try:
+            wanted = read_json(await request.body())["lora_path"]
+        except WRONG_FORM:
+            return error_reply(400, "bad_request", "the body must be an object with lora_path")
+        if not (isinstance(wanted, str) and len(wanted) <= MAX_NAME_CHARACTERS):
+            message = f"lora_path must be a text of at most {MAX_NAME_CHARACTERS} characters"
+            return error_reply(400, "bad_request", message)
+        return StreamingResponse(_pinned(gate, wanted), media_type="application/x-ndjson")
+
+
+async def _pinned(gate: Gate, lora_path: str) -> AsyncIterator[bytes]:
+    names = resolved((lora_path,), gate.adapters or {})
+    gate.pin(names)
+    try:
+        yield dumps({"lora_path": names[0]}) + b"\n"
+        await asyncio.Event().wait()
+    finally:
+        gate.unpin(names)
+
+
+def _add_no_sessions(app: FastAPI) -> None:
+    @app.api_route("/sessions/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def sessions(path: str) -> JSONResponse:
+        """404: sessions are served by the agents' program, at other addresses."""
+        message = (
+            "the router has no sessions: policy.session(...).base_url, or agents in rollout "
+            "status, has the address of a session"
+        )
+        return error_reply(404, "not_found", message)

@@ -109,7 +109,6 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
         return await forward("/get_model_info")
 
     @app.get("/v1/models")
-    @app.get("/sessions/{session_id}/v1/models")
     async def models() -> Response:
         """The names that an engine's model is served under."""
         return await forward("/v1/models")

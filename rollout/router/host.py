@@ -60,7 +60,6 @@ class RouterHost:
             that lost its engine.
         run: names the prefixes that engines cache for it; the same for a router that is started
             again, and for no other.  Default: one of its own.
-        is_successor: it is one that was started again.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class RouterHost:
         policy: RoutingPolicy | None = None,
         on_engine_failure: Callable[[ConnectionFailure], None] | None = None,
         run: str = "",
-        is_successor: bool = False,
     ) -> None:
         self._config = config
         self._on_engine_failure = on_engine_failure
@@ -100,7 +98,6 @@ class RouterHost:
             config,
             run or new_run(),
             connections.clients,
-            is_successor=is_successor,
         )
         self._failed: dict[str, str] = {}
         self._has_failed = asyncio.Event()
@@ -246,11 +243,11 @@ class RouterHost:
         return list(failed.items())
 
     async def pinned(self) -> dict[str, int]:
-        """The adapters' versions that requests and sessions stay with, and how many do."""
+        """The adapters' versions that requests and pins stay with, and how many do."""
         return await self._on_loop(lambda: dict(self._gate.pinned))
 
     async def unpinned(self, name: str, timeout_s: float) -> bool:
-        """Wait until no request and no session stays with this version of an adapter; whether so.
+        """Wait until no request and no pin stays with this version of an adapter; whether so.
 
         Args:
             name: as engines know it.

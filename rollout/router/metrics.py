@@ -55,11 +55,6 @@ METRICS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "router_broken_replies": ("counter", (), "Responses that were begun and not completed."),
     "router_clients_left": ("counter", (), "Requests whose client left."),
     "router_expired": ("counter", (), "Requests that took longer than request_timeout_s."),
-    "router_session_turns": (
-        "counter",
-        ("drift",),
-        "Turns of agents' sessions, by how their prompts differ from a new tokenisation.",
-    ),
     "router_gate_seconds": ("counter", ("state",), "Time that the gate was in a state."),
     "router_request_seconds": (
         "histogram",
@@ -119,9 +114,6 @@ class _RouterCollector(Collector):
             ],
             "router_contracts_refused": [
                 ((why,), (num,)) for why, num in self._proxy.counts.num_contracts_refused.items()
-            ],
-            "router_session_turns": [
-                ((drift.value,), (num,)) for drift, num in self._proxy.sessions.num_turns.items()
             ],
             "router_gate_seconds": [
                 ((state,), (spent_s,)) for state, spent_s in gate.seconds_by_state().items()

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ from rollout.agents.model.text_pieces import Borders, borders_of, pieces
 from rollout.agents.model.tool_calls import AnswerReader, reader_of
 from rollout.agents.model.tool_forms import form_of
 from rollout.agents.wire.messages import BadChat, Message, with_texts
-from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
+from rollout.router.tokenizer_file import load_tokenizer, no_tokenizer
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from tokenizers import Tokenizer
 
-_SETTING = "router.tokenizer_path"
 _TEMPLATE_FILE = "chat_template.jinja"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -123,49 +121,14 @@ def load_chat_tokenizer(folder: str, tool_call_parser: str = "auto") -> ChatToke
         texts = _templates(path, settings)
         templates = {name: _compiled(text) for name, text in texts.items()}
     except Exception as error:  # jinja2 has many
-        raise _wrong(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
+        raise no_tokenizer(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
     if "default" not in templates:
-        raise _wrong(folder, f"{folder} has no chat template")
+        raise no_tokenizer(folder, f"{folder} has no chat template")
     form = form_of(texts.get("tool_use", texts["default"]), tool_call_parser)
     added = tokenizer.get_added_tokens_decoder().values()
     reader = reader_of(form, [token.content for token in added if token.special])
     special = _special_tokens(settings)
     return ChatTokenizer(tokenizer, templates, special, reader, borders_of(added))
-
-
-def load_tokenizer(folder: str) -> Tokenizer:
-    """The tokenizer of a model's folder alone.
-
-    Raises:
-        ConfigError: the package or the file is missing, or it cannot be read.
-    """
-    with optional_import("agents", "sessions need jinja2 and tokenizers"):
-        import tokenizers  # noqa: F401
-    file = Path(folder) / "tokenizer.json"
-    if not file.is_file():
-        raise _wrong(folder, f"{file} is not on the router's machine")
-    try:
-        return _read_tokenizer(file, file.stat().st_mtime_ns)
-    except Exception as error:  # tokenizers raises no narrower one
-        raise _wrong(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
-
-
-@lru_cache(1)  # sessions and failovers need the same one
-def _read_tokenizer(file: Path, modified_ns: int) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _wrong(folder: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{why}; set {_SETTING} to a folder with tokenizer.json and a chat template",
-        setting=_SETTING,
-        value=folder,
-    )
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The sessions of one router by id, within bounds.
+"""The sessions of one worker by id, within bounds.
 
 Always true: at most ``max_bytes`` and ``max_sessions`` are kept, and of closed ones only digests.
 When either is reached, a further turn is refused before it is generated.  A session is kept until
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engines.protocol.adapter_names import Names
 from rollout.agents.model.alignment import Drift
 from rollout.agents.turns.tree import TurnTree
 
@@ -30,13 +29,14 @@ class Session:
         seen_s: end of its last turn.
         num_bytes: at the end of its last turn.
         num_running: turns under way.
-        names: of the weights that it stays with, as engines know them; empty for none.
+        pinned: the version of an adapter that it stays with, as ``lora_path`` takes it; None for
+            the base.  Empty: it stays with none.
     """
 
     seen_s: float
     num_bytes: int = 0
     num_running: int = 0
-    names: Names = ()
+    pinned: tuple[()] | tuple[str | None] = ()
     tree: TurnTree = field(default_factory=TurnTree)
 
 
@@ -44,10 +44,9 @@ class SessionStore:
     """Sessions, in the order of ``seen_s``.
 
     Args:
-        on_end: called with the weights that an ended session has stayed with.
-        is_successor: of a router that was lost, with its sessions.
 
     Attributes:
+        on_end: called with the id of a session that has ended.
         num_turns: finished turns of all sessions so far, also of closed ones, by drift.
     """
 
@@ -57,11 +56,8 @@ class SessionStore:
         max_bytes: int,
         max_sessions: int,
         ttl_s: float,
-        on_end: Callable[[Names], None] = lambda names: None,
-        is_successor: bool = False,
     ) -> None:
-        self._is_successor = is_successor
-        self._on_end = on_end
+        self.on_end: Callable[[str], None] = lambda session_id: None
         self._max_bytes = max_bytes
         self._max_sessions = max_sessions
         self._ttl_s = ttl_s
@@ -70,25 +66,16 @@ class SessionStore:
         self.num_bytes = 0
         self.num_turns = dict.fromkeys(Drift, 0)
 
-    def why_lost(self, session_id: str) -> str:
-        """Why a session without turns may have had some; empty if it had none."""
-        if not self._is_successor:
-            return ""
-        return (
-            f"session {session_id} has no turns here, and those that it may have had were lost "
-            "with the router, which was started again; begin another one"
-        )
-
     def why_full(self, session_id: str, now_s: float) -> str:
         """Why another turn of this session cannot be kept; empty if it can."""
         self.expire(now_s)
         if self.num_bytes >= self._max_bytes:
             return (
                 f"sessions take {self.num_bytes} of {self._max_bytes} bytes "
-                "(router.max_session_bytes); take their samples and close them"
+                "(agents.max_session_bytes); take their samples and close them"
             )
         if session_id not in self._sessions and len(self._sessions) >= self._max_sessions:
-            return f"{len(self._sessions)} sessions are open (router.max_sessions); close some"
+            return f"{len(self._sessions)} sessions are open (agents.max_sessions); close some"
         return ""
 
     def why_closed(self, session_id: str) -> str:
@@ -147,7 +134,7 @@ class SessionStore:
         if session is None:
             return False
         self.num_bytes -= session.num_bytes
-        self._on_end(session.names)
+        self.on_end(session_id)
         return True
 
     def expire(self, now_s: float) -> None:

@@ -46,10 +46,7 @@ _SAMPLING = {
 _MOST_TOOL_BYTES = 1 << 20
 _PASSED = {
     "cache_salt": "extra_key",  # vLLM's name
-    **{
-        name: name
-        for name in ("rid", "extra_key", "lora_path", "priority", "return_routed_experts")
-    },
+    **{name: name for name in ("rid", "extra_key", "priority", "return_routed_experts")},
 }
 _REFUSED = {
     "top_logprobs": "it has the log-prob of each token of the answer, and no others",
@@ -67,6 +64,7 @@ _FORMS = {
     "response_format": or_none(is_object),
     "tools": or_none(lambda value: isinstance(value, list) and all(map(is_object, value))),
     "model": or_none(lambda value: isinstance(value, str)),
+    "lora_path": or_none(lambda value: isinstance(value, str)),
 }
 
 
@@ -80,6 +78,7 @@ class ChatRequest:
         sampling: as ``/generate`` takes it.
         fields: of ``/generate``, beside ids and sampling.
         calls_tools: tool calls in the answer are separated from its text.
+        lora_path: the adapter; empty for the one that was pushed last, None for the base.
         stays: its session stays with the version of the adapter that answers it.
         contract: the members of its body that are one, which are not read so far.
     """
@@ -94,6 +93,7 @@ class ChatRequest:
     is_streamed: bool = False
     wants_usage: bool = False
     wants_logprobs: bool = False
+    lora_path: str | None = ""
     stays: bool = False
     contract: Mapping[str, Any] = field(default_factory=dict)
 
@@ -166,22 +166,15 @@ def read_chat(body: bytes) -> ChatRequest:
         tools if choice == "auto" else [],
         raw.get("chat_template_kwargs") or {},
         _sampling(raw),
-        {
-            ours: raw[name]
-            for name, ours in _PASSED.items()
-            if name in raw and _has_meaning(name, raw[name])
-        },
+        {ours: raw[name] for name, ours in _PASSED.items() if raw.get(name) is not None},
         raw.get("model") or "",
         is_streamed,
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
         bool(raw.get("logprobs")),
+        raw.get("lora_path", ""),
         bool(raw.get("stays_with_version")),
         {name: raw[name] for name in FIELDS if name in raw},
     )
-
-
-def _has_meaning(name: str, value: Any) -> bool:
-    return value is not None or name == "lora_path"  # null is the base model
 
 
 def _sampling(raw: Mapping[str, Any]) -> dict[str, Any]:

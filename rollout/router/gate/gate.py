@@ -167,7 +167,7 @@ class Gate:
         adapters: from the names of clients to those of engines: which version of a LoRA adapter
             answers from now on, and under the empty name what answers a request without a name;
             None: the server takes none.
-        pinned: the engines' names that requests and sessions stay with, and how many do.
+        pinned: the engines' names that requests and pins stay with, and how many do.
         call_soon: of the event loop, which calls the rest of the work later; None: all is done
             at once.
 
@@ -460,7 +460,7 @@ class Gate:
             self._on_idle()
 
     def pin(self, names: Names) -> None:
-        """A request or a session stays with these weights, until ``unpin``."""
+        """A request, or a client between two of them, stays with these weights until ``unpin``."""
         if any(names):
             self.pinned.update(filter(None, names))
 

@@ -6,9 +6,9 @@ Always true: no engine sees a key of the router.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 
 from rollout.router.http.headers import Headers
-from rollout.router.http.routes import is_session_chat
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 CLIENT_PATHS = frozenset({"/v1/models", "/model_info", "/get_model_info"})
@@ -21,16 +21,23 @@ class BearerKeys:
     Args:
         client: what generation and model info need; empty for no key.
         control: what everything else needs; empty for the client's.
+        is_clients: whether either key is enough for a path that reaches no gate.
     """
 
-    def __init__(self, client: str, control: str) -> None:
+    def __init__(
+        self,
+        client: str,
+        control: str,
+        is_clients: Callable[[str], bool] = CLIENT_PATHS.__contains__,
+    ) -> None:
+        self._is_clients = is_clients
         self._client = client.encode()
         self._control = (control or client).encode()
         self.are_needed = bool(self._control)
 
     def admit(self, headers: Headers, path: str, *, is_generation: bool) -> bool:
         """Whether these headers give access to this path; any wrong key takes the same time."""
-        is_clients = path in CLIENT_PATHS or is_session_chat(path)
+        is_clients = self._is_clients(path)
         key = self._client if is_generation or is_clients else self._control
         if not key or path in OPEN_PATHS:
             return True

@@ -49,6 +49,7 @@ Engines have others below ``/v1/`` that are not a client's, as vLLM's ``/v1/load
 reply to paths that they do not have with redirects to their own address.
 """
 _MODELS_PATH = "/v1/models"
+PINS_PATH = "/pins"
 
 
 def is_generation(path: str) -> bool:
@@ -59,11 +60,6 @@ def _is_unknown(path: str) -> bool:
     """Whether a client of OpenAI's protocol may take the path for one of an engine."""
     is_ours = path in GENERATION_PATHS or path == _MODELS_PATH
     return path.startswith("/v1/") and not is_ours
-
-
-def is_session_chat(path: str) -> bool:
-    """Whether the path is below the base URL of a session, ``/sessions/{id}/v1``."""
-    return path.startswith("/sessions/") and "/v1/" in path
 
 
 COMPLETION_PATHS = frozenset(

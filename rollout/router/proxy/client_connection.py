@@ -35,12 +35,12 @@ from rollout.router.http.headers import (
     check_size,
     header_lines,
 )
-from rollout.router.http.routes import COMPLETION_PATHS, Route, is_session_chat, route_of
+from rollout.router.http.routes import COMPLETION_PATHS, PINS_PATH, Route, route_of
 from rollout.router.proxy.client_response import ClientResponse
 from rollout.router.proxy.context import Proxy, log_router_error
 from rollout.router.proxy.exchange import Exchange
 from rollout.router.proxy.local_request import (
-    MAX_CONTROL_BYTES,
+    PINNED_WITHIN_S,
     REPLY_WITHIN_S,
     ControlRequest,
     LocalRequest,
@@ -289,13 +289,9 @@ class ClientConnection(HttpToolsProtocol):
             if key and refusal is None:  # without a key there is no room in the cache
                 self._proxy.head_cache.add(key, head)
         else:
-            max_bytes, within_s = MAX_CONTROL_BYTES, REPLY_WITHIN_S
-            if is_session_chat(route.path):
-                max_bytes = self._proxy.config.max_read_bytes
-                within_s += self._proxy.config.request_timeout_s
             cycle = self._cycle(route, is_last=is_last)
-            host = self._client_host
-            request = ControlRequest(self, self._proxy, host, cycle, max_bytes, within_s)
+            within_s = PINNED_WITHIN_S if route.path == PINS_PATH else REPLY_WITHIN_S
+            request = ControlRequest(self, self._proxy, self._client_host, cycle, within_s)
         self._parsing = request
         self._pipeline.append(request)
         if len(self._pipeline) == 1:
@@ -308,7 +304,7 @@ class ClientConnection(HttpToolsProtocol):
             self.headers, route.path, is_generation=route.is_generation
         ):
             return responses.unauthorized()
-        if self._is_surplus and (route.is_generation or is_session_chat(route.path)):
+        if self._is_surplus and route.is_generation:
             return self._no_connection()
         if route.problem:
             kind = "not_found" if route.status == 404 else "bad_request"

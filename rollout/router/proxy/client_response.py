@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollout.router.http.fast_json import Data
 from rollout.router.http.head_cache import ReplyHead, RequestHead
 from rollout.router.http.headers import Headers, reply_head, status_line
 from rollout.router.http.responses import RouterResponse
-from rollout.router.proxy.token_reader import AS_BYTES, Form
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
@@ -48,61 +47,6 @@ class ClientWriter(Protocol):
         ...
 
 
-class Response(Protocol):
-    """Where the reply to a request goes: to a connection, or to what waits for it in this process.
-
-    Attributes:
-        has_begun: the client has a part of it, so it cannot be replaced by another one.
-    """
-
-    has_begun: bool
-
-    @property
-    def form(self) -> Form:
-        """Of the events and complete replies that it takes."""
-        ...
-
-    @property
-    def is_write_paused(self) -> bool:
-        """The client does not take more now."""
-        ...
-
-    def send_whole(
-        self, status: int, content_type: bytes, body: Sequence[Any], signed: bytes
-    ) -> None:
-        """A complete reply; ``finish`` has to follow.
-
-        Args:
-            body: in ``form``, or an error as bytes.
-            signed: lines that name the engine and its weights.
-        """
-        ...
-
-    def send_events(self, events: Any, signed: bytes, *, is_end: bool = False) -> None:
-        """Events of a stream, in ``form``; ``finish`` follows the end."""
-        ...
-
-    def finish(self) -> None:
-        """Everything was sent."""
-        ...
-
-    def send(self, response: RouterResponse, *, is_unread: bool) -> None:
-        """A complete response of the router.
-
-        Args:
-            is_unread: close the connection, because the request has not ended.
-        """
-        ...
-
-    def break_off(self, response: RouterResponse) -> None:
-        """The response has begun and cannot be completed; ``response`` says why."""
-        ...
-
-    def cut(self, *, is_now: bool = False) -> None:
-        """End it so that no client takes what it has got for complete."""
-        ...
-
-
 @dataclass(eq=False, slots=True)
 class ClientResponse:
     """The response to a request over HTTP with this head.
@@ -111,8 +55,6 @@ class ClientResponse:
         client: the connection it is written to.
         is_last: the connection closes after it.
     """
-
-    form = AS_BYTES
 
     client: ClientWriter
     _head: RequestHead

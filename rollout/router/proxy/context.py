@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from engines.process.background import Then, keep_task
 from engines.protocol.old_state import namespace
-from rollout.agents.turns.store import SessionStore
 from rollout.config import RouterConfig, is_loopback
 from rollout.router.continuation.core import Decode
 from rollout.router.gate.gate import Gate
@@ -97,7 +96,6 @@ class Proxy:
     Args:
         run: of its run alone; a part of the names of cached prefixes.
         max_clients: connections of clients.
-        is_successor: of a router that was lost, with its sessions.
 
     Attributes:
         is_loopback_only: only this machine can reach the router.
@@ -114,8 +112,6 @@ class Proxy:
         config: RouterConfig,
         run: str,
         max_clients: int = sys.maxsize,
-        *,
-        is_successor: bool = False,
     ) -> None:
         # What names the prefixes that weights of a version computed in this run.
         self.namespace: Callable[[int | None], str] = lru_cache(_MANY_VERSIONS)(
@@ -128,13 +124,6 @@ class Proxy:
         self.config = config
         self.wants_hint = gate.policy.wants_affinity or gate.policy.wants_prompt
         self.keys = BearerKeys(config.client_key, config.control_key)
-        self.sessions = SessionStore(
-            max_bytes=config.max_session_bytes,
-            max_sessions=config.max_sessions,
-            ttl_s=config.session_ttl_s,
-            is_successor=is_successor,
-            on_end=gate.unpin,
-        )
         self.latencies = Latencies()
         self.step_metrics = StepMetrics()
         self.counts = Counts()
@@ -194,7 +183,6 @@ class Proxy:
                 self._expire,
                 self._expire_bodies,
                 self.pool.sweep,
-                self._expire_sessions,
                 self._collect,
             ):
                 try:
@@ -210,14 +198,11 @@ class Proxy:
     def _expire_bodies(self) -> None:
         self.bodies.expire(self.now_s())
 
-    def _expire_sessions(self) -> None:
-        self.sessions.expire(self.now_s())
-
     def _collect(self) -> None:
         """Collect what is young while no request waits for it, and all of it after a long time.
 
-        Requests leave no garbage, so it comes from what is rare.  What lives long, as sessions do,
-        would cost as much each time.
+        Requests leave no garbage, so it comes from what is rare.  What lives long would cost as
+        much each time.
         """
         if gc.isenabled() or gc.get_count()[0] < _MANY_OBJECTS:
             return

@@ -26,7 +26,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVarTuple
 
 from engines.http.reply_check import MOST_IDS
@@ -34,7 +34,6 @@ from engines.process.background import start_task
 from engines.protocol.adapter_names import Names
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from engines.protocol.plain_text import one_line
-from rollout.agents.turns.store import Session
 from rollout.router.continuation.contracts import Versions, versions_of, why_no_kind
 from rollout.router.continuation.core import UNUSABLE
 from rollout.router.continuation.dialects.table import ROUTES
@@ -50,7 +49,7 @@ from rollout.router.http.reading_process import MOST_BYTES_ON_LOOP, ReadingFaile
 from rollout.router.http.request import Request
 from rollout.router.http.responses import RouterResponse
 from rollout.router.http.routes import COMPLETION_PATHS, TOKENIZER_PATHS
-from rollout.router.proxy.client_response import ClientResponse, Response
+from rollout.router.proxy.client_response import ClientResponse
 from rollout.router.proxy.context import Proxy, log_router_error
 from rollout.router.proxy.engine_errors import (
     first_error,
@@ -77,7 +76,6 @@ from rollout.router.proxy.reader_choice import (
     read_body,
     read_checked,
     read_for_adapter,
-    read_forwarded,
     read_long_body,
     wanted_of,
 )
@@ -116,7 +114,7 @@ class Exchange:
     An engine's reply is passed on as it is, unless a ``TokenReader`` reads its tokens.
 
     Attributes:
-        response: what goes to the client; a client in this process takes what a reader has read.
+        response: what goes to the client.
         client_host: address of its client.
         admission: the request's place on an engine, while it has one.
         engine_id: of the last engine it was sent to.
@@ -124,17 +122,15 @@ class Exchange:
         is_decoding: the reply has to come without its chunks.
         began_s: when the request's turn on its connection began.
         is_aborted: its end was requested, so it is sent to no further engine.
-        session: stays with the weights of its first request; None moves to what is published.
     """
 
     _proxy: Proxy
-    response: Response
+    response: ClientResponse
     _head: RequestHead
     client_host: str = ""
     is_decoding: bool = False
     began_s: float = 0.0
     is_aborted: bool = False
-    session: Session | None = None
     admission: Admission | None = None
     engine_id: str = ""
     upstream: SentRequest | None = None
@@ -163,10 +159,8 @@ class Exchange:
     _why_ended: str = ""  # its client has a part that no engine can go on with
     _lost: LostEngines | None = None
     _prefill: PrefillReply | None = None
-    _http: ClientResponse | None = field(init=False)  # ``response``, where it takes plain bytes
 
     def __post_init__(self) -> None:
-        self._http = self.response if isinstance(self.response, ClientResponse) else None
         self.is_decoding = self._head.is_http_1_0
 
     # -- the client's side ------------------------------------------------------------------
@@ -201,8 +195,8 @@ class Exchange:
             self._end_with(responses.refused(refusal))
         elif self._is_whole:
             self._begin()
-        elif self._http is not None and self._head.expects_continue:
-            self._http.send_continue()
+        elif self._head.expects_continue:
+            self.response.send_continue()
 
     def feed(self, data: bytes) -> None:
         """More of the request's body."""
@@ -263,8 +257,7 @@ class Exchange:
         self._end()
 
     def close_after(self) -> None:
-        if self._http is not None:
-            self._http.is_last = True
+        self.response.is_last = True
 
     def write_paused(self) -> None:
         if self.upstream is not None:
@@ -334,18 +327,14 @@ class Exchange:
         if read.reply is not None:
             proxy.reads_tokens.set()
             read.reply.route, read.reply.decode = ROUTES[self._head.route.path], proxy.decode
-            read.reply.passes_on &= self._http is not None
             tokens = TokenReader(read.reply)
         if tokens is None and proxy.gate.adapters is not None and not self._named.is_for_base:
             tokens = read_for_adapter(whole, self._named)
-        elif tokens is None and self._http is None:
-            tokens = read_forwarded(whole)
         elif tokens is None and read.is_stream_checked is not None:
             tokens = read_checked(whole, is_streamed=read.is_stream_checked)
         if tokens is not None:
             if self._is_checked:
                 tokens.may_show = self._may_show
-            tokens.form = self.response.form
             self.is_decoding = True
         self._tokens = tokens
         self._request = Request(self._head, whole, fields, names=fields.names)
@@ -360,7 +349,7 @@ class Exchange:
             num_bytes=len(request.body),
             excluded_engine=excluded_engine,
             hint=proxy.hint_of(request) if proxy.wants_hint else NO_HINT,
-            names=self._pinned or self._wanted_names(),
+            names=self._pinned or self._named.names,
             prefers=self._prefers(),
             contract=self._contract,
             requires=None if self._contract.logprob_kind is None else self._gives_kind,
@@ -377,9 +366,6 @@ class Exchange:
         if reply is None or not (reply.base.num and reply.wants_logprobs):
             return None
         return lambda member: reply.kind_by(member.logprobs) is reply.logprob_kind
-
-    def _wanted_names(self) -> Names:
-        return (self.session.names if self.session is not None else ()) or self._named.names
 
     def decided(self, decision: Admission | Refusal) -> None:
         """The gate has decided on the held request."""
@@ -496,10 +482,9 @@ class Exchange:
     def _break_contract(self, why: str) -> None:
         """These tokens do not fulfil the contract: start over, or end."""
         served = self._served_with(self._versions())
-        stays = self.session is not None or self.admission is None
         if (
             self.is_aborted
-            or stays
+            or self.admission is None
             or self.response.has_begun
             or self._num_starts >= MAX_FAILOVERS
             or self._contract.fit(served) is Fit.NEVER
@@ -522,9 +507,6 @@ class Exchange:
         gate.pin(names)
         if self._tokens is not None and any(names):
             self._tokens.named = replace(self._named, names=names)
-        if self.session is not None and not self.session.names:
-            self.session.names = names
-            gate.pin(names)
 
     # -- the engine's side ------------------------------------------------------------------
 
@@ -602,7 +584,7 @@ class Exchange:
         return None
 
     def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
-        admission, response, tokens = self.admission, self._http, self._tokens
+        admission, response, tokens = self.admission, self.response, self._tokens
         assert admission is not None
         if tokens is not None:
             tokens.begin(head)
@@ -627,8 +609,7 @@ class Exchange:
             status, self._status = self._status, 0
             if self._is_lost_by_beginning(status, data):
                 return
-        assert self._http is not None
-        self._http.pass_on(data, is_end=is_end)
+        self.response.pass_on(data, is_end=is_end)
         if is_end:
             self.finish()
 
@@ -884,8 +865,7 @@ class Exchange:
         if not self._may_go_on():
             self._end_with(responses.engine_failed(failure, self._why_ended))
         else:
-            if self._http is not None:
-                self._http.discard_head()
+            self.response.discard_head()
             self._enter(excluded_engine)
 
     def _may_go_on(self) -> bool:

@@ -20,10 +20,10 @@ from rollout.router.proxy.client_response import ClientWriter
 from rollout.router.proxy.context import Proxy
 
 MAX_CONTROL_BYTES = 1 << 20
-"""For all but chats of sessions, which have ``router.max_read_bytes``."""
 READ_WITHIN_S = 10.0
 REPLY_WITHIN_S = 600.0
-"""Chats of sessions have also as long as other generation requests, and then their error."""
+PINNED_WITHIN_S = 86400.0
+"""A pin is a reply that lasts as long as its client wants."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -59,12 +59,10 @@ class ControlRequest(LocalRequest):
         proxy: Proxy,
         client_host: str,
         cycle: RequestResponseCycle,
-        max_bytes: int,
         reply_within_s: float,
     ) -> None:
         self._connection = connection
         self._proxy = proxy
-        self._max_bytes = max_bytes
         self._cycle = cycle
         self._reply_within_s = reply_within_s
         now_s = connection.loop.time()
@@ -90,8 +88,8 @@ class ControlRequest(LocalRequest):
     def feed(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        if self._body.num_bytes + len(data) > self._max_bytes:
-            message = f"the body is over {self._max_bytes} bytes"
+        if self._body.num_bytes + len(data) > MAX_CONTROL_BYTES:
+            message = f"the body is over {MAX_CONTROL_BYTES} bytes"
             self._refusal = responses.error(413, "too_large", message)
         elif why := self._body.add(data, self._connection.loop.time()):
             self._refusal = responses.refused(Refusal(why, self._proxy.gate.state))

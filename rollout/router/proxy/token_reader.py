@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from engines.http.reply_check import NotFinite
 from engines.protocol.plain_text import describe, shortened
@@ -22,7 +22,7 @@ from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.fast_path import Event
 from rollout.router.continuation.named_weights import NamedWeights
 from rollout.router.continuation.reply import Reply
-from rollout.router.http.fast_json import Data, dumps, loads
+from rollout.router.http.fast_json import dumps, loads
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.engine_errors import status_of
 from rollout.router.proxy.prefill_decode import PromptLogprobs
@@ -50,46 +50,23 @@ OPEN, FINAL = Context(may_continue=True), Context(may_continue=False)
 """With an open gate, and where an abort is the end."""
 
 
-class Form(Protocol):
-    """What the client of a reply gets.  Where it cannot be made, that raises as ``UNUSABLE`` has.
-
-    A client in this process takes other things than bytes, and ``Exchange`` only hands them over.
-    """
-
-    def events(self, payloads: list[Payload], *, is_end: bool) -> Any:
-        """Of a stream; with ``is_end`` they are its last."""
-        ...
-
-    def whole(self, reply: Reply) -> list[Any]:
-        """A complete reply, in parts."""
-        ...
-
-
-class AsBytes:
-    """The form of clients over HTTP."""
-
-    def events(self, payloads: list[Payload], *, is_end: bool) -> bytes:
-        events = b"".join([b"data: %s\n\n" % dumps(payload) for payload in payloads])
-        return events + _DONE if is_end else events
-
-    def whole(self, reply: Reply) -> list[Data]:
-        return reply.written()
-
-
-AS_BYTES = AsBytes()
+def _events(payloads: list[Payload], *, is_end: bool) -> bytes:
+    """Of a stream; with ``is_end`` they are its last."""
+    events = b"".join([b"data: %s\n\n" % dumps(payload) for payload in payloads])
+    return events + _DONE if is_end else events
 
 
 class Write(NamedTuple):
-    """More events of a stream go to the client, in its form."""
+    """More events of a stream go to the client."""
 
-    events: Any
+    events: bytes
 
 
 class Finish(NamedTuple):
     """The response ends: with the last events of a stream, or as a whole.
 
     Attributes:
-        body: in the client's form; an error that is no event, as JSON in bytes.
+        body: in parts; an error that is no event is JSON.
         content_type: None for a stream.
         why_not_continued: why an abort could not continue on another engine, if it could not.
     """
@@ -151,7 +128,6 @@ class TokenReader:
     Attributes:
         reply: so far, over all engines.
         named: the weights that answer, if an adapter is one of them.
-        form: of what the client gets.
         may_show: whether the tokens so far may go to a streaming client now; None: they may.
         has_answered: the current engine has begun to answer, and not with an error.
         waits_for_prompt: its reply has ended, and the prefill engine's has not.
@@ -159,7 +135,6 @@ class TokenReader:
 
     reply: Reply
     named: NamedWeights | None = None
-    form: Form = AS_BYTES
     may_show: Callable[[], bool] | None = None
     has_answered: bool = False
     waits_for_prompt: bool = False
@@ -290,7 +265,7 @@ class TokenReader:
         if self.may_show is not None and not self.may_show():
             return None
         payloads = reply.new_payloads()
-        return Write(self.form.events(payloads, is_end=False)) if payloads else None
+        return Write(_events(payloads, is_end=False)) if payloads else None
 
     def _take_whole(self, context: Context) -> Action | None:
         self.reply.absorb(self._stamped(loads(b"".join(self._buffer))))
@@ -331,7 +306,7 @@ class TokenReader:
         reply = self.reply
         if reply.is_streamed:
             return self._end_of_stream(reply.new_payloads(), why_not_continued)
-        return Finish(self.form.whole(reply), why_not_continued=why_not_continued)
+        return Finish(reply.written(), why_not_continued=why_not_continued)
 
     def _refusal(self, context: Context) -> Action:
         """A refusal or an unexpected kind of reply, which is final."""
@@ -348,5 +323,5 @@ class TokenReader:
         return Refused(status, payload, Finish([dumps(payload)], status))
 
     def _end_of_stream(self, payloads: list[Payload], why_not_continued: str = "") -> Finish:
-        events = self.form.events(payloads, is_end=True)
+        events = _events(payloads, is_end=True)
         return Finish([events], 200, None, why_not_continued)

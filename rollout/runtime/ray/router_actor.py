@@ -54,7 +54,7 @@ class RouterActor(RouterHost):
 
     def __init__(self, config: RouterConfig, *, run: str, server: tuple[str, str]) -> None:
         is_successor = is_own_process() and was_restarted()
-        super().__init__(config, run=run, is_successor=is_successor)
+        super().__init__(config, run=run)
         self._server = server
         if is_own_process():
             collect_in_sweeps()

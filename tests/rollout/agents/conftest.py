@@ -1,4 +1,4 @@
-"""Agents with an OpenAI client in the session ``s`` of a router, over engines that speak."""
+"""Agents with an OpenAI client in the session ``s`` of a worker, over engines that speak."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
+import uvicorn
 
+from engines.http.uvicorn_server import HttpServer
+from rollout.agents.app import agents_app
+from rollout.agents.settings import WorkerSettings
+from rollout.config import AgentsConfig
+from rollout.core.http_thread import HttpThread
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
 from tests.rollout.router.conftest import (
@@ -28,6 +35,11 @@ class Agent:
     bench: Bench
     client: openai.AsyncOpenAI
     folder: Path
+    http: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return str(self.http._base_url).rstrip("/")
 
     async def ask(self, messages: list[Any], **options: Any) -> Any:
         return await self.client.chat.completions.create(
@@ -45,7 +57,7 @@ class Agent:
         return text, calls, last
 
     async def turns(self) -> list[dict[str, Any]]:
-        async with self.bench.client.get("/sessions/s") as response:
+        async with self.http.get("/sessions/s") as response:
             return [] if response.status == 404 else (await response.json())["turns"]
 
     async def samples(self) -> list[Sample]:
@@ -66,32 +78,62 @@ def answer_of(reply: Any) -> dict[str, Any]:
 
 
 MakeAgentOf = Callable[..., Awaitable[Agent]]
+_SMALL = {"max_sessions": 1000, "max_session_bytes": 1 << 20}
+
+
+class Worker:
+    """One worker of the program, in a thread.
+
+    Args:
+        more: further settings of the worker.
+    """
+
+    def __init__(self, config: AgentsConfig, folder: Path, **more: Any) -> None:
+        settings = {"number": 0, "num_workers": 1, "client_key": "", "control_key": ""} | more
+        self.settings = WorkerSettings(config, folder=str(folder), **settings)
+        self._thread = HttpThread("agents")
+
+    async def start(self, router_url: str) -> str:
+        def make() -> HttpServer:
+            app = agents_app(self.settings, router_url)
+            return HttpServer(
+                uvicorn.Config(app, lifespan="on", access_log=False, log_config=None, ws="none")
+            )
+
+        return (await self._thread.start("127.0.0.1", 0, make)).url
+
+    async def stop(self) -> None:
+        await self._thread.stop(0.0, timeout_s=10.0)
 
 
 @pytest.fixture
-async def make_agent_of(make_bench: MakeBench) -> Any:  # noqa: F811
+async def make_agent_of(make_bench: MakeBench, tmp_path: Path) -> Any:  # noqa: F811
     """Makes agents of a model's folder and what its engines say, one for each ``dies_after``."""
-    clients = []
+    ends: list[Callable[[], Awaitable[None]]] = []
 
     async def make(
         folder: Path,
         say: Callable[[str], str],
         *dies_after: Callable[[], int | None],
         speech: dict[str, Any] | None = None,
+        router: dict[str, Any] | None = None,
         **config: Any,
     ) -> Agent:
         scripts = [
             speaking(folder, say, dies_after=one, **(speech or {}))
             for one in dies_after or [lambda: None]
         ]
-        settings = router_config(tokenizer_path=str(folder), **config)
+        settings = router_config(tokenizer_path=str(folder), **(router or {}))
         bench = await make_bench(*scripts, config=settings)
-        client = openai.AsyncOpenAI(
-            base_url=f"{bench.url}/sessions/s/v1", api_key="none", max_retries=0
-        )
-        clients.append(client)
-        return Agent(bench, client, folder)
+        of_agents = AgentsConfig(**(_SMALL | {"tokenizer_path": str(folder)} | config))
+        keys = {"client_key": settings.client_key, "control_key": settings.control_key}
+        worker = Worker(of_agents, tmp_path / f"agents-{len(ends)}", **keys)
+        url = await worker.start(bench.url)
+        http = aiohttp.ClientSession(url)
+        client = openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0)
+        ends.extend([client.close, http.close, worker.stop])
+        return Agent(bench, client, folder, http)
 
     yield make
-    for client in clients:
-        await client.close()
+    for end in ends:
+        await end()

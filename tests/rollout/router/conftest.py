@@ -27,9 +27,7 @@ def router_config(**fields) -> RouterConfig:
         "max_connections": 1000,
         "max_body_bytes": 64 << 20,
         "request_timeout_s": 60.0,
-        "max_sessions": 1000,
         "tokenizer_path": "/no/tokenizer",  # without it, an engine gets a request for its path
-        "max_session_bytes": 1 << 20,
     }
     return RouterConfig(**(small | fields))
 
@@ -101,16 +99,13 @@ def _saved_every_4_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 async def make_bench() -> AsyncIterator[MakeBench]:
     benches: list[Bench] = []
 
-    async def make(
-        *scripts: Script | None, config: RouterConfig | None = None, is_successor: bool = False
-    ) -> Bench:
+    async def make(*scripts: Script | None, config: RouterConfig | None = None) -> Bench:
         """Engines ``e-0``, ``e-1`` ...; None resets connections while heads are read."""
         failures: list[ConnectionFailure] = []
         host = RouterHost(
             config or router_config(),
             on_engine_failure=failures.append,
             run="run",
-            is_successor=is_successor,
         )
         engines = [
             StubEngine(f"e-{index}", script or reply(), resets_heads=script is None)

@@ -1,0 +1,338 @@
+"""A worker's requests to its router: turns as ``/generate``, the model's folder, pins.
+
+Always true: a turn whose reply was lost with the router is requested again, unchanged, as long as
+its client has no part of it.  Each request has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+
+from engines.http.reply_check import UnusableReply
+from engines.http.sglang_json import DONE, read_checked, read_logprob
+from engines.plain_json import WRONG_FORM, read_json
+from engines.process.background import Then, keep_task
+from rollout.agents.failures import ChatFailure, failure
+from rollout.agents.plan import Ended
+from rollout.driver.client.http_client import Outage
+from rollout.router.http.routes import GENERATE_PATH, PINS_PATH
+from rollout.rules.contract import Contract
+
+_QUERY_S = 10.0
+_MARGIN_S = 10.0
+_MOST_AT_ONCE = 1 << 16
+"""Bytes that are read on the event loop, in less than 1 ms."""
+_SIGNED = ("x-engine-id", "x-weight-version", "x-first-weight-version", "x-logprob-kind")
+_PIN_AGAIN_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The tokens of a turn so far.
+
+    Attributes:
+        entries: of their log-probs, as the engine writes them.
+        signed: headers that name the engine and its weights.
+    """
+
+    text: str
+    ids: Sequence[int]
+    entries: Sequence[Any]
+    signed: Mapping[str, str]
+
+    def logprobs_from(self, num: int) -> list[float]:
+        """Those of the tokens from this one on."""
+        return [read_logprob(entry[0]) for entry in self.entries[num:]]
+
+
+class RouterLink:
+    """The router of one worker; for use in one event loop, between ``open`` and ``close``.
+
+    Args:
+        url: base URL of the router, which it has for life.
+        client_key, control_key: empty for none.
+        request_timeout_s: the router's, for a request with the time it is held.
+    """
+
+    def __init__(
+        self, url: str, *, client_key: str, control_key: str, request_timeout_s: float
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._headers = _bearer(client_key)
+        self._control_headers = _bearer(control_key or client_key)
+        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s + _MARGIN_S)
+        self._outage = Outage(has_served=True)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    # -- turns ------------------------------------------------------------------------------
+
+    async def generate(
+        self, affinity: str, body: bytes, contract: Contract
+    ) -> AsyncGenerator[Progress | Ended, None]:
+        """The tokens so far, at last the end.  When it is closed, the request ends.
+
+        Args:
+            affinity: of the session, whose turns prefer one engine.
+            body: as ``/generate`` takes it.
+            contract: what its tokens have to fulfil.
+
+        Raises:
+            ChatFailure: there is no complete reply.
+        """
+        headers = {
+            **self._headers,
+            **contract.to_headers(),
+            "content-type": "application/json",
+            "x-token-failover": "on",
+            "x-affinity": affinity,
+        }
+        has_begun = False
+        for num_tries in itertools.count(1):
+            try:
+                async with aclosing(self._posted(body, headers)) as replies:
+                    async for reply in replies:
+                        has_begun = True
+                        yield reply
+                return
+            except (aiohttp.ClientError, OSError) as error:
+                lost = failure(502, "router_lost", f"the router was lost: {_words(error)}")
+                if has_begun:
+                    raise lost from None
+                try:
+                    self._outage.note(error)
+                    await self._outage.wait(error, num_tries)
+                except (aiohttp.ClientError, OSError):
+                    raise lost from None
+            except TimeoutError:
+                raise failure(504, "timeout", "the router has not answered in time") from None
+
+    async def _posted(
+        self, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncGenerator[Progress | Ended, None]:
+        assert self._session is not None, "a turn before open"
+        async with self._session.post(
+            self.url + GENERATE_PATH,
+            data=BytesIO(body),  # aiohttp warns of bytes over 1 MiB
+            headers=headers,
+        ) as response:
+            self._outage.end()
+            signed = {name: response.headers[name] for name in _SIGNED if name in response.headers}
+            if response.status != 200:
+                after = response.headers.get("retry-after", "")
+                raise ChatFailure(response.status, await response.read(), after)
+            if not response.content_type.startswith("text/event-stream"):
+                yield await _whole(await response.read(), signed)
+                return
+            async for reply in _streamed(response, signed):
+                yield reply
+
+    # -- everything else --------------------------------------------------------------------
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a reply.
+
+        Raises:
+            ChatFailure: there is none.
+        """
+        assert self._session is not None, "a query before open"
+        try:
+            timeout = aiohttp.ClientTimeout(total=_QUERY_S)
+            async with self._session.get(
+                self.url + path, headers=self._headers, timeout=timeout
+            ) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            message = f"the router did not answer {path}: {_words(error)}"
+            raise failure(503, "unavailable", message, "2") from None
+
+    async def tokenizer_folder(self) -> str:
+        """The folder of the engines' tokenizer.
+
+        Raises:
+            ChatFailure: no engine names it.
+        """
+        status, body = await self.get("/model_info")
+        if status == 404:  # of vLLM
+            status, body = await self.get("/v1/models")
+        try:
+            info = read_json(body)
+            if status == 200:
+                if "data" in info:
+                    return str(info["data"][0]["root"])
+                return str(info.get("tokenizer_path") or info["model_path"])
+        except WRONG_FORM:
+            pass
+        message = "no engine names the folder of its tokenizer; set agents.tokenizer_path"
+        raise failure(503, "unavailable", message, "2")
+
+    async def pin(self, lora_path: str) -> Pin:
+        """Keep the version of an adapter that answers now, until the pin is closed.
+
+        Args:
+            lora_path: the adapter; empty for the one that was pushed last.
+
+        Raises:
+            ChatFailure: the router keeps none.
+        """
+        pin = Pin(self, lora_path)
+        await pin.open()
+        return pin
+
+    async def begin_pin(
+        self, stack: AsyncExitStack, lora_path: str
+    ) -> tuple[str | None, aiohttp.ClientResponse]:
+        """The name of the version, None for the base, and the response that keeps it.
+
+        Args:
+            stack: what the response ends with.
+        """
+        assert self._session is not None, "a pin before open"
+        try:
+            async with asyncio.timeout(_QUERY_S):
+                response = await stack.enter_async_context(
+                    self._session.post(
+                        self.url + PINS_PATH,
+                        json={"lora_path": lora_path},
+                        headers=self._control_headers,
+                        timeout=aiohttp.ClientTimeout(),
+                    )
+                )
+                line = await response.content.readline()
+            if response.status != 200:
+                raise ChatFailure(response.status, line)
+            name: str | None = read_json(line)["lora_path"]
+            return name, response
+        except (aiohttp.ClientError, OSError, TimeoutError, *WRONG_FORM) as error:
+            message = f"the router keeps no version of {lora_path!r:.80}: {_words(error)}"
+            raise failure(503, "unavailable", message, "2") from None
+
+
+class Pin:
+    """A version of an adapter that the router keeps while the pin is open.
+
+    Its connection is opened again when the router was lost.
+
+    Attributes:
+        name: the version, as ``lora_path`` takes it; None for the base, of which there is one.
+    """
+
+    def __init__(self, link: RouterLink, lora_path: str) -> None:
+        self.name: str | None = lora_path
+        self._link = link
+        self._stack = AsyncExitStack()
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        assert self.name is not None, "opened twice"
+        try:
+            self.name, response = await self._link.begin_pin(self._stack, self.name)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        if self.name is None:
+            await self.close()
+        else:
+            self._keeping = keep_task(
+                partial(self._keep, response), "agents-pin", Then.STARTS_AGAIN
+            )
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+        await self._stack.aclose()
+
+    async def _keep(self, response: aiohttp.ClientResponse) -> None:
+        while self.name is not None:
+            with suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with asyncio.timeout(_PIN_AGAIN_S):
+                    await response.content.read()
+            following = AsyncExitStack()
+            _, response = await self._link.begin_pin(following, self.name)
+            old, self._stack = self._stack, following
+            await old.aclose()
+
+
+async def _whole(content: bytes, signed: Mapping[str, str]) -> Ended:
+    if len(content) > _MOST_AT_ONCE:
+        return await asyncio.to_thread(_read_end, content, signed)
+    return _read_end(content, signed)
+
+
+def _read_end(content: bytes, signed: Mapping[str, str]) -> Ended:
+    """Raises ChatFailure: it is no complete reply."""
+    try:
+        payload = read_json(content)
+        if "error" in payload:
+            raise ChatFailure(502, content)
+        reply = read_checked(payload, wants_logprobs=True)
+        if reply.finish_reason is None:
+            raise failure(502, "engine_failure", "the reply ended before its last token")
+        is_known = payload["meta_info"].get("cached_tokens") is not None
+        return Ended(reply, num_cached=reply.cached_tokens if is_known else None, signed=signed)
+    except (UnusableReply, *WRONG_FORM) as error:
+        where = signed.get("x-engine-id", "")
+        message = f"engine {where} sent an unusable reply: {_words(error)}"
+        raise failure(502, "engine_failure", message) from None
+
+
+async def _streamed(
+    response: aiohttp.ClientResponse, signed: Mapping[str, str]
+) -> AsyncGenerator[Progress | Ended, None]:
+    """Of the events that have arrived together only the last one: each has everything so far."""
+    unread, newest = b"", b""
+    async for data in response.content.iter_any():
+        *lines, unread = (unread + data).split(b"\n")
+        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        events = [event for event in events if event != DONE]
+        if events:
+            newest = events[-1]
+            if (progress := _read_progress(newest, signed)) is not None:
+                yield progress
+    if not newest:
+        raise failure(502, "engine_failure", "the stream ended before its first token")
+    yield await _whole(newest, signed)
+
+
+def _read_progress(content: bytes, signed: Mapping[str, str]) -> Progress | None:
+    """The tokens so far; None if it is the end, or an error."""
+    try:
+        payload = read_json(content)
+        meta = payload["meta_info"]
+        if "error" in payload or meta.get("finish_reason") is not None:
+            return None
+        return Progress(
+            payload.get("text") or "",
+            payload.get("output_ids") or (),
+            meta.get("output_token_logprobs") or (),
+            signed,
+        )
+    except WRONG_FORM as error:
+        raise failure(502, "engine_failure", f"unusable event: {_words(error)}") from None
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
