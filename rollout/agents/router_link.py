@@ -317,8 +317,10 @@ def _read_progress(content: bytes, signed: Mapping[str, str]) -> Progress | None
     """The tokens so far; None if it is the end, or an error."""
     try:
         payload = read_json(content)
+        if "error" in payload:
+            return None
         meta = payload["meta_info"]
-        if "error" in payload or meta.get("finish_reason") is not None:
+        if meta.get("finish_reason") is not None:
             return None
         return Progress(
             payload.get("text") or "",

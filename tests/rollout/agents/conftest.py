@@ -10,21 +10,18 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-import uvicorn
 
-from engines.http.uvicorn_server import HttpServer
-from rollout.agents.app import agents_app
-from rollout.agents.settings import WorkerSettings
 from rollout.config import AgentsConfig
-from rollout.core.http_thread import HttpThread
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
 from tests.rollout.router.conftest import (
     Bench,
+    ClientReply,
     MakeBench,
     make_bench,  # noqa: F401 - a fixture
     router_config,
 )
+from tests.support.agent_workers import Worker
 from tests.support.chat_models import speaking
 
 USER = {"role": "user", "content": "2+2?"}
@@ -39,7 +36,13 @@ class Agent:
 
     @property
     def url(self) -> str:
+        """Of the worker."""
         return str(self.http._base_url).rstrip("/")
+
+    async def send(self, method: str, path: str = "/sessions/s", **options: Any) -> ClientReply:
+        """The worker's reply."""
+        async with self.http.request(method, path, **options) as response:
+            return ClientReply(response.status, response.headers, await response.read())
 
     async def ask(self, messages: list[Any], **options: Any) -> Any:
         return await self.client.chat.completions.create(
@@ -57,8 +60,8 @@ class Agent:
         return text, calls, last
 
     async def turns(self) -> list[dict[str, Any]]:
-        async with self.http.get("/sessions/s") as response:
-            return [] if response.status == 404 else (await response.json())["turns"]
+        reply = await self.send("GET")
+        return [] if reply.status == 404 else reply.json["turns"]
 
     async def samples(self) -> list[Sample]:
         return branch_samples("s", await self.turns())
@@ -79,31 +82,6 @@ def answer_of(reply: Any) -> dict[str, Any]:
 
 MakeAgentOf = Callable[..., Awaitable[Agent]]
 _SMALL = {"max_sessions": 1000, "max_session_bytes": 1 << 20}
-
-
-class Worker:
-    """One worker of the program, in a thread.
-
-    Args:
-        more: further settings of the worker.
-    """
-
-    def __init__(self, config: AgentsConfig, folder: Path, **more: Any) -> None:
-        settings = {"number": 0, "num_workers": 1, "client_key": "", "control_key": ""} | more
-        self.settings = WorkerSettings(config, folder=str(folder), **settings)
-        self._thread = HttpThread("agents")
-
-    async def start(self, router_url: str) -> str:
-        def make() -> HttpServer:
-            app = agents_app(self.settings, router_url)
-            return HttpServer(
-                uvicorn.Config(app, lifespan="on", access_log=False, log_config=None, ws="none")
-            )
-
-        return (await self._thread.start("127.0.0.1", 0, make)).url
-
-    async def stop(self) -> None:
-        await self._thread.stop(0.0, timeout_s=10.0)
 
 
 @pytest.fixture

@@ -9,15 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout.agents import chats as chat_sessions
+from rollout.config import AgentsConfig
 from rollout.core.samples import SampleStatus
 from tests.rollout.agents.conftest import USER, Agent, MakeAgentOf, answer_of
-from tests.rollout.router.conftest import MakeBench, router_config
+from tests.rollout.router.conftest import MakeBench
 from tests.rollout.router.stub_engine import Hold, hold_then_reply
+from tests.support.agent_workers import worker_of_router
 from tests.support.chat_models import END, TOOLS, logprob_of, write_chat_model
 
 pytest.importorskip("tokenizers")
@@ -156,8 +158,7 @@ async def test_turns_are_counted_by_drift_in_the_metrics(make_agent: MakeAgent) 
     with pytest.raises(openai.BadRequestError):
         await agent.ask([USER], n=2)
     assert await turns_by_drift(agent) == {"clean": 1, "realigned": 1, "forked": 1}
-    async with agent.bench.client.delete("/sessions/s") as response:
-        assert response.status == 200
+    assert (await agent.send("DELETE")).status == 200
     assert await turns_by_drift(agent) == {"clean": 1, "realigned": 1, "forked": 1}
 
 
@@ -166,23 +167,20 @@ async def test_a_turn_after_the_session_was_closed_is_refused_and_kept_nowhere(
 ) -> None:
     agent = await make_agent()
     await agent.ask([USER])
-    async with agent.bench.client.delete("/sessions/s") as response:
-        assert response.status == 200
+    assert (await agent.send("DELETE")).status == 200
     with pytest.raises(openai.APIStatusError, match="session s was closed") as refused:
         await agent.ask([USER])
     assert refused.value.status_code == 410
-    async with agent.bench.client.get("/sessions/s") as response:
-        assert response.status == 404
+    assert (await agent.send("GET")).status == 404
 
 
 async def turns_by_drift(agent: Agent) -> dict[str, float]:
-    async with agent.bench.client.get("/metrics") as response:
-        families = text_string_to_metric_families(await response.text())
+    families = text_string_to_metric_families((await agent.send("GET", "/metrics")).body.decode())
     return {
         sample.labels["drift"]: sample.value
         for family in families
         for sample in family.samples
-        if sample.name == "router_session_turns_total"
+        if sample.name == "agents_session_turns_total"
     }
 
 
@@ -367,7 +365,7 @@ async def test_a_session_id_that_no_header_takes_is_refused(
     make_agent: MakeAgent, character: str
 ) -> None:
     agent = await make_agent()
-    path = f"{agent.bench.url}/sessions/a{character}b/v1"
+    path = f"{agent.url}/sessions/a{character}b/v1"
     with pytest.raises(openai.BadRequestError, match="printable characters"):
         await agent.client.with_options(base_url=path).chat.completions.create(
             model="m", messages=[USER]
@@ -417,13 +415,13 @@ async def test_a_missing_tokenizer_names_the_setting(make_agent: MakeAgent) -> N
 async def test_sessions_are_bounded_and_can_be_closed(make_agent: MakeAgent) -> None:
     agent = await make_agent(max_sessions=1)
     await agent.ask([USER])
-    other = agent.client.with_options(base_url=f"{agent.bench.url}/sessions/t/v1")
-    with pytest.raises(openai.APIStatusError, match=r"router\.max_sessions") as refused:
+    other = agent.client.with_options(base_url=f"{agent.url}/sessions/t/v1")
+    with pytest.raises(openai.APIStatusError, match=r"agents\.max_sessions") as refused:
         await other.chat.completions.create(model="m", messages=[USER])
     assert refused.value.status_code == 507
-    assert (await agent.bench.ask("/sessions/s", "DELETE")).status == 200
+    assert (await agent.send("DELETE")).status == 200
     await other.chat.completions.create(model="m", messages=[USER])
-    assert (await agent.bench.ask("/sessions/s", "GET")).status == 404
+    assert (await agent.send("GET")).status == 404
 
 
 async def test_a_chat_may_be_as_long_as_a_body_that_the_router_reads(
@@ -455,16 +453,15 @@ async def test_a_closed_gate_is_the_clients_503_and_no_turn(make_agent: MakeAgen
 async def test_a_chat_needs_the_clients_key_and_turns_the_control_key(
     make_agent: MakeAgent,
 ) -> None:
-    agent = await make_agent(client_key="c", control_key="k")
+    agent = await make_agent(router={"client_key": "c", "control_key": "k"})
     with pytest.raises(openai.AuthenticationError):
         await agent.ask([USER])
     agent.client.api_key = "c"
     await agent.ask([USER])
     headers = {"authorization": "Bearer c"}
-    path = "/sessions/s"
-    assert (await agent.bench.ask(path, "GET", headers=headers)).status == 401
+    assert (await agent.send("GET", headers=headers)).status == 401
     headers = {"authorization": "Bearer k"}
-    assert len((await agent.bench.ask(path, "GET", headers=headers)).json["turns"]) == 1
+    assert len((await agent.send("GET", headers=headers)).json["turns"]) == 1
 
 
 async def test_chats_of_one_session_run_at_the_same_time(make_agent: MakeAgent) -> None:
@@ -481,21 +478,29 @@ async def test_a_client_that_leaves_ends_its_request_and_leaves_no_turn(
     make_bench: MakeBench, tmp_path: Path, is_streamed: bool
 ) -> None:
     hold = Hold()
-    settings = router_config(tokenizer_path=str(write_chat_model(tmp_path)))
-    bench = await make_bench(hold_then_reply(hold), config=settings)
+    folder = str(write_chat_model(tmp_path / "model"))
+    bench = await make_bench(hold_then_reply(hold))
+    config = AgentsConfig(tokenizer_path=folder)
     body = {"messages": [USER], "stream": is_streamed}
-    asked = bench.begin("/sessions/s/v1/chat/completions", json=body)
-    await hold.entered.wait()
-    asked.cancel()
-    await bench.engines[0].peer_closed.wait()
-    while (await bench.ask("/sessions/s", "GET")).status != 404:
-        pass
+    async with (
+        worker_of_router(bench.url, tmp_path / "agents", config) as url,
+        aiohttp.ClientSession(url) as client,
+    ):
+        sending = client.post("/sessions/s/v1/chat/completions", json=body)
+        asked = asyncio.ensure_future(sending)
+        await hold.entered.wait()
+        asked.cancel()
+        await bench.engines[0].peer_closed.wait()
+        while True:
+            async with client.get("/sessions/s") as reply:
+                if reply.status == 404:
+                    break
 
 
 async def test_an_engine_that_dies_within_a_stream_is_an_error_without_failover(
     make_agent: MakeAgent,
 ) -> None:
-    agent = await make_agent(lambda: 8, token_failover="off")
+    agent = await make_agent(lambda: 8, router={"token_failover": "off"})
     with pytest.raises(openai.APIError, match="engine e-0 failed"):
         await agent.stream([USER])
     assert await agent.turns() == []
@@ -510,33 +515,11 @@ async def test_a_finished_stream_leaves_its_connection_to_the_next(make_agent: M
     assert agent.bench.engines[0].num_connections == 1
 
 
-async def test_long_chats_are_planned_in_a_process_as_short_ones_are(
-    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those whose answers are long and not in the messages."""
-    seen: list[list[Any]] = []
-    for most in (1 << 16, 16):
-        monkeypatch.setattr(chat_sessions, "_MOST_BYTES_IN_THREAD", most)
-        agent = await make_agent(tool_call_parser="hermes")
-        messages = [USER]
-        for number in range(3):
-            answer = answer_of(await agent.ask(messages, tools=TOOLS))
-            messages += [answer, {"role": "user", "content": f"and {number}?"}]
-        with pytest.raises(openai.BadRequestError, match="n=1"):
-            await agent.ask(messages, n=2)
-        names = ("parent", "drift", "first_difference", "prompt_ids", "output_ids", "text")
-        seen.append([[turn[name] for name in names] for turn in await agent.turns()])
-        process = agent.bench.host._proxy.reading._process
-        assert (process is None) == (most > 16)
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 3
-
-
 async def test_refused_chats_leave_no_session(make_agent: MakeAgent) -> None:
     agent = await make_agent(max_sessions=2)
     for number in range(5):
         path = f"/sessions/{number}/v1/chat/completions"
-        reply = await agent.bench.ask(path, json={"messages": [], "n": 2})
+        reply = await agent.send("POST", path, json={"messages": [], "n": 2})
         assert reply.status == 400
     await agent.ask([USER])
     assert len(await agent.turns()) == 1

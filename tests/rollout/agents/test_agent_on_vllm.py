@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from engines.fake import faults
 from rollout.driver.client.branch_samples import branch_samples
 from tests.rollout.router.served_vllm import Served, served
+from tests.support.agent_workers import worker_of_router
 from tests.support.chat_models import write_chat_model
 from tests.support.waits import until
 
@@ -24,14 +27,22 @@ USER = {"role": "user", "content": "2+2?"}
 NUM = 20
 
 
-def client_of(whole: Served, path: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=whole.url + path, api_key="none", max_retries=0)
-
-
-async def turns_of(whole: Served) -> list[dict[str, Any]]:
+@asynccontextmanager
+async def client_of(whole: Served, folder: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of session ``s`` of a worker in front of the router."""
     async with (
-        aiohttp.ClientSession() as client,
-        client.get(f"{whole.url}/sessions/s") as reply,
+        worker_of_router(whole.url, folder) as url,
+        openai.AsyncOpenAI(
+            base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0
+        ) as client,
+    ):
+        yield client
+
+
+async def turns_of(client: openai.AsyncOpenAI) -> list[dict[str, Any]]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(str(client.base_url).removesuffix("/v1/")) as reply,
     ):
         turns: list[dict[str, Any]] = (await reply.json())["turns"]
         return turns
@@ -53,7 +64,7 @@ async def test_a_session_has_the_exact_ids(kinds: tuple[str, ...], tmp_path: Pat
     model = write_chat_model(tmp_path / "model")
     async with (
         served(*kinds, model_path=str(model)) as whole,
-        client_of(whole, "/sessions/s/v1") as client,
+        client_of(whole, tmp_path / "agents") as client,
     ):
         ask: Any = client.chat.completions.create
         first = await ask(model="m", messages=[USER], max_tokens=4)
@@ -61,7 +72,7 @@ async def test_a_session_has_the_exact_ids(kinds: tuple[str, ...], tmp_path: Pat
         stream = await ask(model="m", messages=history, max_tokens=NUM, stream=True)
         *_, last = [part async for part in stream]
         assert last.session["parent"] == 0
-        one, two = await turns_of(whole)
+        one, two = await turns_of(client)
     assert one["output_ids"] == generated(one["prompt_ids"], 4)
     prompt = one["prompt_ids"] + one["output_ids"] + two["prompt_ids"]
     assert two["output_ids"] == generated(prompt, NUM)
@@ -76,12 +87,12 @@ async def test_a_turn_with_a_cut_marks_its_sample(tmp_path: Path) -> None:
     model = write_chat_model(tmp_path / "model")
     async with (
         served("vllm", model_path=str(model)) as whole,
-        client_of(whole, "/sessions/s/v1") as client,
+        client_of(whole, tmp_path / "agents") as client,
     ):
         ask: Any = client.chat.completions.create
         first = await ask(model="m", messages=[USER], max_tokens=4, top_p=0.5)
         await ask(model="m", messages=[USER, answer_of(first), USER], max_tokens=4)
-        turns = await turns_of(whole)
+        turns = await turns_of(client)
     assert [turn["logprob_kind"] for turn in turns] == ["cut", "full"]
     (sample,) = branch_samples("s", turns)
     assert sample.logprob_kind == "cut"
@@ -91,7 +102,7 @@ async def test_a_turn_goes_on_with_its_tokens_when_its_engine_dies(tmp_path: Pat
     model = write_chat_model(tmp_path / "model")
     async with (
         served("vllm", "vllm", model_path=str(model)) as whole,
-        client_of(whole, "/sessions/s/v1") as client,
+        client_of(whole, tmp_path / "agents") as client,
     ):
         ask: Any = client.chat.completions.create
         first = await ask(model="m", messages=[USER], max_tokens=4)
@@ -105,7 +116,7 @@ async def test_a_turn_goes_on_with_its_tokens_when_its_engine_dies(tmp_path: Pat
         dying.die("killed")
         await asked
         assert dying.is_dead
-        one, two = await turns_of(whole)
+        one, two = await turns_of(client)
     prompt, ids = one["prompt_ids"] + one["output_ids"] + two["prompt_ids"], two["output_ids"]
     old, new = two["weight_versions"]
     kept = old["end"]
@@ -119,7 +130,7 @@ async def test_routed_experts_of_a_session_are_refused_in_words(tmp_path: Path) 
     model = write_chat_model(tmp_path / "model")
     async with (
         served("vllm", model_path=str(model)) as whole,
-        client_of(whole, "/sessions/s/v1") as client,
+        client_of(whole, tmp_path / "agents") as client,
     ):
         with pytest.raises(openai.BadRequestError, match="do not take return_routed_experts"):
             await client.chat.completions.create(

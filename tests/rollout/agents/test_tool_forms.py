@@ -12,7 +12,7 @@ import pytest
 
 from rollout.agents.model.tool_calls import Answer, reader_of
 from rollout.agents.model.tool_forms import FORMS, Form, form_of, schemas_of
-from rollout.config.http import RouterConfig
+from rollout.config.http import AgentsConfig
 from tests.support.chat_models import THINKING
 from tests.support.tool_families import ARGUMENTS, FAMILIES, TOOLS
 
@@ -198,7 +198,7 @@ def test_a_template_that_shows_no_form_gets_that_of_hermes() -> None:
 
 
 def test_the_setting_has_all_forms() -> None:
-    values = get_args(RouterConfig.model_fields["tool_call_parser"].annotation)
+    values = get_args(AgentsConfig.model_fields["tool_call_parser"].annotation)
     assert set(values) == {"auto", *(form.name for form in FORMS)}
 
 

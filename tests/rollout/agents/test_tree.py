@@ -191,12 +191,12 @@ def test_bytes_and_sessions_are_bounded_and_come_back_when_deleted() -> None:
     store = SessionStore(max_bytes=1 << 20, max_sessions=2, ttl_s=10.0)
     one_turn(store, "a", 0.0)
     one_turn(store, "b", 0.0, num_tokens=80_000)
-    assert "router.max_session_bytes" in store.why_full("a", 0.0)
+    assert "agents.max_session_bytes" in store.why_full("a", 0.0)
     assert store.delete("b")
     assert not store.delete("b")
     assert store.why_full("c", 0.0) == ""
     one_turn(store, "c", 0.0)
-    assert "router.max_sessions" in store.why_full("d", 0.0)
+    assert "agents.max_sessions" in store.why_full("d", 0.0)
     assert store.delete("a")
     assert store.delete("c")
     assert store.num_bytes == 0

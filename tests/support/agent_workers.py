@@ -1,0 +1,55 @@
+"""Workers of the agents' program in threads of a test, in front of a router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from engines.http.uvicorn_server import HttpServer
+from rollout.agents.app import agents_app
+from rollout.agents.settings import WorkerSettings
+from rollout.config import AgentsConfig
+from rollout.core.http_thread import HttpThread
+
+
+class Worker:
+    """One worker.
+
+    Args:
+        more: its settings that are not as those of the only worker.
+    """
+
+    def __init__(self, config: AgentsConfig, folder: Path, **more: Any) -> None:
+        settings = {"number": 0, "num_workers": 1} | more
+        self.settings = WorkerSettings(config, folder=str(folder), **settings)
+        self._thread = HttpThread("agents")
+
+    async def start(self, router_url: str) -> str:
+        """Its base URL."""
+
+        def make() -> HttpServer:
+            app = agents_app(self.settings, router_url)
+            return HttpServer(
+                uvicorn.Config(app, lifespan="on", access_log=False, log_config=None, ws="none")
+            )
+
+        return (await self._thread.start("127.0.0.1", 0, make)).url
+
+    async def stop(self) -> None:
+        await self._thread.stop(0.0, timeout_s=10.0)
+
+
+@asynccontextmanager
+async def worker_of_router(
+    router_url: str, folder: Path, config: AgentsConfig | None = None, **more: Any
+) -> AsyncIterator[str]:
+    """The base URL of the only worker in front of a router."""
+    worker = Worker(config or AgentsConfig(), folder, **more)
+    try:
+        yield await worker.start(router_url)
+    finally:
+        await worker.stop()
