@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
-from engines.http.reply_check import UnusableReply
+from engines.http.reply_check import UnusableReply, check_generate
 from engines.http.sglang_json import DONE, read_checked, read_logprob
 from engines.plain_json import WRONG_FORM, read_json
 from engines.process.background import Then, keep_task
@@ -26,6 +26,8 @@ from rollout.agents.plan import Ended
 from rollout.driver.client.http_client import Outage
 from rollout.router.http.routes import GENERATE_PATH, PINS_PATH
 from rollout.rules.contract import Contract
+
+T = TypeVar("T")
 
 _QUERY_S = 10.0
 _MARGIN_S = 10.0
@@ -141,7 +143,7 @@ class RouterLink:
                 after = response.headers.get("retry-after", "")
                 raise ChatFailure(response.status, await response.read(), after)
             if not response.content_type.startswith("text/event-stream"):
-                yield await _whole(await response.read(), signed)
+                yield await _read(_read_end, await response.read(), signed)
                 return
             async for reply in _streamed(response, signed):
                 yield reply
@@ -200,8 +202,8 @@ class RouterLink:
 
     async def begin_pin(
         self, stack: AsyncExitStack, lora_path: str
-    ) -> tuple[str | None, aiohttp.ClientResponse]:
-        """The name of the version, None for the base, and the response that keeps it.
+    ) -> tuple[str | None, aiohttp.ClientResponse | None]:
+        """The name of the version, None for the base, and the response that keeps it, if any.
 
         Args:
             stack: what the response ends with.
@@ -220,8 +222,8 @@ class RouterLink:
                 line = await response.content.readline()
             if response.status != 200:
                 raise ChatFailure(response.status, line)
-            name: str | None = read_json(line)["lora_path"]
-            return name, response
+            reply = read_json(line)
+            return reply["lora_path"], response if reply["is_pinned"] else None
         except (aiohttp.ClientError, OSError, TimeoutError, *WRONG_FORM) as error:
             message = f"the router keeps no version of {lora_path!r:.80}: {_words(error)}"
             raise failure(503, "unavailable", message, "2") from None
@@ -233,7 +235,7 @@ class Pin:
     Its connection is opened again when the router was lost.
 
     Attributes:
-        name: the version, as ``lora_path`` takes it; None for the base, of which there is one.
+        name: the version, as ``lora_path`` takes it; None for the base.
     """
 
     def __init__(self, link: RouterLink, lora_path: str) -> None:
@@ -249,7 +251,7 @@ class Pin:
         except BaseException:
             await self._stack.aclose()
             raise
-        if self.name is None:
+        if response is None:
             await self.close()
         else:
             self._keeping = keep_task(
@@ -261,8 +263,9 @@ class Pin:
             self._keeping.cancel()
         await self._stack.aclose()
 
-    async def _keep(self, response: aiohttp.ClientResponse) -> None:
-        while self.name is not None:
+    async def _keep(self, response: aiohttp.ClientResponse | None) -> None:
+        assert self.name is not None, "the base is not pinned"
+        while response is not None:
             with suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with asyncio.timeout(_PIN_AGAIN_S):
                     await response.content.read()
@@ -272,15 +275,18 @@ class Pin:
             await old.aclose()
 
 
-async def _whole(content: bytes, signed: Mapping[str, str]) -> Ended:
+async def _read(
+    read: Callable[[bytes, Mapping[str, str]], T], content: bytes, signed: Mapping[str, str]
+) -> T:
+    """Read a reply; a long one in a thread."""
     if len(content) > _MOST_AT_ONCE:
-        return await asyncio.to_thread(_read_end, content, signed)
-    return _read_end(content, signed)
+        return await asyncio.to_thread(read, content, signed)
+    return read(content, signed)
 
 
 def _read_end(content: bytes, signed: Mapping[str, str]) -> Ended:
     """Raises ChatFailure: it is no complete reply."""
-    try:
+    with _unusable(signed):
         payload = read_json(content)
         if "error" in payload:
             raise ChatFailure(502, content)
@@ -289,9 +295,15 @@ def _read_end(content: bytes, signed: Mapping[str, str]) -> Ended:
             raise failure(502, "engine_failure", "the reply ended before its last token")
         is_known = payload["meta_info"].get("cached_tokens") is not None
         return Ended(reply, num_cached=reply.cached_tokens if is_known else None, signed=signed)
+
+
+@contextmanager
+def _unusable(signed: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
     except (UnusableReply, *WRONG_FORM) as error:
-        where = signed.get("x-engine-id", "")
-        message = f"engine {where} sent an unusable reply: {_words(error)}"
+        engine = signed.get("x-engine-id", "")
+        message = f"engine {engine} sent an unusable reply: {_words(error)}"
         raise failure(502, "engine_failure", message) from None
 
 
@@ -306,30 +318,27 @@ async def _streamed(
         events = [event for event in events if event != DONE]
         if events:
             newest = events[-1]
-            if (progress := _read_progress(newest, signed)) is not None:
+            if (progress := await _read(_read_progress, newest, signed)) is not None:
                 yield progress
     if not newest:
         raise failure(502, "engine_failure", "the stream ended before its first token")
-    yield await _whole(newest, signed)
+    yield await _read(_read_end, newest, signed)
 
 
 def _read_progress(content: bytes, signed: Mapping[str, str]) -> Progress | None:
     """The tokens so far; None if it is the end, or an error."""
-    try:
+    with _unusable(signed):
         payload = read_json(content)
         if "error" in payload:
             return None
         meta = payload["meta_info"]
         if meta.get("finish_reason") is not None:
             return None
+        check_generate(payload, wants_logprobs=True)
+        logprobs = meta.get("output_token_logprobs") or ()
         return Progress(
-            payload.get("text") or "",
-            payload.get("output_ids") or (),
-            meta.get("output_token_logprobs") or (),
-            signed,
+            payload.get("text") or "", payload.get("output_ids") or (), logprobs, signed
         )
-    except WRONG_FORM as error:
-        raise failure(502, "engine_failure", f"unusable event: {_words(error)}") from None
 
 
 def _words(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from engines.plain_json import WRONG_FORM, read_json
 from engines.process.background import Then, keep_task
-from engines.protocol.adapter_names import resolved
+from engines.protocol.adapter_names import adapter_of, resolved
 from rollout.core.errors import ConfigError
 from rollout.router.continuation.named_weights import MAX_NAME_CHARACTERS
 from rollout.router.engine_queries import (
@@ -146,8 +146,9 @@ def _add_pins(app: FastAPI, gate: Gate) -> None:
     async def pin(request: Request) -> Response:
         """Keep the version of an adapter that answers now until the client closes the connection.
 
-        Its first line names the version as ``lora_path`` takes it; null for the base.  Adapters are
-        pushed meanwhile, and requests that name the version are answered by it.
+        Its only line names the version as ``lora_path`` takes it; null for the base, which has one
+        version at a time and is not pinned.  Adapters are pushed meanwhile, and requests that name
+        the version are answered by it.
         """
         try:
             wanted = read_json(await request.body())["lora_path"]
@@ -160,10 +161,16 @@ def _add_pins(app: FastAPI, gate: Gate) -> None:
 
 
 async def _pinned(gate: Gate, lora_path: str) -> AsyncIterator[bytes]:
-    names = resolved((lora_path,), gate.adapters or {})
+    adapters = gate.adapters or {}
+    names = resolved((lora_path,), adapters)
+    is_pinned = adapter_of(names[0] or "") in adapters  # others have no further versions
+    line = dumps({"lora_path": names[0], "is_pinned": is_pinned}) + b"\n"
+    if not is_pinned:
+        yield line
+        return
     gate.pin(names)
     try:
-        yield dumps({"lora_path": names[0]}) + b"\n"
+        yield line
         await asyncio.Event().wait()
     finally:
         gate.unpin(names)

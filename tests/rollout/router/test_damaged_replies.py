@@ -16,18 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from engines.protocol import SamplingParams
-from rollout.config import RouterConfig
+from rollout.config import AgentsConfig, RouterConfig
 from rollout.core.errors import GenerationFailed, RolloutError
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.client.sample_requests import make_requests
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import RolloutDriver
 from rollout.runtime.calls.sample_client import SampleClient
-from tests.rollout.router.conftest import Bench, MakeBench, router_config
+from tests.rollout.router.conftest import Bench, ClientReply, MakeBench, router_config
 from tests.rollout.router.stub_engine import STREAM, Connection, Seen, chunk, reply
+from tests.support.agent_workers import worker_of_router
 from tests.support.chat_models import write_chat_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -228,12 +230,14 @@ class World:
     """A router over one engine.
 
     Attributes:
+        agents: a client of a worker of agents.
         sampling: of a client library.
     """
 
     bench: Bench
     engine: Engine
     client: SampleClient
+    agents: aiohttp.ClientSession
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=3))
     num_turns: int = 0
 
@@ -243,7 +247,9 @@ class World:
     async def post(self, path: str, body: dict[str, Any], *, is_streamed: bool = False) -> Any:
         """The reply; raises what the router says of it."""
         body = {**body, "stream": is_streamed}
-        got = await self.bench.ask(path, json=body, headers=ON)
+        client = self.agents if path.startswith("/sessions") else self.bench.client
+        async with client.post(path, json=body, headers=ON) as response:
+            got = ClientReply(response.status, response.headers, await response.read())
         if got.status != 200:
             assert got.status == 502, got.body
             raise NoReply(got.body.decode())
@@ -305,8 +311,8 @@ async def turn(world: World, *, is_streamed: bool) -> Any:
         got = await world.post(path, body, is_streamed=is_streamed)
         return [part["choices"] for part in (got if is_streamed else [got])]
     except NoReply:
-        kept = await world.bench.ask(f"/sessions/s-{world.num_turns}", "GET")
-        assert kept.status == 404 or kept.json["turns"] == [], kept.body
+        async with world.agents.get(f"/sessions/s-{world.num_turns}") as kept:
+            assert kept.status == 404 or (await kept.json())["turns"] == []
         raise
 
 
@@ -385,7 +391,12 @@ async def world_of(make_bench: MakeBench, folder: Path, mode: str) -> AsyncItera
     async def find_url() -> str:
         return bench.url
 
-    yield World(bench, engine, SampleClient(find_url, RouterConfig()))
+    agents = AgentsConfig(tokenizer_path=str(folder))
+    async with (
+        worker_of_router(bench.url, folder / "agents", agents) as url,
+        aiohttp.ClientSession(url) as client,
+    ):
+        yield World(bench, engine, SampleClient(find_url, RouterConfig()), client)
 
 
 async def check(world: World, name: str, mode: str, share: int) -> list[str]:

@@ -75,12 +75,8 @@ def field(name: str, path: str = "/generate", **more: Any) -> Callable[[str], by
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 NAMED = [
-    Named("session to delete", at_path("/sessions/{}", "DELETE"), HEAD),
-    Named("session to read", at_path("/sessions/{}", "GET"), HEAD),
-    Named("session of a chat", at_path("/sessions/{}/v1/chat/completions", json=CHAT), HEAD),
-    Named("session of a completion", at_path("/sessions/{}/v1/completions", json={}), HEAD),
     Named("path", at_path("/{}"), HEAD),
-    Named("path of a session", at_path("/sessions/s/{}"), HEAD),
+    Named("session, which the router has not", at_path("/sessions/{}", "GET"), HEAD),
     Named("query", at_path("/generate?{}", json={"input_ids": [1]}), HEAD),
     Named("affinity", in_header("x_affinity"), HEAD, 3 * MIB),
     Named("engine in a header", in_header("x_engine_id"), HEAD),
@@ -105,21 +101,7 @@ NAMED = [
     Named(
         "sample of figures", in_body("/figures", lambda v: {"step": 1, "samples": [{"prompt": v}]})
     ),
-    Named(
-        "role of a chat",
-        in_body("/sessions/s/v1/chat/completions", lambda v: {"messages": [{"role": v}]}),
-        HEAD,
-    ),
-    Named(
-        "tool choice of a chat",
-        in_body("/sessions/s/v1/chat/completions", lambda v: {**CHAT, "tool_choice": v}),
-        HEAD,
-    ),
-    Named(
-        "type of a chat's field",
-        in_body("/sessions/s/v1/chat/completions", lambda v: {**CHAT, "tools": v}),
-        HEAD,
-    ),
+    Named("adapter to pin", in_body("/pins", lambda v: {"lora_path": v})),
 ]
 BY_WHAT = pytest.mark.parametrize("row", NAMED, ids=lambda row: row.what)
 Script = Callable[[Connection, Seen], Any]
