@@ -33,6 +33,7 @@ class Agent:
     client: openai.AsyncOpenAI
     folder: Path
     http: aiohttp.ClientSession
+    worker: Worker
 
     @property
     def url(self) -> str:
@@ -110,7 +111,7 @@ async def make_agent_of(make_bench: MakeBench, tmp_path: Path) -> Any:  # noqa: 
         http = aiohttp.ClientSession(url)
         client = openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0)
         ends.extend([client.close, http.close, worker.stop])
-        return Agent(bench, client, folder, http)
+        return Agent(bench, client, folder, http, worker)
 
     yield make
     for end in ends:

@@ -239,6 +239,39 @@ async def test_a_version_is_unpinned_when_its_last_request_has_ended(make_bench)
     assert await waiting
 
 
+@pytest.mark.parametrize(
+    ("wanted", "name"), [("", "policy@8"), ("judge", "judge@5"), ("judge@4", "judge@4")]
+)
+async def test_a_pin_keeps_a_version_while_its_client_wants(make_bench, wanted, name):
+    """Adapters are pushed meanwhile, and requests that name the version get it."""
+    bench = await make_bench(as_json(meta("8")))
+    await open_gate(bench)
+    async with bench.client.post("/pins", json={"lora_path": wanted}) as pin:
+        line = json.loads(await pin.content.readline())
+        assert line == {"lora_path": name, "is_pinned": True}
+        assert await bench.host.pinned() == {name: 1}
+        await open_gate(bench, weight_version=9, adapters={"": "policy@9", "judge": "judge@9"})
+        await bench.ask(json={**ASK, "lora_path": name})
+        assert bench.engines[0].seen[-1].json["lora_path"] == name
+        assert not await bench.host.unpinned(name, 0.01)
+    assert await bench.host.unpinned(name, 10.0)
+
+
+@pytest.mark.parametrize(("wanted", "name"), [("", None), ("theirs", "theirs")])
+async def test_what_has_no_further_versions_is_not_pinned(make_bench, wanted, name):
+    bench = await make_bench(reply())
+    await open_gate(bench, adapters={"judge": "judge@5"})
+    got = await bench.ask("/pins", json={"lora_path": wanted})
+    assert got.json == {"lora_path": name, "is_pinned": False}
+    assert await bench.host.pinned() == {}
+
+
+@pytest.mark.parametrize("body", [{}, [], {"lora_path": None}, {"lora_path": "a" * 257}])
+async def test_a_pin_of_no_name_is_refused(make_bench, body):
+    bench = await make_bench(reply())
+    assert (await bench.ask("/pins", json=body)).status == 400
+
+
 async def test_prefill_and_decode_engines_get_the_same_name(make_bench):
     bench = await make_bench(reply(b"prefill"), reply(b"decode"))
     types = (WorkerType.PREFILL, WorkerType.DECODE)
