@@ -116,6 +116,8 @@ class RouterLink:
                         has_begun = True
                         yield reply
                 return
+            except TimeoutError:
+                raise failure(504, "timeout", "the router has not answered in time") from None
             except (aiohttp.ClientError, OSError) as error:
                 lost = failure(502, "router_lost", f"the router was lost: {_words(error)}")
                 if has_begun:
@@ -125,8 +127,6 @@ class RouterLink:
                     await self._outage.wait(error, num_tries)
                 except (aiohttp.ClientError, OSError):
                     raise lost from None
-            except TimeoutError:
-                raise failure(504, "timeout", "the router has not answered in time") from None
 
     async def _posted(
         self, body: bytes, headers: Mapping[str, str]
