@@ -26,6 +26,7 @@ from rollout.agents.plan import Ended
 from rollout.driver.client.http_client import Outage
 from rollout.router.http.routes import GENERATE_PATH, PINS_PATH
 from rollout.rules.contract import Contract
+from rollout.rules.routing import JUST_STARTED
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ _MOST_AT_ONCE = 1 << 16
 """Bytes that are read on the event loop, in less than 1 ms."""
 _SIGNED = ("x-engine-id", "x-weight-version", "x-first-weight-version", "x-logprob-kind")
 _PIN_AGAIN_S = 3600.0
+_JUST_STARTED = JUST_STARTED.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,11 @@ class RouterLink:
             self._outage.end()
             signed = {name: response.headers[name] for name in _SIGNED if name in response.headers}
             if response.status != 200:
+                content = await response.read()
+                if response.status == 503 and _JUST_STARTED in content:
+                    raise aiohttp.ClientConnectionError(JUST_STARTED)
                 after = response.headers.get("retry-after", "")
-                raise ChatFailure(response.status, await response.read(), after)
+                raise ChatFailure(response.status, content, after)
             if not response.content_type.startswith("text/event-stream"):
                 yield await _read(_read_end, await response.read(), signed)
                 return

@@ -13,7 +13,9 @@ from rollout.agents.failures import ChatFailure
 from rollout.agents.plan import Ended
 from rollout.agents.router_link import Progress, RouterLink
 from rollout.driver.client import http_client
+from rollout.router.http.fast_json import dumps
 from rollout.rules.contract import NO_CONTRACT, Contract
+from rollout.rules.routing import JUST_STARTED
 from tests.rollout.router.generate_events import event, with_logprobs
 from tests.rollout.router.stub_engine import STREAM, Connection, Script, Seen, StubEngine, chunk
 
@@ -71,6 +73,19 @@ async def test_a_turn_is_requested_again_unchanged_when_its_router_was_lost() ->
     assert sent["authorization"] == "Bearer c"
     assert (sent["x-affinity"], sent["x-min-weight-version"]) == ("s", "4")
     assert sent["x-token-failover"] == "on"
+
+
+async def test_a_router_that_has_just_started_again_is_tried_again() -> None:
+    body = dumps({"error": {"message": f"no engine: {JUST_STARTED}"}})
+    answers = [answering(b"503 Service Unavailable", body)] * 2 + [whole]
+
+    async def script(connection: Connection, seen: Seen) -> None:
+        await answers.pop(0)(connection, seen)
+
+    async with linked(script) as link:
+        (ended,) = await replies(link)
+    assert isinstance(ended, Ended)
+    assert answers == []
 
 
 async def test_a_router_that_does_not_come_back_is_a_502(monkeypatch: pytest.MonkeyPatch) -> None:
