@@ -19,6 +19,9 @@ from rollout.core.http_thread import HttpThread
 class Worker:
     """One worker.
 
+    Attributes:
+        app: its application, once it has started.
+
     Args:
         more: its settings that are not as those of the only worker.
     """
@@ -32,9 +35,11 @@ class Worker:
         """Its base URL."""
 
         def make() -> HttpServer:
-            app = agents_app(self.settings, router_url)
+            self.app = agents_app(self.settings, router_url)
             return HttpServer(
-                uvicorn.Config(app, lifespan="on", access_log=False, log_config=None, ws="none")
+                uvicorn.Config(
+                    self.app, lifespan="on", access_log=False, log_config=None, ws="none"
+                )
             )
 
         return (await self._thread.start("127.0.0.1", 0, make)).url

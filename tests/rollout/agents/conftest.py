@@ -60,6 +60,10 @@ class Agent:
                 last = part
         return text, calls, last
 
+    def num_session_bytes(self) -> int:
+        """What the worker counts of its sessions."""
+        return self.worker.app.state.chats.store.num_bytes
+
     async def turns(self) -> list[dict[str, Any]]:
         reply = await self.send("GET")
         return [] if reply.status == 404 else reply.json["turns"]
