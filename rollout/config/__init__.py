@@ -7,6 +7,7 @@ path.  ``EngineConfig.options`` is passed to the engine unchanged.
 
 from __future__ import annotations
 
+from rollout.config.agents import AgentsConfig
 from rollout.config.base import host_of, is_loopback
 from rollout.config.groups import EngineConfig, EngineKind, GroupConfig
 from rollout.config.http import AgentsConfig, PageConfig, RouterConfig

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rollout.config import compatibility
+from rollout.config.agents import AgentsConfig
 from rollout.config.base import ConfigSection, Name, PathText, Seconds
 from rollout.config.file import read_values, with_lines
 from rollout.config.groups import GroupConfig
@@ -37,6 +38,7 @@ class ServerConfig(ConfigSection):
     groups: Annotated[dict[Name, GroupConfig], Field(min_length=1)]
     """Groups of engines, by name."""
     router: RouterConfig = RouterConfig()
+    agents: AgentsConfig = AgentsConfig()
     lifecycle: LifecycleConfig = LifecycleConfig()
     health: HealthConfig = HealthConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -45,6 +47,11 @@ class ServerConfig(ConfigSection):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from compatibility.of_server(self.weights, self.lifecycle, self.health, self.groups)
+
+    @property
+    def agents_host(self) -> str:
+        """The address that its agents bind."""
+        return self.agents.host or self.router.host
 
     @property
     def nccl_cumem(self) -> Mapping[str, str | None]:
@@ -103,6 +110,8 @@ class RolloutConfig(ConfigSection):
         for name, server in self.servers.items():
             if server.router.port:
                 yield f"servers.{name}.router.port", f"{server.router.host}:{server.router.port}"
+            for port in server.agents.ports:
+                yield f"servers.{name}.agents.port", f"{server.agents_host}:{port}"
             if server.page.port:
                 yield f"servers.{name}.page.port", f"{server.page.host}:{server.page.port}"
 

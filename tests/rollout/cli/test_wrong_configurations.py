@@ -134,6 +134,10 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{S}.router.tool_call_parser", "qwen25", "", "'auto', 'hermes'"),
     (f"{S}.router.hold_timeout_s", -1, "", POSITIVE),
     (f"{S}.router.max_sessions", 0, "", "greater than or equal to 1"),
+    (f"{S}.agents.workers", -1, "", "greater than or equal to 0"),
+    (f"{S}.agents.tool_call_parser", "qwen25", "", "'auto', 'hermes'"),
+    (f"{S}.agents.max_sessions", 0, "", "greater than or equal to 1"),
+    (f"{S}.agents", {"workers": 3, "port": 65534}, f"{S}.agents.port", "at most 65533"),
     (f"{S}.page.host", "0.0.0.0", "", "set page.key"),
     (f"{S}.page.port", -1, "", "greater than or equal to 0"),
     (f"{S}.lifecycle.drain", "kill", "", "'abort', 'retract' or 'finish'"),
@@ -304,12 +308,23 @@ def test_a_folder_of_the_store_that_may_be_of_another_user_is_named(
     assert f"{planted} is a link, of uid {os.getuid()}" in mistake["message"]
 
 
-def test_two_that_cannot_listen_or_be_driven_at_once_are_named(right: dict[str, Any]) -> None:
+def test_two_that_cannot_listen_at_one_address_are_named(right: dict[str, Any]) -> None:
     values = changed(changed(right, f"{S}.router.port", 8000), f"{S}.page.port", 8000)
-    values["servers"]["policy"]["groups"] |= {"a": {"engine": ATTACHED}, "b": {"engine": ATTACHED}}
     with pytest.raises(ConfigError) as caught:
         RolloutConfig.from_dict(values)
     assert "127.0.0.1:8000 is the address of servers.policy.router.port too" in str(caught.value)
+    values = changed(changed(right, f"{S}.page.port", 8002), f"{S}.agents.port", 8000)
+    values["servers"]["policy"]["agents"]["workers"] = 3
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig.from_dict(values)
+    assert "127.0.0.1:8002 is the address of servers.policy.agents.port too" in str(caught.value)
+
+
+def test_an_engine_that_two_groups_have_is_named(right: dict[str, Any]) -> None:
+    values = changed(right, f"{S}.router.port", 8000)
+    values["servers"]["policy"]["groups"] |= {"a": {"engine": ATTACHED}, "b": {"engine": ATTACHED}}
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig.from_dict(values)
     assert "http://a:1 is an engine of servers.policy.groups.a.engine.urls too" in str(caught.value)
 
 
