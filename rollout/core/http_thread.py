@@ -62,12 +62,19 @@ class HttpThread:
         return self._server is not None and not self._ended.done()
 
     async def start(
-        self, host: str, port: int, make: Callable[[], HttpServer], timeout_s: float | None = None
+        self,
+        host: str,
+        port: int,
+        make: Callable[[], HttpServer],
+        timeout_s: float | None = None,
+        *,
+        listener: socket.socket | None = None,
     ) -> Endpoint:
         """Bind and serve.
 
         Args:
             make: makes the server; called on the thread's event loop.
+            listener: that is bound to ``host`` already, as by ``bind``; the thread closes it.
 
         Returns:
             Where it listens.
@@ -79,7 +86,7 @@ class HttpThread:
         """
         if self._thread is not None:
             raise RolloutError(f"the {self._what} is started once")
-        listener = bind(host, port, what=self._what)
+        listener = listener or bind(host, port, what=self._what)
         endpoint = Endpoint(host, listener.getsockname()[1])
         self._thread = keep_thread(
             partial(self._run, listener, make), f"{self._what}-{endpoint.port}", self.then

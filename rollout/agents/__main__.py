@@ -1,0 +1,68 @@
+"""One worker of agents as a process: ``python -m rollout.agents LISTENER OWNER_PID``.
+
+Always true: it ends when its owner does, however that ends, also while another process has
+inherited the owner's end of the pipe; ``SIGTERM`` lets its turns end.  ``runtime.agents_process``
+is the owner's side.
+
+In: one pickle, of a ``WorkerSettings`` and the router's URL.  LISTENER is the descriptor of the
+socket that is bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+
+from engines.process.background import Then, keep_thread
+
+
+def main() -> None:
+    """Serve until ``SIGTERM``, or until the owner ends."""
+    descriptor, owner_pid = map(int, sys.argv[1:])
+    keep_thread(lambda: _end_after(owner_pid), "the watch for the owner", Then.PROCESS_ENDS)
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+
+
+async def _serve(listener: socket.socket) -> None:
+    try:
+        settings, router_url = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        return
+    keep_thread(_end_with_pipe, "the watch for the pipe", Then.PROCESS_ENDS)
+    from rollout.agents.host import AgentsHost
+    from rollout.rules.deadlines import STOP_TIMEOUT_S
+
+    host = AgentsHost(settings, owns_process=True)
+    ordered = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ordered.set)
+    await host.start(router_url, listener)
+    await ordered.wait()
+    await host.stop(STOP_TIMEOUT_S)
+
+
+def _end_after(pid: int) -> None:
+    try:
+        owner = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # a kernel without them: the pipe ends, too
+        return
+    if os.getppid() == pid:  # else it has ended, and another may have its number
+        select.select([owner], [], [])
+    os._exit(0)
+
+
+def _end_with_pipe() -> None:
+    # Not its buffer, which Python wants to close while this thread waits.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
