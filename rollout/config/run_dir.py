@@ -36,6 +36,10 @@ class RunFolder:
         """The folder of one server."""
         return self.path / name
 
+    def of_agents(self, server: str) -> Path:
+        """The folder of a server's agents: with the sessions of its workers while they run."""
+        return self.of_server(server) / "agents"
+
     def last_launch(self) -> str:
         """The id of the last launch, which is the current one while it runs; empty if unknown."""
         try:

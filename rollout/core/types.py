@@ -392,6 +392,7 @@ class ServerStatus:
         base_version: the version that engines report: of the base, where adapters are pushed.
         store: None if no weight store is configured.
         unchanged: see ``StepReport``.
+        agents_urls: of the workers that take chats of sessions, by their numbers.
     """
 
     name: str
@@ -404,3 +405,4 @@ class ServerStatus:
     store: StoreStatus | None = None
     base_version: int = 0
     unchanged: tuple[UnchangedWeights, ...] | None = None
+    agents_urls: tuple[str, ...] = ()

@@ -11,11 +11,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 from engines.launch import EngineLauncher, LocalLauncher
 from engines.process.gpu_memory import number_of_gpus
 from engines.protocol import GpuId, WorkerType, read_gpu_id
+from rollout.agents.host import worker_settings
 from rollout.config import RolloutConfig, ServerConfig
 from rollout.config.run_dir import JOURNAL_FILE, RunFolder
 from rollout.control.deployment import Deployment
 from rollout.control.engine.start import Connect
 from rollout.control.group.server_group import GroupSettings, ServerGroup
+from rollout.control.server.agents_client import AgentsClient
 from rollout.control.server.journal import ServerJournal
 from rollout.control.server.server import RolloutServer
 from rollout.core.pending import LoopThread, Pending
@@ -25,6 +27,7 @@ from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.rules.deadlines import lock_timeout_s
 from rollout.rules.placement import assign_slots, local_bundles, plan_of, trainer_slots
+from rollout.runtime.agents_process import AgentsProcess
 from rollout.runtime.calls.caller import LAUNCH_NODE, node_without_ray
 from rollout.runtime.control_socket import ControlAddress, ControlListener, SocketCaller
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
@@ -145,6 +148,11 @@ def build_servers(
         timeline = create_timeline(settings.log_dir, settings.source, otel=settings.otel)
         return ServerGroup(settings, slots, launcher, connect, timeline=timeline)
 
+    def agents_of(name: str, server: ServerConfig) -> AgentsClient:
+        folder = run.of_agents(name)
+        workers = [AgentsProcess(settings) for settings in worker_settings(server, folder)]
+        return AgentsClient(name, workers, folder)
+
     def server_of(name: str, server: ServerConfig) -> RolloutServer:
         terms = store_terms(config, name)
         store: WeightStore | None = None
@@ -164,6 +172,7 @@ def build_servers(
             store=store,
             timeline=create_timeline(run.of_server(name), name, otel=server.timeline.otel),
             page=PageHost(server, run, name),
+            agents=agents_of(name, server),
             journal=journals[name],
         )
 

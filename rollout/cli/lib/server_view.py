@@ -34,6 +34,7 @@ def render_server(state: dict[str, Any], where: str) -> RenderableType:
         f"  in flight {state.get('router', {}).get('num_in_flight', 0)}",
     )
     addresses = [f"router {state.get('router_url', '')}"]
+    addresses += [f"agents {url}" for url in state.get("agents_urls", ())]
     addresses += [f"page {where}"] if where.startswith("http") else []
     parts: list[RenderableType] = [head, *(Text(one, style="dim") for one in addresses)]
     if not state.get("is_answering"):

@@ -123,6 +123,7 @@ class JournalRecord:
     base_version: int = 0
     expected_version: int = 0
     router_url: str = ""
+    agents_urls: tuple[str, ...] = ()
     engines: tuple[EngineEntry, ...] = ()
     is_ended: bool = False
     is_behind: bool = False
@@ -196,7 +197,7 @@ class ServerJournal:
 
     async def end(self) -> None:
         """Write that the server was stopped in order, and takes no calls any more."""
-        self.keep(control="", key="", page="")
+        self.keep(control="", key="", page="", agents_urls=())
         await self.write(is_ended=True)
 
     async def write(self, *, durable: bool = True, **now: Any) -> None:
@@ -291,6 +292,7 @@ def read(path: Path) -> JournalRecord:
             for entry in content["engines"]
         )
         processes = {name: ProcessIdentity(**content[name]) for name in ("driver", "process")}
-        return JournalRecord(**content | processes | {"engines": engines})
+        tuples = {"engines": engines, "agents_urls": tuple(content.get("agents_urls", ()))}
+        return JournalRecord(**content | processes | tuples)
     except (OSError, *WRONG_FORM) as error:
         raise RolloutError(f"journal {path} cannot be read: {error}") from error

@@ -18,6 +18,7 @@ import os
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from engines.protocol import Endpoint
@@ -27,6 +28,7 @@ from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.health_tracker import recovery_terms
 from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server.adapter_versions import AdapterVersions
+from rollout.control.server.agents_client import AgentsClient
 from rollout.control.server.elastic import ElasticSlots
 from rollout.control.server.gate_control import RESTARTS, GateControl
 from rollout.control.server.group_registry import ActorFactory, GroupRegistry
@@ -42,7 +44,7 @@ from rollout.core.errors import (
     RolloutError,
     WeightMismatch,
 )
-from rollout.core.fanout import barrier, run_to_completion
+from rollout.core.fanout import barrier, run_to_completion, whole_or_none
 from rollout.core.types import EngineReport, EngineStatus, GroupStatus, ServerStatus, StepReport
 from rollout.observability.server_snapshot import ServerSnapshot
 from rollout.observability.timeline.recorder import Timeline
@@ -109,6 +111,7 @@ class RolloutServer:
         store: WeightStore | None = None,
         timeline: Timeline | None = None,
         page: PageApi | None = None,
+        agents: AgentsClient | None = None,
         actor_factory: ActorFactory | None = None,
         journal: ServerJournal | None = None,
     ) -> None:
@@ -116,10 +119,12 @@ class RolloutServer:
 
         Args:
             router: see ``RouterClient``.
+            agents: its workers; None for none.
             actor_factory: replaces lost actors; None without actors.
         """
         self.name = name
         self._page = page
+        self._agents = agents or AgentsClient(name, (), Path())
         self.timeline = timeline or Timeline(name)
         self._config = config
         self._store = store
@@ -176,7 +181,9 @@ class RolloutServer:
                 await self._phase_runner.write_journal()
                 await self._start_page()
                 await self._phase_runner.write_journal(durable=False)
-                self._adopt_start_version(await self._start_parts(self._router.start()))
+                # The router first: an occupied port is found before engines load.
+                await self._router.start()
+                await whole_or_none([self._start_agents(), self._start_engines()])
                 await self._open_or_expect(expect_version)
                 started = await self.status()
             except BaseException:
@@ -196,7 +203,10 @@ class RolloutServer:
         try:
             self._phase_runner.continue_at(record)
             await self._start_page()
-            await self._start_parts(self._rejoin_router(record.router_url), record)
+            await self._rejoin_router(record.router_url)
+            self._agents.rejoin(record.agents_urls)
+            self._keep_agents()
+            await self._start_parts(record)
             await self._recovery.probe_once()  # engines that were not reused are dead
             await self._gate.publish_members()
             if record.gate == "open" and not record.unfinished:
@@ -224,11 +234,18 @@ class RolloutServer:
         num_restarts = self._router.metrics.get(RESTARTS, 0.0)
         self._recovery.tracker.num_restarts = int(num_restarts)  # of all engines, as before
 
-    async def _start_parts(
-        self, router: Awaitable[object], lost: JournalRecord | None = None
-    ) -> Mapping[str, GroupStatus]:
-        # The router first: an occupied port is found before engines load.
-        await router
+    async def _start_agents(self) -> None:
+        await self._agents.start(self._router.url)
+        self._keep_agents()
+
+    def _keep_agents(self) -> None:
+        if self._journal is not None:
+            self._journal.keep(agents_urls=self._agents.urls)
+
+    async def _start_engines(self) -> None:
+        self._adopt_start_version(await self._start_parts())
+
+    async def _start_parts(self, lost: JournalRecord | None = None) -> Mapping[str, GroupStatus]:
         self._expected = await asyncio.to_thread(read_checkpoint_manifest, self._config.model_path)
         statuses = await self._registry.start(lost, self._actor_factory)
         if self._store is not None:
@@ -278,8 +295,7 @@ class RolloutServer:
         await self._recovery.stop()
         await self._adapters.stop()
         parts: dict[str, Awaitable[Any]] = {}
-        if self._router.url:
-            parts["router"] = self._router.stop(STOP_TIMEOUT_S)
+        parts["agents and router"] = self._stop_entrances()
         if self._store is not None:
             parts["store"] = self._store.stop()
         parts |= {name: group.stop() for name, group in self._registry.groups.items()}
@@ -298,6 +314,16 @@ class RolloutServer:
         elif self._journal is not None:
             self._journal.keep(page="")
             await self._phase_runner.write_journal()  # it lists possible leftovers
+
+    async def _stop_entrances(self) -> None:
+        """The agents first, whose turns the router has."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + STOP_TIMEOUT_S
+        try:
+            await self._agents.stop(STOP_TIMEOUT_S / 2)
+        finally:
+            if self._router.url:
+                await self._router.stop(max(0.0, until_s - clock()))
 
     def _adopt_start_version(self, statuses: Mapping[str, GroupStatus]) -> None:
         """Begin at the version that all engines have: attached ones may have served before."""
@@ -516,6 +542,7 @@ class RolloutServer:
             weight_version=self.weight_version,
             base_version=self.base_version,
             router_url=self._router.url,
+            agents_urls=self._agents.urls,
             gate=self._gate.shown_state,
             lock_owner=self._lock.owner,
             groups=tuple(groups.values()),

@@ -1,23 +1,25 @@
 """The client's side of a session of chats.
 
-Always true: the router has the session; any process with its id and keys has the same one.
+Always true: the id says which worker of agents has the session; any process with the id and the
+keys has the same one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
 
 from rollout.core.arguments import wrong
-from rollout.core.errors import GenerationFailed, RolloutError
+from rollout.core.errors import ConfigError, GenerationFailed, RolloutError
 from rollout.core.pending import Pending
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
 from rollout.driver.client.http_client import reconnecting
+from rollout.rules.agents import worker_of
 from rollout.rules.contract import NO_CONTRACT, Contract
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120.0)
@@ -36,13 +38,14 @@ class AgentSession:
             that its tokens may have.
 
     Args:
+        urls: of all workers of its server's agents.
         submit: does work on the event loop of the clients.
         contract: what each turn fulfils.
     """
 
     def __init__(
         self,
-        url: str,
+        urls: Sequence[str],
         session_id: str,
         *,
         key: str,
@@ -52,7 +55,14 @@ class AgentSession:
     ) -> None:
         if session_id and not _ID.fullmatch(session_id):
             raise wrong("session_id", session_id, "1 to 256 letters, digits or ._-")
+        if not urls:
+            raise ConfigError(
+                "this server has no workers for sessions: set its agents.workers to 1 or more",
+                setting="agents.workers",
+                value=0,
+            )
         self.session_id = session_id or os.urandom(8).hex()
+        url = urls[worker_of(self.session_id, len(urls))]
         self._url = f"{url.rstrip('/')}/sessions/{self.session_id}"
         self.base_url = f"{self._url}/v1"
         self.api_key = key or "none"
@@ -75,7 +85,7 @@ class AgentSession:
         as base64, ``routed_experts`` behind its parent's (None unless requested).
 
         Raises:
-            GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or
+            GenerationFailed: from ``result()`` or ``await``: its worker cannot be reached, or
                 refuses.
             RolloutError: this session is closed.
         """
@@ -89,7 +99,7 @@ class AgentSession:
         tokens.  ``metadata`` has the numbers of the branch's turns and the ``drift`` of each.
 
         Raises:
-            GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or
+            GenerationFailed: from ``result()`` or ``await``: its worker cannot be reached, or
                 refuses.
             RolloutError: this session is closed.
         """
@@ -101,10 +111,10 @@ class AgentSession:
         return self._submit(samples())
 
     def close(self) -> Pending[None]:
-        """Delete the session at the router; nothing if it has none.  A later turn gets HTTP 410.
+        """Delete the session at its worker; nothing if it has none.  A later turn gets HTTP 410.
 
         Raises:
-            GenerationFailed: from ``result()`` or ``await``: the router cannot be reached, or
+            GenerationFailed: from ``result()`` or ``await``: its worker cannot be reached, or
                 refuses.
         """
         self._is_closed = True
@@ -138,7 +148,7 @@ class AgentSession:
         return list(reply["turns"]) if reply else []
 
     async def _request(self, method: str, url: str) -> Any:
-        """The router's reply; None if it has no such session."""
+        """The worker's reply; None if it has no such session."""
 
         async def request() -> Any:
             async with (

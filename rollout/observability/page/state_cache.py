@@ -164,6 +164,7 @@ class StateCache:
             "weight_version": status.weight_version,
             "base_version": status.base_version,
             "router_url": status.router_url,
+            "agents_urls": list(status.agents_urls),
             "gate": {"state": status.gate, **router.get("gate", {})},
             "lock_owner": status.lock_owner,
             "router": {

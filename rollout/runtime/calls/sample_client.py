@@ -132,12 +132,14 @@ class SampleClient:
             if not calls:
                 del self._calls[request_id]
 
-    def session(self, url: str, session_id: str, contract: Contract = NO_CONTRACT) -> AgentSession:
-        """A session of chats at the router ``url``."""
+    def session(
+        self, urls: Sequence[str], session_id: str, contract: Contract = NO_CONTRACT
+    ) -> AgentSession:
+        """A session of chats, with the workers of agents at ``urls``."""
         key, control_key = self._keys
         submit = _loop(self.pid).submit
         return AgentSession(
-            url, session_id, key=key, control_key=control_key, submit=submit, contract=contract
+            urls, session_id, key=key, control_key=control_key, submit=submit, contract=contract
         )
 
     async def _generate(

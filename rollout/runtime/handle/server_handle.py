@@ -60,6 +60,7 @@ class ServerHandle:
         self.name = name
         self._caller = caller
         self._url = ""
+        self._agents_urls: tuple[str, ...] = ()
         self._config = config
         self._pushes = ServerPushes(config, caller)
         self.phases = PhaseCommands(caller, self._pushes)
@@ -304,10 +305,14 @@ class ServerHandle:
                 ``default_headers`` has them.
 
         Raises:
-            ConfigError: the id has other characters, or a version is wrong.
+            ConfigError: the id has other characters, a version is wrong, or the server has no
+                workers for sessions.
+            RolloutError: the deployment is closed.
         """
         contract = version_contract(**versions)
-        return self._sample_client().session(self.url, session_id, contract)
+        if self._config.agents.workers and not self._agents_urls:
+            self._agents_urls = self.status().result().agents_urls
+        return self._sample_client().session(self._agents_urls, session_id, contract)
 
     def abort(self, request_id: str) -> Pending[None]:
         """End the requests of one ``generate`` or ``stream``, which any process may have called.

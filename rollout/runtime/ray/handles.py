@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 
 from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.agents_client import Worker
 from rollout.control.server.server import RolloutServer
 from rollout.core.pending import Pending
 from rollout.router.host import RouterHost
@@ -85,6 +86,11 @@ def remote_group(actor: Any, name: str) -> ServerGroup:
 def remote_router(actor: Any, name: str) -> RouterHost:
     """A ``RouterActor`` as its server sees it."""
     return cast("RouterHost", RemoteActor(actor, name))
+
+
+def remote_worker(actor: Any, name: str) -> Worker:
+    """An ``AgentsActor`` as its server sees it."""
+    return cast("Worker", RemoteActor(actor, name))
 
 
 class RayCaller:

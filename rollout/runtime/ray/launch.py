@@ -16,6 +16,7 @@ from engines.process.background import in_own_thread
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollout.agents.host import worker_settings
 from rollout.config import RolloutConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment
@@ -26,6 +27,7 @@ from rollout.core.types import EngineSlot
 from rollout.router.host import new_run
 from rollout.rules.deadlines import STOP_TIMEOUT_S, kill_timeout_s
 from rollout.rules.placement import assign_slots, plan_of, trainer_slots
+from rollout.runtime.agents_actor import AgentsActor
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
 from rollout.runtime.local import (
     group_settings,
@@ -175,8 +177,10 @@ def _make_server(
     placement = place(ActorName(namespace, full_name))
     undo.placements.append(placement)
     router = undo.owns(make(RouterActor).remote(server.router, run=new_run(), server=owner))
+    workers = worker_settings(server, run.of_agents(name))
     parts = ServerParts(
         router=router,
+        workers=tuple(undo.owns(make(AgentsActor).remote(one)) for one in workers),
         group_class=ray.remote(**control)(ServerGroupActor),
         groups={
             group: (group_settings(config, name, group, sources), slots[name, group])

@@ -23,6 +23,7 @@ from rollout.config.run_dir import RunFolder
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
+from rollout.control.server.agents_client import AgentsClient, Worker
 from rollout.control.server.group_registry import lost_groups
 from rollout.control.server.journal import JournalRecord, ServerJournal, read
 from rollout.control.server.server import RolloutServer
@@ -32,7 +33,7 @@ from rollout.observability.page.page_host import PageHost
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.runtime.ray.engine_launcher import EnginePlacement
-from rollout.runtime.ray.handles import remote_group, remote_router
+from rollout.runtime.ray.handles import remote_group, remote_router, remote_worker
 from rollout.runtime.ray.router_actor import was_restarted
 from rollout.runtime.worker_process import keep_what_is_loaded
 from rollout.weights.store.agents import Agents, StoreTerms
@@ -44,12 +45,13 @@ class ServerParts:
     """The arguments for the actors of a server.
 
     Attributes:
-        router: its actor, which outlives a lost server.
+        router, workers: their actors, which outlive a lost server.
         group_class: a Ray actor class, with the options that place it.
         groups: settings and slots by group.
     """
 
     router: Any
+    workers: Sequence[Any]
     group_class: Any
     groups: Mapping[str, tuple[GroupSettings, Sequence[EngineSlot]]]
     placement: EnginePlacement
@@ -83,6 +85,13 @@ class ServerActors:
     def router(self) -> RouterHost:
         return remote_router(self._parts.router, f"{self._name}/router")
 
+    def workers(self) -> list[Worker]:
+        """The workers of its agents."""
+        return [
+            remote_worker(actor, f"{self._name}/agents/{number}")
+            for number, actor in enumerate(self._parts.workers)
+        ]
+
     async def make_group(self, name: str, lost: LostState) -> ServerGroup:
         """A group with the engines of the lost one."""
         ray.kill(self._groups[name])
@@ -102,7 +111,7 @@ class ServerActors:
 
     def end(self) -> None:
         """Kill all actors, after their server has stopped."""
-        for actor in (*self._groups.values(), self._parts.router):
+        for actor in (*self._groups.values(), *self._parts.workers, self._parts.router):
             ray.kill(actor)
 
 
@@ -153,6 +162,7 @@ class RolloutServerActor(RolloutServer):
             store=weight_store,
             timeline=create_timeline(run.of_server(name), name, otel=config.timeline.otel),
             page=PageHost(config, run, name),
+            agents=AgentsClient(name, self._parts.workers(), run.of_agents(name)),
             actor_factory=self._parts,
             journal=journal,
         )
