@@ -10,7 +10,7 @@ from __future__ import annotations
 from rollout.config.agents import AgentsConfig
 from rollout.config.base import host_of, is_loopback
 from rollout.config.groups import EngineConfig, EngineKind, GroupConfig
-from rollout.config.http import AgentsConfig, PageConfig, RouterConfig
+from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
 from rollout.config.root import (
     ClusterConfig,

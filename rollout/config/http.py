@@ -59,34 +59,6 @@ class RouterConfig(ConfigSection):
         return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-class AgentsConfig(ConfigSection):
-    """The program that serves sessions of agents: chats as exact token ids."""
-
-    workers: Annotated[int, Field(ge=0, le=64)] = 1
-    """Processes; each session belongs to one of them. 0 serves no sessions."""
-    session_ttl_s: Seconds = 3600.0
-    """A session of an agent without requests for this long is removed, with its turns."""
-    max_sessions: Annotated[int, Field(ge=1)] = 100_000
-    """Most sessions kept by one worker. Beyond it, a new one is refused."""
-    max_session_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Most bytes of the turns of one worker's sessions; beyond it, a further turn is refused."""
-    tokenizer_path: str = ""
-    """Folder with tokenizer and chat template. Default: the folder that the engines name."""
-    tool_call_parser: Literal[
-        "auto",
-        "hermes",
-        "mistral",
-        "llama3_json",
-        "qwen3_coder",
-        "glm45",
-        "deepseek_v3",
-        "deepseek_v31",
-        "kimi_k2",
-    ] = "auto"
-    """The form of the model's tool calls. ``auto``: the one that its chat template shows;
-    ``hermes`` if it shows none."""
-
-
 class PageConfig(ConfigSection):
     """The live page of a server, for people and for Prometheus."""
 

@@ -59,6 +59,10 @@ GONE: Mapping[str, str] = {
     "lock_timeout_s": "leave it out: a command waits for the one before it as long as all "
     "deadlines of a push allow",
     "stop_timeout_s": _FIXED,
+    **{
+        f"router.{name}": f"set agents.{name}: sessions are served by a program of their own"
+        for name in ("session_ttl_s", "max_sessions", "max_session_bytes", "tool_call_parser")
+    },
     "page.enabled": "leave it out: each server has its page, on this machine alone unless "
     "page.host says otherwise",
     "strict_caches": "leave it out: after each push the sentinel asks each engine whether it "
