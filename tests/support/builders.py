@@ -14,6 +14,7 @@ from engines.fake.engine.fake_weights import DEFAULT_TENSORS, SAVED
 from engines.protocol import Endpoint, TensorInfo
 from rollout.config import LifecycleConfig, ServerConfig, Transport, WeightUpdate
 from rollout.control.group.server_group import GroupSettings, ServerGroup
+from rollout.control.server.agents_client import AgentsClient
 from rollout.control.server.journal import ServerJournal
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import PhaseTimeout
@@ -268,6 +269,7 @@ def make_server(
     not_pushed: Sequence[str] = (),
     router: RecordingRouter | None = None,
     journal: ServerJournal | None = None,
+    agents: AgentsClient | None = None,
 ) -> ServerBench:
     """A server that is not started, over a checkpoint with the fake's tensors."""
     config = server_config(
@@ -299,7 +301,7 @@ def make_server(
         for name, group in config.groups.items()
     }
     router = router or RecordingRouter()
-    server = RolloutServer("policy", config, made, router, journal=journal)
+    server = RolloutServer("policy", config, made, router, journal=journal, agents=agents)
     return ServerBench(server, router, launcher, made)
 
 

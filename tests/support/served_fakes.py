@@ -30,8 +30,12 @@ def config(
     server: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> RolloutConfig:
-    """One server, ``policy``, over a checkpoint with the fake's tensors."""
+    """One server, ``policy``, over a checkpoint with the fake's tensors.
+
+    It has workers of agents only if the test gives it some: each is a process.
+    """
     of_server = {
+        "agents": {"workers": 0},
         "model_path": write_checkpoint(folder),
         "groups": groups,
         "health": dict(health or {}),
@@ -48,6 +52,7 @@ def stacked_config(folder: Path) -> RolloutConfig:
     servers = {
         name: {
             "model_path": write_checkpoint(folder),
+            "agents": {"workers": 0},
             "weights": {"update": update},
             "groups": {
                 "main": {"num_engines": num, "engine": {"kind": "fake", "gpus": 2 // num}},

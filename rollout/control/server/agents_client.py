@@ -158,8 +158,7 @@ class Watch:
 
     async def _look(self, client: aiohttp.ClientSession) -> None:
         try:
-            async with client.get(f"{self._url}/health"):
-                pass  # any answer is one
+            await _look_at(client, self._url)
         except TimeoutError:
             self._num_late += 1
             if self._num_late >= _MOST_LATE and (hanging := self._process) is not None:
@@ -178,6 +177,11 @@ class Watch:
             with suppress(RolloutError):
                 stats = self._worker.stats()
                 self._process = (await _within(self._name, "stats", stats)).get("process")
+
+
+async def _look_at(client: aiohttp.ClientSession, url: str) -> None:
+    async with client.get(f"{url}/health"):
+        pass  # any answer is one
 
 
 def _kill(process: ProcessIdentity) -> None:

@@ -14,7 +14,7 @@ from engines.http.uvicorn_server import HttpServer
 from engines.process import background
 from engines.process.background import Then
 from rollout.core.errors import ConfigError, RolloutError
-from rollout.core.http_thread import HttpThread
+from rollout.core.http_thread import HttpThread, bind
 from tests.support.virtual_time import VirtualTimeLoop
 from tests.support.waits import forever
 
@@ -53,6 +53,20 @@ async def test_it_serves_and_does_work_on_its_own_loop_until_it_is_stopped() -> 
     await thread.stop(1, timeout_s=10)
     with pytest.raises(RolloutError, match="the page is started once"):
         await thread.start("127.0.0.1", 0, make_server)
+
+
+async def test_it_serves_at_a_socket_that_is_bound_already() -> None:
+    listener = bind("127.0.0.1", 0, what="page")
+    port = listener.getsockname()[1]
+    thread = HttpThread("page")
+    endpoint = await thread.start("127.0.0.1", 4711, make_server, 10, listener=listener)
+    assert endpoint.port == port
+    reader, writer = await asyncio.open_connection(endpoint.host, port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 204")
+    writer.close()
+    await thread.stop(1, timeout_s=10)
+    assert listener.fileno() == -1
 
 
 async def test_a_server_without_requests_stops_without_waiting_for_a_time() -> None:

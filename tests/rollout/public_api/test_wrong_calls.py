@@ -64,7 +64,8 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[On]:
     folder = tmp_path_factory.mktemp("wrong")
     with launched(launch_local, folder / "closed", {"main": {}}) as closed:
         pass
-    with launched(launch_local, folder / "open", {"main": {}}) as deployment:
+    agents = {"agents": {"workers": 1}}
+    with launched(launch_local, folder / "open", {"main": {}}, server=agents) as deployment:
         yield On(deployment, closed, folder)
 
 
@@ -207,7 +208,7 @@ CASES: list[Case] = [
     (lambda on: closed_session(on).turns(), RolloutError, "session mine is closed"),
     (lambda on: closed_session(on).samples(), RolloutError, "closed, and its turns are deleted"),
     (
-        lambda on: AgentSession(URL, "a", key="", control_key="", submit=asyncio.run).close(),
+        lambda on: AgentSession([URL], "a", key="", control_key="", submit=asyncio.run).close(),
         rollout.GenerationFailed,
         f"DELETE {URL}/sessions/a: ClientConnectorError",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import rollout
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.core.errors import ConfigError, GenerationFailed, VersionUnavailable
 from rollout.driver.client import http_client
+from rollout.rules.agents import worker_of
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support import builders
@@ -30,7 +32,8 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/agents.md"
 def policy(tmp_path: Path) -> Iterator[ServerHandle]:
     model = write_chat_model(tmp_path / "chat")
     router = {"tokenizer_path": str(model), "client_key": "c", "control_key": "k"}
-    settings = config(tmp_path, {"main": {"num_engines": 2}}, server={"router": router})
+    server = {"router": router, "agents": {"workers": 2}}
+    settings = config(tmp_path, {"main": {"num_engines": 2}}, server=server)
     handle = launch_local(settings, launcher=HttpFakeLauncher())
     try:
         yield handle["policy"]
@@ -51,7 +54,8 @@ def test_the_code_of_the_page_runs(
 
 async def test_a_coroutine_awaits_the_samples_of_the_same_session(policy: ServerHandle) -> None:
     async with policy.session("mine") as session:
-        assert repr(session) == f"AgentSession('{policy.url}/sessions/mine/v1')"
+        urls = (await policy.status()).agents_urls
+        assert repr(session) == f"AgentSession('{urls[worker_of('mine', 2)]}/sessions/mine/v1')"
         assert await session.samples() == []
         client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
         async with client:
@@ -114,7 +118,23 @@ def test_two_sessions_have_ids_of_their_own_and_a_wrong_id_is_refused(
     policy.session("unused").close().result(TIMEOUT_S)
 
 
-def test_a_router_that_is_gone_is_named(
+def test_sessions_are_spread_over_the_workers(policy: ServerHandle) -> None:
+    urls = policy.status().result(TIMEOUT_S).agents_urls
+    begun = Counter(policy.session().base_url.partition("/sessions/")[0] for _ in range(400))
+    assert set(begun) == set(urls)
+    assert min(begun.values()) > 120
+
+
+def test_a_server_without_workers_says_how_to_have_some(tmp_path: Path) -> None:
+    handle = launch_local(config(tmp_path, {"main": {}}), launcher=HttpFakeLauncher())
+    try:
+        with pytest.raises(ConfigError, match=r"no workers for sessions: set its agents\.workers"):
+            handle["policy"].session()
+    finally:
+        handle.stop()
+
+
+def test_a_worker_that_is_gone_is_named(
     policy: ServerHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_client, "_RECONNECT_S", 0.1)

@@ -142,7 +142,7 @@ def of_agent(name: str) -> Callable[..., Coroutine[Any, Any, None]]:
 
             return Pending(asyncio.run_coroutine_threadsafe(run(), loop))
 
-        session = AgentSession("http://nowhere", "s", key="", control_key="", submit=submit)
+        session = AgentSession(["http://nowhere"], "s", key="", control_key="", submit=submit)
         try:
             await getattr(session, name)()
         except asyncio.CancelledError:
