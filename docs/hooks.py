@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 import engines.sglang.features
 import engines.vllm.features
+from rollout.agents.metrics import METRICS as AGENTS_METRICS
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
@@ -254,7 +255,8 @@ def _parameter(parameter: Any) -> str:
 
 def metrics() -> str:
     lines = ["| metric | kind | labels | unit | what it is |", "|---|---|---|---|---|"]
-    for name, (kind, labels, about) in (SERVER_METRICS | ROUTER_METRICS).items():
+    found = SERVER_METRICS | ROUTER_METRICS | AGENTS_METRICS
+    for name, (kind, labels, about) in found.items():
         unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
         series = f"{name}_total" if kind == "counter" else name
         named = ", ".join(f"`{label}`" for label in ("server", *labels))

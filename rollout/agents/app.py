@@ -13,13 +13,11 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from engines.process.background import Then, keep_task, start_task
 from rollout.agents.chats import ChatSessions
 from rollout.agents.failures import ChatFailure, failure
+from rollout.agents.metrics import metrics_text
 from rollout.agents.router_link import RouterLink
 from rollout.agents.settings import WorkerSettings
 from rollout.agents.turns.store import MAX_ID_CHARACTERS, SessionStore
@@ -134,23 +132,6 @@ def _is_clients(path: str) -> bool:
     return path == _MODELS or (path.startswith("/sessions/") and "/v1/" in path)
 
 
-class _Figures(Collector):
-    def __init__(self, chats: ChatSessions) -> None:
-        self._chats = chats
-
-    def collect(self) -> list[Metric]:
-        store = self._chats.store
-        turns = CounterMetricFamily("agents_session_turns", TURNS_HELP, labels=("drift",))
-        for drift, num in store.num_turns.items():
-            turns.add_metric((drift.value,), num)
-        size = GaugeMetricFamily("agents_session_bytes", BYTES_HELP, value=store.num_bytes)
-        return [turns, size]
-
-
-TURNS_HELP = "Turns of agents' sessions, by how their prompts differ from a new tokenisation."
-BYTES_HELP = "Bytes of the turns of all sessions."
-
-
 def _add_state(app: FastAPI, chats: ChatSessions) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -160,9 +141,7 @@ def _add_state(app: FastAPI, chats: ChatSessions) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text format."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Figures(chats))
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+        return Response(metrics_text(chats.store), media_type="text/plain; version=0.0.4")
 
 
 def _add_chats(app: FastAPI, chats: ChatSessions, link: RouterLink, max_bytes: int) -> None:

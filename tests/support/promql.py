@@ -5,6 +5,7 @@ from typing import Any
 
 import promql_parser as promql
 
+from rollout.agents.metrics import METRICS as AGENTS_METRICS
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
 from rollout.router.metrics import METRICS as ROUTER_METRICS
 
@@ -15,7 +16,7 @@ ALWAYS = {"server", "job", "instance"}
 # Name of a series -> the labels it has.
 SERIES: Mapping[str, set[str]] = {
     name + suffix: {*labels, *ALWAYS, *(["le"] if suffix == "_bucket" else [])}
-    for name, (kind, labels, _) in (SERVER_METRICS | ROUTER_METRICS).items()
+    for name, (kind, labels, _) in (SERVER_METRICS | ROUTER_METRICS | AGENTS_METRICS).items()
     for suffix in SUFFIXES[kind]
 }
 

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the metrics of the server, and unchanged those of router and engines.
+"""What Prometheus scrapes: the metrics of the server, and unchanged those of its other programs.
 
 Always true: each scrape requests one target; Prometheus adds the labels, so no text is parsed here.
 """
@@ -21,7 +21,7 @@ _MAX_BYTES = 16 << 20
 
 
 def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
-    """The routes below ``/metrics``; ``router_key`` is the bearer key for the router's metrics."""
+    """The routes below ``/metrics``; ``router_key`` is the bearer key for router and agents."""
     routes = APIRouter()
 
     @routes.get("/metrics")
@@ -39,14 +39,14 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
         if status is not None:
             for name in _targets(status, router_key):
                 labels = {"server": status.name, "instance": f"{status.name}/{name}"}
-                if name != "router":
+                if name.startswith("engines/"):
                     labels["engine"] = name.removeprefix("engines/")
                 targets.append({"__metrics_path__": f"/metrics/{name}", **labels})
         return [{"targets": [request.url.netloc], "labels": labels} for labels in targets]
 
     @routes.get("/metrics/{name:path}")
     async def metrics_of(name: str) -> Response:
-        """The metrics of the router, or of one engine."""
+        """The metrics of the router, of one worker of agents, or of one engine."""
         await cache.refresh(IDLE_S)
         target = _targets(cache.status, router_key).get(name) if cache.status else None
         if target is None:
@@ -63,14 +63,19 @@ def metrics_routes(cache: StateCache, router_key: str) -> APIRouter:
 
 
 def _targets(status: ServerStatus, router_key: str) -> dict[str, tuple[str, str]]:
-    """URL and key of the router, and of each engine that is not fenced."""
+    """URL and key of the router, of each worker of agents, and of each engine not fenced."""
     router = {"router": (status.router_url, router_key)} if status.router_url else {}
-    return router | {
-        f"engines/{engine.engine_id}": (engine.endpoint.url, engine.access.sampling)
-        for group in status.groups
-        for engine in group.engines
-        if engine.state != "fenced"
-    }
+    agents = {f"agents/{num}": (url, router_key) for num, url in enumerate(status.agents_urls)}
+    return (
+        router
+        | agents
+        | {
+            f"engines/{engine.engine_id}": (engine.endpoint.url, engine.access.sampling)
+            for group in status.groups
+            for engine in group.engines
+            if engine.state != "fenced"
+        }
+    )
 
 
 def _text(metrics: str | bytes) -> Response:

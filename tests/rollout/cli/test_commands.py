@@ -44,7 +44,8 @@ from tests.support.served_fakes import config, engines_of, launched
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
-    with launched(launch_local, tmp_path_factory.mktemp("run")) as handle:
+    agents = {"agents": {"workers": 1}}
+    with launched(launch_local, tmp_path_factory.mktemp("run"), server=agents) as handle:
         step(handle["policy"], 1)
         yield handle
 
@@ -648,7 +649,7 @@ def test_help_and_status_fit_in_80_columns(run: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "80")
     assert "..." not in run_command("--help").replace("[ARGS]...", "")
     lines = run_command("status", run).splitlines()
-    for name in ("router http://", "page http://"):
+    for name in ("router http://", "agents http://", "page http://"):
         assert any(re.fullmatch(rf"{name}\S+", line.strip()) for line in lines)
 
 

@@ -168,7 +168,7 @@ async def test_one_that_hangs_is_killed_and_another_serves_at_its_address(
 
 
 OWNER = """
-import asyncio, os, sys, time
+import asyncio, os, signal, sys
 from pathlib import Path
 from rollout.agents.settings import WorkerSettings
 from rollout.config import AgentsConfig
@@ -183,9 +183,9 @@ async def main():
     pid = (await worker.stats())["process"].pid
     if sys.argv[2:]:  # one that has what its owner had open, and lives on
         if os.fork() == 0:
-            time.sleep(600)
+            signal.pause()
     print("worker", pid, flush=True)
-    await asyncio.sleep(600)
+    await asyncio.Event().wait()
 
 asyncio.run(main())
 """

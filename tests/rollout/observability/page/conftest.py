@@ -17,7 +17,8 @@ from tests.support.served_fakes import launched
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentHandle]:
-    with launched(launch_local, tmp_path_factory.mktemp("run")) as handle:
+    agents = {"agents": {"workers": 1}}
+    with launched(launch_local, tmp_path_factory.mktemp("run"), server=agents) as handle:
         yield handle
 
 

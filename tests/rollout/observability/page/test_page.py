@@ -9,6 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from rollout.agents.metrics import METRICS as AGENTS_METRICS
+from rollout.agents.model.alignment import Drift
 from rollout.cli.lib.server_view import render_server
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read
@@ -41,6 +43,7 @@ def test_the_state_has_every_engine_the_gate_and_where_the_server_is(page: httpx
     assert now["phase"] == "serving"
     assert now["gate"]["state"] == "open"
     assert now["can_steer"] is False
+    assert [url.rpartition(":")[0] for url in now["agents_urls"]] == ["http://127.0.0.1"]
 
 
 def test_a_step_has_all_its_engines_and_calls(
@@ -234,16 +237,21 @@ def test_prometheus_is_told_of_the_server_its_router_and_its_engines(page: httpx
     assert {tuple(one["targets"]) for one in targets} == {(here,)}
     found = {one["labels"].pop("__metrics_path__"): one["labels"] for one in targets}
     assert set(found) == {
-        *("/metrics", "/metrics/router", "/metrics/engines/apart-0"),
+        *("/metrics", "/metrics/router", "/metrics/agents/0", "/metrics/engines/apart-0"),
         *("/metrics/engines/shared-0", "/metrics/engines/shared-1"),
     }
     assert found["/metrics/router"] == {"server": "policy", "instance": "policy/router"}
+    assert found["/metrics/agents/0"] == {"server": "policy", "instance": "policy/agents/0"}
     assert found["/metrics/engines/apart-0"]["engine"] == "apart-0"
     assert len({labels["instance"] for labels in found.values()}) == len(found)
 
 
-def test_the_metrics_of_the_router_are_passed_on(page: httpx.Client) -> None:
+def test_the_metrics_of_router_and_agents_are_passed_on(page: httpx.Client) -> None:
     assert samples(page, "/router")["router_held"][0].labels == {}
+    until(lambda: page.get("/metrics/agents/0").is_success, "the worker of agents has started")
+    found = samples(page, "/agents/0")
+    assert set(found) == set(AGENTS_METRICS)
+    assert {one.labels["drift"] for one in found["agents_session_turns"]} == set(Drift)
 
 
 @pytest.mark.parametrize(
