@@ -1,11 +1,10 @@
-"""One worker of agents as a process: ``python -m rollout.agents LISTENER OWNER_PID``.
+"""One worker of agents: ``python -m rollout.agents LISTENER OWNER_PID ROUTER_URL``.
 
 Always true: it ends when its owner does, however that ends, also while another process has
 inherited the owner's end of the pipe; ``SIGTERM`` lets its turns end.  ``runtime.agents_process``
 is the owner's side.
 
-In: one pickle, of a ``WorkerSettings`` and the router's URL.  LISTENER is the descriptor of the
-socket that is bound.
+In: one line of JSON, of ``WorkerSettings``.  LISTENER is the descriptor of the bound socket.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 import select
 import signal
 import socket
@@ -24,22 +22,22 @@ from engines.process.background import Then, keep_thread
 
 def main() -> None:
     """Serve until ``SIGTERM``, or until the owner ends."""
-    descriptor, owner_pid = map(int, sys.argv[1:])
-    keep_thread(lambda: _end_after(owner_pid), "the watch for the owner", Then.PROCESS_ENDS)
+    descriptor, owner_pid, router_url = sys.argv[1:]
+    keep_thread(lambda: _end_after(int(owner_pid)), "the watch for the owner", Then.PROCESS_ENDS)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    line = sys.stdin.buffer.readline()
+    if line.endswith(b"\n"):  # else the owner has ended
+        asyncio.run(_serve(line, router_url, socket.socket(fileno=int(descriptor))))
 
 
-async def _serve(listener: socket.socket) -> None:
-    try:
-        settings, router_url = pickle.load(sys.stdin.buffer)
-    except EOFError:
-        return
+async def _serve(line: bytes, router_url: str, listener: socket.socket) -> None:
     keep_thread(_end_with_pipe, "the watch for the pipe", Then.PROCESS_ENDS)
+    # Here: meanwhile the end of the owner is seen already.
     from rollout.agents.host import AgentsHost
+    from rollout.agents.settings import WorkerSettings
     from rollout.rules.deadlines import STOP_TIMEOUT_S
 
-    host = AgentsHost(settings, owns_process=True)
+    host = AgentsHost(WorkerSettings.of_json(line), owns_process=True)
     ordered = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ordered.set)
     await host.start(router_url, listener)

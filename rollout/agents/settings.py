@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from engines.plain_json import read_json
 from rollout.config import AgentsConfig
+from rollout.router.http.fast_json import dumps
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """The settings of one worker; pickled, and never in a command line.
+    """The settings of one worker; never in a command line.
 
     Attributes:
         number: of this worker, from 0.
@@ -27,3 +29,13 @@ class WorkerSettings:
     control_key: str = field(default="", repr=False)
     max_read_bytes: int = 8 << 20
     request_timeout_s: float = 7200.0
+
+    def to_json(self) -> bytes:
+        """For ``of_json`` in another process; with the keys."""
+        return dumps({**asdict(self), "config": self.config.model_dump(mode="json")})
+
+    @classmethod
+    def of_json(cls, data: bytes) -> WorkerSettings:
+        """What ``to_json`` has made."""
+        values = read_json(data)
+        return cls(**{**values, "config": AgentsConfig.model_validate(values["config"])})

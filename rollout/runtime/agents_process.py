@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -90,7 +89,8 @@ class AgentsProcess:
         """
         path = os.pathsep.join(one or os.getcwd() for one in sys.path)
         process = self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", *self._program, str(listener.fileno()), str(os.getpid())),
+            *(sys.executable, "-P", *self._program),
+            *(str(listener.fileno()), str(os.getpid()), router_url),
             stdin=asyncio.subprocess.PIPE,
             stdout=_STDERR,
             env={**inherited_environment(os.environ), "PYTHONPATH": path},
@@ -98,7 +98,7 @@ class AgentsProcess:
             start_new_session=True,  # what a terminal sends is for its owner
         )
         assert process.stdin is not None
-        process.stdin.write(pickle.dumps((self._settings, router_url)))
+        process.stdin.write(self._settings.to_json() + b"\n")
         with suppress(ConnectionError):  # it has ended already
             await process.stdin.drain()
         status = await process.wait()

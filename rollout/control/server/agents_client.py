@@ -1,8 +1,8 @@
 """The server's client of its workers of agents, and their folder.
 
 Always true:
-- the folder is new when the first worker begins, and removed when all have stopped; what is left
-  of a lost launch is removed before, if it is ours and no process holds it;
+- the folder is new when the first worker begins, and removed when all have stopped; that of a lost
+  launch is removed before, if it is ours and no process holds it;
 - each call has a deadline, and one that a worker may have lost is repeated;
 - a worker that hangs is killed, and another one starts in its place.
 """

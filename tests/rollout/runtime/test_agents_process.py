@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from tests.support.waits import until
 
 ROUTER = "http://127.0.0.1:9"
 TIMEOUT_S = 60.0
+ID = "d"  # of worker 0 of two
 
 
 def settings(folder: Path, number: int = 0, **config: Any) -> WorkerSettings:
@@ -95,6 +97,30 @@ async def test_a_stop_leaves_neither_process_nor_socket(make_worker: Make) -> No
         pass
     assert await worker.stats() == {"process": None}
     await worker.stop(TIMEOUT_S)
+
+
+async def test_a_stop_lets_a_request_end_that_has_begun(make_worker: Make) -> None:
+    worker, endpoint = await make_worker()
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    head = f"POST /sessions/{ID}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2"
+    key = "authorization: Bearer key-of-clients"
+    writer.write(f"{head}\r\n{key}\r\nexpect: 100-continue\r\n\r\n".encode())
+    assert b" 100 " in await reader.readline()  # it reads the body
+    stopping = asyncio.create_task(worker.stop(TIMEOUT_S))
+    await until(lambda: is_refused(endpoint), TIMEOUT_S)
+    assert not stopping.done()
+    writer.write(b"{}")
+    assert b" 400 " in await reader.readuntil(b"400 Bad Request\r\n")
+    writer.close()
+    await stopping
+
+
+def is_refused(endpoint: Endpoint) -> bool:
+    try:
+        socket.create_connection(endpoint, 1.0).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 async def test_a_stop_does_not_wait_for_one_that_is_still_starting(make_worker: Make) -> None:
