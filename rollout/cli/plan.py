@@ -33,6 +33,7 @@ from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
 from rollout.rules.release_policy import draft_note, elastic_backup_note, release_policy
 from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import (
+    agents_notes,
     option_notes,
     push_room_notes,
     push_sizes,
@@ -145,6 +146,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "notes": [
             *_notes(placement, host_bytes),
             *option_notes(config),
+            *agents_notes(config),
             *filter(None, backup_notes),
             *_draft_notes(config),
             *_push_notes(config),
@@ -160,6 +162,7 @@ def _server(name: str, server: ServerConfig, trainer_gpus: int) -> dict[str, Any
     return {
         "server": name,
         "router": f"{server.router.host}:{server.router.port or 'any free'}",
+        "agents": [f"{server.agents_host}:{port or 'any free'}" for port in server.agents.ports],
         "page": page,
         "needs_client_key": bool(server.router.client_key),
         "weight_bytes": size_of_weights(server.model_path),
@@ -343,7 +346,8 @@ def _show(values: dict[str, Any]) -> None:
             show_start(f"{group['server']}/{group['group']}", group["start"])
     for server in values["servers"]:
         console().print(
-            f"{server['server']}: router {server['router']}, page {server['page']}, weights "
+            f"{server['server']}: router {server['router']}, agents "
+            f"{', '.join(server['agents']) or 'none'}, page {server['page']}, weights "
             f"{size_text(server['weight_bytes'])}, {_store_text(server['store_bytes_per_node'])}"
         )
         for peaks in server["push_memory"]:

@@ -52,11 +52,11 @@ class AgentsConfig(ConfigSection):
     ``hermes`` if it shows none."""
 
     @property
-    def ports(self) -> range:
-        """The ports of its workers; empty if each takes a free one."""
-        return range(self.port, self.port + self.workers if self.port else 0)
+    def ports(self) -> list[int]:
+        """The ports of its workers, by their numbers; 0 for a free one."""
+        return [self.port + number if self.port else 0 for number in range(self.workers)]
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.ports and self.ports[-1] > _LAST_PORT:
+        if max(self.ports, default=0) > _LAST_PORT:
             last = _LAST_PORT - self.workers + 1
             yield "port", f"{self.workers} workers need ports behind it: at most {last}"

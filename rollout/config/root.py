@@ -110,7 +110,7 @@ class RolloutConfig(ConfigSection):
         for name, server in self.servers.items():
             if server.router.port:
                 yield f"servers.{name}.router.port", f"{server.router.host}:{server.router.port}"
-            for port in server.agents.ports:
+            for port in filter(None, server.agents.ports):
                 yield f"servers.{name}.agents.port", f"{server.agents_host}:{port}"
             if server.page.port:
                 yield f"servers.{name}.page.port", f"{server.page.host}:{server.page.port}"

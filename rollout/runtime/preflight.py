@@ -52,6 +52,7 @@ from rollout.weights.store.node.private_folder import base_folder, why_not_priva
 logger = logging.getLogger(__name__)
 
 _ASK_S = 20.0
+_OF_AGENTS = ("renderers", "tokenizers", "jinja2", "openai", "httpx")
 
 
 def check_before_launch(config: RolloutConfig, *, launches_here: bool = True) -> None:
@@ -120,6 +121,17 @@ def _why_too_small(server: ServerConfig) -> str:
         return ""
     total_bytes = total.f_blocks * total.f_frsize
     return "" if sizes is None else why_too_small(sizes, server.weights, total_bytes)
+
+
+def agents_notes(config: RolloutConfig) -> Iterator[str]:
+    """What the servers' agents lack here: without it each chat of a session is refused."""
+    missing = next((one for one in _OF_AGENTS if importlib.util.find_spec(one) is None), "")
+    for name, server in config.servers.items():
+        if missing and server.agents.workers:
+            yield (
+                f"servers.{name}.agents: {missing} is not installed here, so chats of sessions get "
+                f"status 501; {install_command('agents')}, or set workers to 0"
+            )
 
 
 def option_notes(config: RolloutConfig) -> Iterator[str]:

@@ -29,6 +29,7 @@ from rollout.control.server.journal import ServerJournal, read
 from rollout.core.errors import ConfigError
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.stream.shown_samples import shown_samples
+from rollout.runtime import preflight
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from rollout.runtime.preflight import push_sizes
@@ -305,6 +306,25 @@ def test_a_plan_names_each_refusal_and_the_setting_to_change(tmp_path: Path) -> 
     assert plan["groups"][2]["weights_from"] == "CPU backup, then the push"
     assert "refused" in run_command("plan", str(file), status=2)
     assert run_command("validate", str(file), status=2).count("set weights_cpu_backup to true") == 2
+
+
+def test_plan_has_the_addresses_of_agents_and_what_they_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = {"workers": 2, "port": 8100}
+    values = config(tmp_path, server={"agents": agents}).model_dump(mode="json")
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps(values))
+    monkeypatch.setattr(preflight, "_OF_AGENTS", ("json", "no_such_package"))
+    plan = json_of("plan", str(file))
+    assert plan["servers"][0]["agents"] == ["127.0.0.1:8100", "127.0.0.1:8101"]
+    (note,) = [one for one in plan["notes"] if "no_such_package" in one]
+    assert note.startswith("servers.policy.agents: no_such_package is not installed here")
+    assert "pip install" in note
+    assert "agents 127.0.0.1:8100, 127.0.0.1:8101, page" in run_command("plan", str(file))
+    values["servers"]["policy"]["agents"] = {"workers": 0}
+    file.write_text(json.dumps(values))
+    assert not [one for one in json_of("plan", str(file))["notes"] if "no_such_package" in one]
 
 
 def test_an_option_that_the_server_does_not_have_is_a_note_of_plan_and_validate(
