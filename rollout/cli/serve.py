@@ -22,9 +22,12 @@ def serve(config: ConfigPath, backend: Backend = "local", as_json: AsJson = Fals
     loaded = load_config(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # as Ctrl-C, also while engines start
     with launch(loaded, backend) as deployment:
-        urls = {name: status.router_url for name, status in deployment.status().result().items()}
+        found = deployment.status().result()
+        urls = {name: status.router_url for name, status in found.items()}
         if as_json:
-            print_json({"run": str(RunFolder.of(loaded).path), "routers": urls})
+            agents = {name: status.agents_urls for name, status in found.items()}
+            run = str(RunFolder.of(loaded).path)
+            print_json({"run": run, "routers": urls, "agents": agents})
         else:
             _show(loaded, urls)
         threading.Event().wait()

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.kinds import KINDS
 from engines.process.tcp_ports import reserve_port
+from engines.protocol import Endpoint
 from rollout.cli.main import app
 from rollout.config import WeightsConfig
 from rollout.config.run_dir import RunFolder
@@ -622,6 +623,7 @@ def config_of_attached(tmp_path: Path, urls: list[str]) -> Path:
     groups = {"main": {"needs_offload": False, "engine": {"kind": "attached", "urls": urls}}}
     loaded = config(tmp_path, groups, run_id="served")
     values = loaded.model_dump(mode="json", exclude_defaults=True)
+    values["servers"]["policy"]["agents"] = {"workers": 1}
     file = tmp_path / "rollout.json"
     file.write_text(json.dumps(values))
     return file
@@ -630,9 +632,9 @@ def config_of_attached(tmp_path: Path, urls: list[str]) -> Path:
 def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
     file = config_of_attached(tmp_path, urls)
     with subprocess.Popen(
-        [sys.executable, "-m", "rollout", "serve", str(file)],
+        [sys.executable, "-m", "rollout", "serve", str(file), "--json"],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
     ) as served:
         journal = tmp_path / "served" / "policy" / "journal.json"
@@ -640,14 +642,19 @@ def serve_and_stop(tmp_path: Path, urls: list[str]) -> None:
             lambda: served.poll() is not None or (journal.exists() and read(journal).page),
             "it serves",
         )
-        assert served.poll() is None, served.communicate()[0]
+        assert served.poll() is None, served.communicate()
         until(
             lambda: gate_of(json_of("status", str(tmp_path / "served"))) == "open",
             "its engines serve",
         )
+        (agents,) = json_of("status", str(tmp_path / "served"))["policy"]["agents_urls"]
         assert "stopped" in run_command("stop", str(tmp_path / "served"), "--yes")
         assert served.wait(30) == 0
+        shown, _ = served.communicate()
+    assert json.loads(shown)["agents"] == {"policy": [agents]}
     assert read(journal).is_ended
+    with socket.create_server(Endpoint.of_url(agents)):  # its worker has ended, too
+        pass
 
 
 def test_serve_that_starts_is_ended_by_a_signal(tmp_path: Path) -> None:
