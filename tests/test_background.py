@@ -33,7 +33,8 @@ POOLS = {
     "rollout/core/pending.py": "the calls that use the default pool of a loop",
     "rollout/driver/math_judge/judges.py": "the reward that waits for its judgement",
     "rollout/router/http/reading_process.py": "the request that is read",
-    "rollout/agents/chat_sessions.py": "the turn that waits for its template",
+    "rollout/agents/shares.py": "the turn that waits for its template",
+    "rollout/agents/turns/store.py": "the turn that is kept; what is removed is logged",
 }
 _STARTS = {"create_task", "ensure_future", "Thread", "Timer", "start_new_thread"}
 

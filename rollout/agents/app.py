@@ -15,11 +15,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from engines.process.background import Then, keep_task, start_task
-from rollout.agents.chats import ChatSessions
+from rollout.agents.chats import ChatSessions, readable
 from rollout.agents.failures import ChatFailure, failure
 from rollout.agents.metrics import metrics_text
 from rollout.agents.router_link import RouterLink
 from rollout.agents.settings import WorkerSettings
+from rollout.agents.turns.files import SessionFiles
 from rollout.agents.turns.store import MAX_ID_CHARACTERS, SessionStore
 from rollout.agents.turns.tree import Turn
 from rollout.agents.wire.messages import BadChat
@@ -44,7 +45,12 @@ _MODELS = "/v1/models"
 
 
 def agents_app(settings: WorkerSettings, router_url: str) -> FastAPI:
-    """The application; its lifespan opens and closes the connections to the router."""
+    """The application, made on its event loop; its lifespan opens and closes the connections to the
+    router, and closes the sessions' files.
+
+    Raises:
+        FolderInUse, NotOurs, OSError: the folder of its sessions cannot be used.
+    """
     config = settings.config
     link = RouterLink(
         router_url,
@@ -52,17 +58,20 @@ def agents_app(settings: WorkerSettings, router_url: str) -> FastAPI:
         control_key=settings.control_key,
         request_timeout_s=settings.request_timeout_s,
     )
+
+    def now_s() -> float:
+        return asyncio.get_running_loop().time()
+
     store = SessionStore(
+        SessionFiles(settings.folder),
         max_bytes=config.max_session_bytes,
         max_sessions=config.max_sessions,
         ttl_s=config.session_ttl_s,
+        now_s=now_s(),
     )
 
     async def find_folder() -> str:
         return config.tokenizer_path or await link.tokenizer_folder()
-
-    def now_s() -> float:
-        return asyncio.get_running_loop().time()
 
     chats = ChatSessions(
         store, find_folder, link, now_s=now_s, tool_call_parser=config.tool_call_parser
@@ -192,7 +201,11 @@ def _add_sessions(app: FastAPI, store: SessionStore) -> None:
     @app.get("/sessions/{session_id}")
     async def turns(session_id: str) -> Response:
         """The turns of a session, in the order in which they ended."""
-        session = store.get(session_id)
+        try:
+            with readable():
+                session = await store.get(session_id)
+        except ChatFailure as error:
+            return _reply(error)
         if session is None:
             return _reply(_no_session(session_id))
         parts = _parts(session_id, list(session.tree.turns))
@@ -201,7 +214,7 @@ def _add_sessions(app: FastAPI, store: SessionStore) -> None:
     @app.delete("/sessions/{session_id}")
     async def delete(session_id: str) -> Response:
         """Delete a session with its turns; a later turn of this id gets 410."""
-        if not store.close(session_id):
+        if not await store.close(session_id):
             return _reply(_no_session(session_id))
         return JSONResponse({"session_id": session_id})
 

@@ -32,6 +32,7 @@ from rollout.agents.plan import (
 )
 from rollout.agents.router_link import Pin, RouterLink
 from rollout.agents.shares import Shares, WorkEnded
+from rollout.agents.turns.files import UnreadableSession
 from rollout.agents.turns.store import Session, SessionStore
 from rollout.agents.turns.tree import Generated, Turn
 from rollout.agents.wire.answers import ChatAnswer, as_events
@@ -80,17 +81,18 @@ class ChatSessions:
         self._shares = Shares()
         self._num_running = 0
         self._num_bytes = 0
-        self._pins: dict[str, asyncio.Task[Pin]] = {}  # by session
+        self._pins: dict[bytes, asyncio.Task[Pin]] = {}  # by session
         self._ending: set[asyncio.Task[None]] = set()
-        store.on_end = self._unpin
+        store.on_end = lambda session: self._unpin(session.digest)
         self._unread_calls: set[str] = set()  # beginnings that were reported
 
     async def close(self) -> None:
         """Ends work under way; the sessions stay."""
         self._shares.close()
-        for session_id in list(self._pins):
-            self._unpin(session_id)
+        for digest in list(self._pins):
+            self._unpin(digest)
         await asyncio.gather(*self._ending)
+        await asyncio.to_thread(self.store.stop)
 
     # -- one turn ---------------------------------------------------------------------------
 
@@ -117,7 +119,8 @@ class ChatSessions:
         if self._num_bytes + num_bytes > _MOST_BYTES_AT_ONCE:
             message = f"chats of sessions under way take {self._num_bytes} bytes"
             raise failure(503, "unavailable", message)
-        session = self.store.begin_turn(session_id, self._now_s())
+        with readable():
+            session = await self.store.begin_turn(session_id, self._now_s())
         self._num_running += 1
         self._num_bytes += num_bytes
         try:
@@ -126,7 +129,7 @@ class ChatSessions:
             contract = _contract_of(texts, plan.chat)
             names = session.pinned
             if plan.chat.stays or names:
-                names = await self._pinned(session_id, session, plan.chat)
+                names = await self._pinned(session, plan.chat)
             request = _naming(plan.body, *(names or (plan.chat.lora_path,)))
             plan = replace(plan, body=b"")
             replies = self._link.generate(session_id, request, contract)
@@ -138,7 +141,7 @@ class ChatSessions:
         finally:
             self._num_running -= 1
             self._num_bytes -= num_bytes
-            self.store.end_turn(session_id, session, self._now_s())
+            self.store.end_turn(session, self._now_s())
 
     async def _planned(self, session_id: str, session: Session, body: bytes) -> Plan:
         """The turn.
@@ -159,33 +162,31 @@ class ChatSessions:
         except WorkEnded as error:
             raise failure(503, "unavailable", str(error)) from None
 
-    async def _pinned(
-        self, session_id: str, session: Session, chat: ChatRequest
-    ) -> tuple[str | None]:
+    async def _pinned(self, session: Session, chat: ChatRequest) -> tuple[str | None]:
         """The version of an adapter that all turns of the session have, None for the base.
 
         Raises:
             ChatFailure: the router does not keep it.
         """
-        pinning = self._pins.get(session_id)
+        pinning = self._pins.get(session.digest)
         if pinning is None:
             wanted = session.pinned[0] if session.pinned else chat.lora_path
             if wanted is None:
                 session.pinned = (None,)
                 return session.pinned
-            pinning = self._pins[session_id] = start_task(self._link.pin(wanted), "agents-pin")
+            pinning = self._pins[session.digest] = start_task(self._link.pin(wanted), "agents-pin")
         try:
             pin = await asyncio.shield(pinning)
         except ChatFailure:
-            if self._pins.get(session_id) is pinning:
-                del self._pins[session_id]
+            if self._pins.get(session.digest) is pinning:
+                del self._pins[session.digest]
             raise
         session.pinned = (pin.name,)
         return session.pinned
 
-    def _unpin(self, session_id: str) -> None:
+    def _unpin(self, digest: bytes) -> None:
         """The session has ended."""
-        pinning = self._pins.pop(session_id, None)
+        pinning = self._pins.pop(digest, None)
         if pinning is not None:
             self._ending.add(ending := start_task(_close(pinning), "agents-unpin"))
             ending.add_done_callback(self._ending.discard)
@@ -225,8 +226,8 @@ class ChatSessions:
             if reader is not None:
                 self._warn_of_unread_call(unread_call(answer), reader.form.name)
             message = {**answer.message(), "content": chat.begun + answer.content}
-            turn = _keep(session, plan, generated, whole, message)
-            self.store.num_turns[plan.prompt.drift] += 1
+            with _not_recorded():
+                turn = await self._kept(session, plan, generated, whole, message)
         except ChatFailure as error:
             if not has_begun:
                 raise
@@ -236,6 +237,19 @@ class ChatSessions:
         if not has_begun:
             yield ended.signed
         yield end
+
+    async def _kept(
+        self,
+        session: Session,
+        plan: Plan,
+        generated: Generated,
+        reply: GenerateReply,
+        answer: Message,
+    ) -> Turn:
+        num_computed = plan.num_prompt + len(generated.ids) - 1
+        experts = session.tree.new_experts(plan.prompt, reply.routed_experts, num_computed)
+        made = replace(generated, experts=experts)
+        return await self.store.keep(session, plan.history, plan.prompt, made, answer)
 
     async def _in_share(self, session_id: str, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
         return await self._shares.run(session_id, 0, lambda share: work(*arguments))
@@ -307,19 +321,20 @@ def _end_of_response(
     return as_events(writer.last(answer, turn, num_prompt, usage=chat.wants_usage)) + _DONE_EVENT
 
 
-def _keep(
-    session: Session, plan: Plan, generated: Generated, reply: GenerateReply, answer: Message
-) -> Turn:
-    num_computed = plan.num_prompt + len(generated.ids) - 1
-    with _not_recorded():
-        experts = session.tree.new_experts(plan.prompt, reply.routed_experts, num_computed)
-        made = replace(generated, experts=experts)
-        return session.tree.add(plan.history, plan.prompt, made, answer)
+@contextmanager
+def readable() -> Iterator[None]:
+    """A session that cannot be read, as a response."""
+    try:
+        yield
+    except UnreadableSession as error:
+        raise failure(410, "session_unreadable", str(error)) from error
+    except OSError as error:
+        raise failure(503, "unavailable", f"the session cannot be read: {error}") from error
 
 
 @contextmanager
 def _not_recorded() -> Iterator[None]:
     try:
         yield
-    except (ValueError, OverflowError, TypeError) as error:
+    except (ValueError, OverflowError, TypeError, OSError) as error:
         raise failure(502, "not_recorded", str(error)) from None

@@ -7,6 +7,7 @@ measured against the row's bound.
 from __future__ import annotations
 
 import ast
+import asyncio
 import gc
 import json
 import tracemalloc
@@ -14,15 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import finalize
 
 import pytest
 
-from engines.protocol import Endpoint, FinishReason, VersionSpan
+from engines.protocol import Endpoint, FinishReason
 from engines.protocol.plain_text import one_line
 from rollout.agents.turns.store import SessionStore
-from rollout.agents.turns.tree import Generated, Prompt
-from rollout.agents.wire.messages import history_of
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import BUCKET_NAMES
 from rollout.driver.stream.audit import Auditor
@@ -33,12 +34,12 @@ from rollout.observability.page.prometheus import MetricCounters, render_metrics
 from rollout.observability.page.run_history import RunHistory
 from rollout.observability.timeline.recorder import Timeline
 from rollout.observability.timeline.span import Kind
-from rollout.router.continuation.named_weights import read_named
 from rollout.router.http.head_cache import HeadCache, RequestHead, head_key, kept_affinity
-from rollout.router.http.routes import GENERATE_PATH, route_of
+from rollout.router.http.routes import route_of
 from rollout.router.proxy.figures import Latencies, StepMetrics
 from rollout.rules.load_balancing import Affinity
 from rollout.rules.routing import Backend, Hint, InFlight
+from tests.support.agent_turns import one_turn, store_in
 
 ROUTER = Path(__file__).parents[2] / "rollout" / "router"
 OF_CLIENTS = {
@@ -76,66 +77,60 @@ class Named:
     most_bytes: int
 
 
-def store_of(**bounds: int) -> SessionStore:
-    return SessionStore(**{"max_bytes": 64 * MIB, "max_sessions": 10_000, "ttl_s": 1e9} | bounds)
+class Sessions:
+    """A store in a folder of its own, and the loop that it is used on."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory()
+        self._loop = asyncio.new_event_loop()
+        self.store = store_in(Path(self._folder.name))
+        finalize(self, _end, self.store, self._loop, self._folder)
+
+    def take_turn(self, session_id: str, **more: Any) -> None:
+        if not self.store.why_full(session_id, 0.0):
+            self._loop.run_until_complete(one_turn(self.store, session_id, **more))
+
+    def close(self, session_id: str) -> None:
+        self._loop.run_until_complete(self.store.close(session_id))
 
 
-def a_turn(
-    store: SessionStore,
-    session_id: str,
-    *,
-    finish: FinishReason = STOP,
-    version: str = "1",
-    name: str = "",
+def _end(
+    store: SessionStore, loop: asyncio.AbstractEventLoop, folder: TemporaryDirectory[str]
 ) -> None:
-    if store.why_full(session_id, 0.0):
-        return
-    session = store.begin_turn(session_id, 0.0)
-    if name:
-        named = read_named(GENERATE_PATH, json.dumps({"lora_path": name}).encode(), 8 * MIB)
-        if not named.problem:
-            session.names = named.names
-    made = Generated([1], [0.0], (VersionSpan(version, 0, 1),), finish, "")
-    history = history_of([{"role": "user", "content": "a"}], None)
-    answer = {"role": "assistant", "content": str(len(session.tree.turns))}
-    session.tree.add(history, Prompt(None, [1]), made, answer)
-    store.end_turn(session_id, session, 0.0)
+    store.stop()
+    loop.close()
+    folder.cleanup()
 
 
 def deleted_ids() -> tuple[object, Callable[[str], object]]:
-    store = store_of()
-    return store, store.close
+    sessions = Sessions()
+    return sessions, sessions.close
 
 
 def closed_ids() -> tuple[object, Callable[[str], object]]:
-    store = store_of()
+    sessions = Sessions()
 
     def close(session_id: str) -> None:
-        a_turn(store, session_id)
-        store.close(session_id)
+        sessions.take_turn(session_id)
+        sessions.close(session_id)
 
-    return store, close
+    return sessions, close
 
 
 def session_ids() -> tuple[object, Callable[[str], object]]:
-    store = store_of()
-    return store, lambda value: a_turn(store, value[:200])  # the route lets no longer one in
+    sessions = Sessions()
+    # The route lets no longer one in.
+    return sessions, lambda value: sessions.take_turn(value[:200])
 
 
 def stop_strings() -> tuple[object, Callable[[str], object]]:
-    store = store_of()
-    return store, lambda value: a_turn(store, "s", finish=FinishReason("stop", value))
+    sessions = Sessions()
+    return sessions, lambda value: sessions.take_turn("s", finish=FinishReason("stop", value))
 
 
 def engine_versions() -> tuple[object, Callable[[str], object]]:
-    store = store_of()
-    return store, lambda value: a_turn(store, "s", version=value)
-
-
-def pinned_weights() -> tuple[object, Callable[[str], object]]:
-    store = store_of()
-    serial = iter(range(MANY + 1))
-    return store, lambda value: a_turn(store, f"s-{next(serial)}", name=value)
+    sessions = Sessions()
+    return sessions, lambda value: sessions.take_turn("s", version=value)
 
 
 def affinities() -> tuple[object, Callable[[str], object]]:
@@ -260,7 +255,6 @@ NAMED = [
     Named("a client begins sessions", session_ids, 64 * MIB),
     Named("a client stops at strings", stop_strings, 68 * MIB),
     Named("an engine names its versions", engine_versions, 68 * MIB),
-    Named("a client names weights that its session stays with", pinned_weights, 64 * MIB),
     Named("a client names what prefers one engine", affinities, 20_000 * 800),
     Named("a client sends headers", heads, 24 * MIB),
     Named("a client requests paths", targets, 2 * MIB),
@@ -314,15 +308,15 @@ def test_what_is_kept_of_a_long_value_is_short(row: Named, traced: Callable[[], 
     assert kept is not None
 
 
-@pytest.mark.parametrize("make", [stop_strings, engine_versions, pinned_weights, session_ids])
+@pytest.mark.parametrize("make", [stop_strings, engine_versions, session_ids])
 def test_the_bytes_of_sessions_count_what_others_have_named_in_them(
     make: Callable[[], tuple[Any, Callable[[str], object]]], traced: Callable[[], int]
 ) -> None:
-    store, give = make()
+    sessions, give = make()
     before = traced()
     for number in range(300):
         give(f"{number:04d}" + "\N{PILE OF POO}" * 252)
-    assert 300 * 1000 < traced() - before <= store.num_bytes
+    assert 300 * 1000 < traced() - before <= sessions.store.num_bytes
 
 
 def test_engines_that_are_named_in_reports_have_a_bounded_number_of_labels() -> None:

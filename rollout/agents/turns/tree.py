@@ -18,10 +18,12 @@ from rollout.agents.wire.messages import History, Message
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import join_experts
 
-_BYTES_PER_TOKEN = 16
-"""An id, its log-prob, and room that arrays keep."""
-IDS = "I"
-"""Type of arrays of ids."""
+IDS, LOGPROBS = "I", "d"
+"""Types of arrays: of ids, and of their log-probs."""
+_BYTES_PER_ID, _BYTES_PER_LOGPROB = 4, 8
+Pinned = tuple[()] | tuple[str | None]
+"""The version of an adapter that a session stays with, as ``lora_path`` takes it, None for the
+base; empty: it stays with none."""
 _BYTES_PER_TURN = 2048
 _PIECE = 3 << 12
 _BYTES_PER_CHECKPOINT = 256
@@ -92,15 +94,20 @@ class Turn:
 
     @property
     def num_bytes(self) -> int:
-        generated, finish = self.generated, self.generated.finish
-        num_tokens = len(self.prompt.ids) + len(generated.ids)
+        """That it takes in memory, at most."""
+        prompt, generated, finish = self.prompt, self.generated, self.generated.finish
         texts = [generated.text, str(finish.kind), str(finish.matched or ""), finish.message]
         texts.append(generated.engine_id)
         texts += [span.version for span in generated.versions]
-        num_others = 4 * sum(map(len, texts)) + len(generated.experts or b"")
-        num_others += _BYTES_PER_CHECKPOINT * len(self.prompt.checkpoints)
-        num_others += _BYTES_PER_SPAN * len(generated.versions)
-        return _BYTES_PER_TURN + _BYTES_PER_TOKEN * num_tokens + num_others
+        return (
+            _BYTES_PER_TURN
+            + _BYTES_PER_ID * (len(prompt.ids) + len(generated.ids))
+            + _BYTES_PER_LOGPROB * len(generated.logprobs)
+            + sum(len(text) * (1 if text.isascii() else 4) for text in texts)
+            + len(generated.experts or b"")
+            + _BYTES_PER_CHECKPOINT * len(prompt.checkpoints)
+            + _BYTES_PER_SPAN * len(generated.versions)
+        )
 
     def json(self) -> Iterator[bytes]:
         """The turn as JSON, in pieces of which none takes long to write."""
@@ -185,7 +192,6 @@ class TurnTree:
     """All turns of one session."""
 
     turns: list[Turn] = field(default_factory=list)
-    num_bytes: int = 0
     _exact: dict[bytes, Turn] = field(default_factory=dict)
     _loose: dict[bytes, Turn] = field(default_factory=dict)
     _answered: set[bytes] = field(default_factory=set)
@@ -277,11 +283,12 @@ class TurnTree:
             turn = None if parent is None else self.turns[parent]
         return path[::-1]
 
-    def add(self, history: History, prompt: Prompt, generated: Generated, answer: Message) -> Turn:
-        """Keep a finished turn.
+    def made(self, history: History, prompt: Prompt, generated: Generated, answer: Message) -> Turn:
+        """A finished turn, the next one to ``add``.
 
         Raises:
             ValueError: it has not one log-prob for each token.
+            TypeError, OverflowError: as ``compact_generated`` does.
         """
         if len(generated.ids) != len(generated.logprobs):
             raise ValueError(
@@ -289,13 +296,23 @@ class TurnTree:
                 "is not kept"
             )
         exact, loose = history.plus(answer)
-        made = _compact(prompt), compact_generated(generated)
-        turn = Turn(len(self.turns), *made, exact, loose, history.loose[-1])
+        parts = _compact(prompt), compact_generated(generated)
+        return Turn(len(self.turns), *parts, exact, loose, history.loose[-1])
+
+    def add(self, turn: Turn) -> None:
+        """Keep a turn.
+
+        Raises:
+            ValueError: it is not the next one, or continues none that is there.
+        """
+        parent = turn.prompt.parent
+        if turn.number != len(self.turns):
+            raise ValueError(f"turn {turn.number} follows {len(self.turns)} turns")
+        if parent is not None and not 0 <= parent < turn.number:
+            raise ValueError(f"turn {turn.number} continues turn {parent}")
         self.turns.append(turn)
-        self.num_bytes += turn.num_bytes
         self._exact[turn.exact] = self._loose[turn.loose] = turn
         self._answered.add(turn.asked)
-        return turn
 
 
 def _compact(prompt: Prompt) -> Prompt:
@@ -308,5 +325,5 @@ def compact_generated(one: Generated) -> Generated:
     Raises:
         TypeError, OverflowError: they are no ids or log-probs.
     """
-    ids, logprobs = array(IDS, one.ids), array("d", one.logprobs)
+    ids, logprobs = array(IDS, one.ids), array(LOGPROBS, one.logprobs)
     return replace(one, ids=ids, logprobs=logprobs)

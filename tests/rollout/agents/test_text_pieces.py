@@ -216,7 +216,7 @@ def take_turn(
     ids = [ord(character) for character in answer]
     made = Generated(ids, [0.0] * len(ids), (), FinishReason("length", None), answer)
     said = {"role": "assistant", "content": answer}
-    session.tree.add(plan.history, plan.prompt, made, said)
+    session.tree.add(session.tree.made(plan.history, plan.prompt, made, said))
     messages.append(said)
     return plan
 

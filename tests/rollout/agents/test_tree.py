@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, VersionSpan
-from rollout.agents.turns.store import SessionStore
 from rollout.agents.turns.tree import Generated, Prompt, TurnTree
 from rollout.agents.wire.messages import history_of, read_messages
 from rollout.driver.client.branch_samples import branch_samples
@@ -48,7 +47,7 @@ class Agent:
         answer = {"role": "assistant", "content": f"<think>t</think> answer {len(self.histories)}"}
         made = Generated(ids, [-0.5, -1.0], (VersionSpan("1", 0, 2),), STOP, answer["content"])
         self.whole_ids.append(self.tree.ids(match.turn).tolist() + new + ids)
-        self.tree.add(history, Prompt(parent, new), made, answer)
+        self.tree.add(self.tree.made(history, Prompt(parent, new), made, answer))
         self.histories.append([*messages, answer])
         return parent
 
@@ -126,7 +125,8 @@ def test_answers_that_differ_in_their_thinking_alone_are_told_apart_by_it() -> N
     history = history_of([user("a")], None)
     answers = [{"role": "assistant", "content": f"<think>{one}</think>x"} for one in "ab"]
     for answer in answers:
-        tree.add(history, Prompt(None, [1]), Generated([2], [0.0], (), STOP, ""), answer)
+        made = Generated([2], [0.0], (), STOP, "")
+        tree.add(tree.made(history, Prompt(None, [1]), made, answer))
     for number, answer in enumerate(answers):
         match = tree.match(history_of([user("a"), answer, user("b")], None))
         assert match.turn is tree.turns[number]
@@ -142,7 +142,8 @@ def test_arguments_of_a_call_are_compared_as_values() -> None:
     tree = TurnTree()
     asked = [user("a")]
     made = Generated([2], [0.0], (), STOP, "")
-    tree.add(history_of(asked, None), Prompt(None, [1]), made, calling('{"x":1}'))
+    history = history_of(asked, None)
+    tree.add(tree.made(history, Prompt(None, [1]), made, calling('{"x":1}')))
     result = {"role": "tool", "tool_call_id": "c", "content": "4"}
     messages = read_messages([*asked, calling('{ "x": 1 }'), result])
     assert tree.match(history_of(messages, None)).turn is tree.turns[0]
@@ -152,7 +153,7 @@ def test_a_turn_without_a_logprob_for_each_token_is_not_kept() -> None:
     tree = TurnTree()
     made = Generated([2, 3], [0.0], (), STOP, "")
     with pytest.raises(ValueError, match="1 log-probs for 2 tokens"):
-        tree.add(history_of([user("a")], None), Prompt(None, [1]), made, {"role": "assistant"})
+        tree.made(history_of([user("a")], None), Prompt(None, [1]), made, {"role": "assistant"})
     assert tree.turns == []
 
 
@@ -163,94 +164,27 @@ def test_a_turn_keeps_the_experts_that_its_parent_does_not_have() -> None:
     for parent, reported, num in ((None, b"1122", 2), (0, b"aabb334455", 5)):
         prompt = Prompt(parent, [1] * 2)
         made = Generated([2], [0.0], (), STOP, "", tree.new_experts(prompt, reported, num))
-        tree.add(history, prompt, made, answer)
+        tree.add(tree.made(history, prompt, made, answer))
     (sample,) = branch_samples("s", [json.loads(b"".join(turn.json())) for turn in tree.turns])
     assert sample.routed_experts == b"1122334455"
     with pytest.raises(ValueError, match="not those of 4 tokens"):
         tree.new_experts(Prompt(0, [1]), b"aabb33", 4)
     prompt = Prompt(1, [1])
     assert tree.new_experts(prompt, None, 9) is None
-    tree.add(history, prompt, Generated([2], [0.0], (), STOP, ""), answer)
+    tree.add(tree.made(history, prompt, Generated([2], [0.0], (), STOP, ""), answer))
     assert tree.new_experts(Prompt(2, [1]), b"1" * 22, 11) is None
     (sample,) = branch_samples("s", [json.loads(b"".join(turn.json())) for turn in tree.turns])
     assert sample.routed_experts is None
 
 
-# -- the bounds -----------------------------------------------------------------------------------
-
-
-def one_turn(store: SessionStore, name: str, now_s: float, num_tokens: int = 1) -> None:
-    session = store.begin_turn(name, now_s)
-    made = Generated([1] * num_tokens, [0.0] * num_tokens, (), STOP, "")
-    answer = {"role": "assistant", "content": "x"}
-    session.tree.add(history_of([user("a")], None), Prompt(None, [1]), made, answer)
-    store.end_turn(name, session, now_s)
-
-
-def test_bytes_and_sessions_are_bounded_and_come_back_when_deleted() -> None:
-    store = SessionStore(max_bytes=1 << 20, max_sessions=2, ttl_s=10.0)
-    one_turn(store, "a", 0.0)
-    one_turn(store, "b", 0.0, num_tokens=80_000)
-    assert "agents.max_session_bytes" in store.why_full("a", 0.0)
-    assert store.delete("b")
-    assert not store.delete("b")
-    assert store.why_full("c", 0.0) == ""
-    one_turn(store, "c", 0.0)
-    assert "agents.max_sessions" in store.why_full("d", 0.0)
-    assert store.delete("a")
-    assert store.delete("c")
-    assert store.num_bytes == 0
-
-
-def test_an_idle_session_expires_and_one_with_a_turn_under_way_does_not() -> None:
-    store = SessionStore(max_bytes=1 << 20, max_sessions=2, ttl_s=10.0)
-    one_turn(store, "idle", 0.0)
-    one_turn(store, "busy", 0.0)
-    busy = store.begin_turn("busy", 0.0)
-    store.expire(11.0)
-    assert store.get("idle") is None
-    assert store.get("busy") is busy
-    store.end_turn("busy", busy, 12.0)
-    store.expire(21.0)
-    assert store.get("busy") is busy
-    store.expire(23.0)
-    assert store.num_bytes == 0
-
-
-def test_as_many_closed_ids_are_remembered_as_sessions_may_be_open() -> None:
-    store = SessionStore(max_bytes=1 << 20, max_sessions=3, ttl_s=10.0)
-    for number in range(5):
-        one_turn(store, f"s-{number}", 0.0)
-        assert store.close(f"s-{number}")
-    assert [bool(store.why_closed(f"s-{number}")) for number in range(5)] == [0, 0, 1, 1, 1]
-
-
-def test_an_id_that_is_no_sessions_is_not_remembered_and_displaces_none() -> None:
-    store = SessionStore(max_bytes=1 << 20, max_sessions=3, ttl_s=10.0)
-    one_turn(store, "mine", 0.0)
-    store.close("mine")
-    assert not any(store.close(f"unknown-{number}") for number in range(10))
-    assert store.why_closed("mine")
-    assert not store.why_closed("unknown-9")
-
-
-def test_a_session_without_a_turn_ends_with_its_last_request() -> None:
-    """So refused requests take no room."""
-    store = SessionStore(max_bytes=1 << 20, max_sessions=1, ttl_s=10.0)
-    one, two = store.begin_turn("a", 0.0), store.begin_turn("a", 0.0)
-    assert one is two
-    store.end_turn("a", one, 1.0)
-    assert store.why_full("b", 1.0)
-    store.end_turn("a", two, 1.0)
-    assert (store.get("a"), store.num_bytes, store.why_full("b", 1.0)) == (None, 0, "")
-
-
-def test_sessions_that_expire_together_are_deleted_some_at_a_time() -> None:
-    store = SessionStore(max_bytes=1 << 30, max_sessions=1000, ttl_s=10.0)
-    for number in range(100):
-        one_turn(store, str(number), 0.0)
-    num_sweeps = 0
-    while store.get("99") is not None:
-        store.expire(20.0)
-        num_sweeps += 1
-    assert (num_sweeps, store.num_bytes) == (4, 0)
+def test_a_turn_follows_the_one_before_it_and_continues_one_that_is_there() -> None:
+    tree = TurnTree()
+    history, answer = history_of([user("a")], None), {"role": "assistant", "content": "x"}
+    made = Generated([2], [0.0], (), STOP, "")
+    turn = tree.made(history, Prompt(None, [1]), made, answer)
+    tree.add(turn)
+    with pytest.raises(ValueError, match="turn 0 follows 1 turns"):
+        tree.add(turn)
+    with pytest.raises(ValueError, match="turn 1 continues turn 1"):
+        tree.add(tree.made(history, Prompt(1, [1]), made, answer))
+    assert tree.turns == [turn]
