@@ -137,6 +137,15 @@ def test_whole_lines_that_are_not_of_the_session_are_refused(lines: list[bytes],
         read_lines("f", SESSION, lines)
 
 
+def test_damage_between_the_last_two_lines_does_not_hide_the_first_of_them() -> None:
+    tree = TurnTree()
+    for _ in range(2):
+        tree.add(tree.made(*a_turn()))
+    first, second, last = written(tree)
+    with pytest.raises(UnreadableSession, match="f, line 2: its end is damaged"):
+        read_lines("f", SESSION, [first, second[:-1] + b"x" + last])
+
+
 def test_lines_in_another_order_are_refused() -> None:
     tree = TurnTree()
     for _ in range(2):
