@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.router.stub_engine import STREAM, Connection, Script, Seen, chunk
+from tests.rollout.router.stub_engine import STREAM, Connection, Script, Seen, chunk, reply
 
 END = 256
 """The id of ``<|im_end|>``; an id below it is a byte in the alphabet's order."""
@@ -48,6 +48,8 @@ THINKS_FIRST = THINKING.replace(ANSWER, ANSWER.replace("\n", "\n<think>\n"))
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
+_MODELS = b'{"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}'
+
 
 def write_chat_model(
     folder: Path, template: str = THINKING, *, special: Sequence[str] = (), eos: str = "<|im_end|>"
@@ -83,6 +85,8 @@ def speaking(
 ) -> Script:
     """An engine that answers a prompt's text with ``say``, four tokens an event, with its end.
 
+    Its model is ``policy``.
+
     Args:
         begin: of an answer, whose first tokens may be in the prompt; empty if they are not.
         end_of: the token that ends an answer.
@@ -97,6 +101,9 @@ def speaking(
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def script(connection: Connection, seen: Seen) -> None:
+        if seen.target == "/v1/models":
+            await reply(_MODELS)(connection, seen)
+            return
         raw = seen.json
         prompt = raw["input_ids"]
         text, begun = text_of(prompt), ""
