@@ -239,7 +239,7 @@ def test_the_python_of_a_page_runs_over_fake_engines(
 # The tests that run the Python of the pages that are not in ``TOLD``, with the numbers of blocks.
 RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/concepts.md": {"tests/end_to_end/test_pages.py": (0,)},
-    "docs/how-to/agents.md": {"tests/rollout/runtime/test_agent_sessions.py": (0,)},
+    "docs/how-to/agents.md": {"tests/rollout/runtime/test_agent_sessions.py": (0, 1)},
     "docs/how-to/colocated.md": {
         "tests/end_to_end/test_pages.py": (0, 2, 5),
         "tests/rollout/runtime/ray/test_existing_group.py": (1, 3, 4),

@@ -41,15 +41,25 @@ def policy(tmp_path: Path) -> Iterator[ServerHandle]:
         handle.stop()
 
 
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def test_the_code_of_the_page_runs(
     policy: ServerHandle, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    match = re.search(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert match is not None
-    exec(compile(match[1], str(PAGE), "exec"), {"policy": policy})
+    exec(compile(blocks()[0], str(PAGE), "exec"), {"policy": policy})
     told, sample = capsys.readouterr().out.splitlines()
     assert "'turn': 1, 'parent': 0" in told
     assert sample.endswith("[0, 0]")
+
+
+def test_the_code_of_the_page_for_the_agents_sdk_runs(policy: ServerHandle) -> None:
+    pytest.importorskip("agents")
+    names: dict[str, Any] = {"policy": policy}
+    exec(compile(blocks()[1], str(PAGE), "exec"), names)
+    assert names["sample"].output_ids
+    assert names["sample"].mask == [1] * len(names["sample"].output_ids)
 
 
 async def test_a_coroutine_awaits_the_samples_of_the_same_session(policy: ServerHandle) -> None:
