@@ -1,5 +1,9 @@
 """Examples as programs, as a user runs them; the others are run in ``tests/end_to_end``."""
 
+import re
+from pathlib import Path
+from statistics import fmean
+
 import pytest
 from tests.support.processes import program, wait_until
 
@@ -17,6 +21,17 @@ def test_the_training_loop_takes_three_steps() -> None:
     last = output_of("training_loop").splitlines()[-1]
     assert last.startswith("serving at http://127.0.0.1:")
     assert last.endswith("weight version 3")
+
+
+def test_an_agent_learns_what_to_call_by_its_rewards(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    output = output_of("agent_tools", "--out", str(tmp_path))
+    accuracies = [float(one) for one in re.findall(r"^step .* accuracy +([\d.]+)%", output, re.M)]
+    assert len(accuracies) == 26
+    assert accuracies[0] < 30 < 80 < fmean(accuracies[-3:])
+    assert max(accuracies[-3:]) > 90
+    # Tokens that the engine did not generate, or under other weights, would have another log-prob.
+    assert max(map(float, re.findall(r"log-prob gap (\S+)", output))) < 1e-4
 
 
 @pytest.mark.ray
