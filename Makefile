@@ -48,12 +48,12 @@ PYTEST = $(BIN)/python -m pytest -o cache_dir=$(CACHE) -o junit_family=xunit1 --
 # Without bytecode files every process that a test starts compiles the library again.
 unexport PYTHONDONTWRITEBYTECODE
 comma := ,
-RUN_EXTRAS := ray,embedded,bench,data
+RUN_EXTRAS := ray,embedded,bench,data,agents
 DEV_EXTRAS := $(RUN_EXTRAS),otel,mooncake,trl,dev
 # What the fast tests need: without torch and Ray a new environment takes seconds, not minutes.
 FAST_EXTRAS := data,dev,otel
 # All but sglang, which needs CUDA.  make test-sglang and make test-vllm install pinned versions for CPUs.
-VERSIONS_EXTRAS := $(DEV_EXTRAS),agents,docs
+VERSIONS_EXTRAS := $(DEV_EXTRAS),docs
 FAST_TESTS := not (ray or embedded or slow or sglang or vllm or chaos or gpu)
 # A stamp file in the environment records each installation; it runs again when the pins change.
 RUN_STAMP := $(VENV)/.installed-run
@@ -70,7 +70,7 @@ BENCHMARKS := $(strip $(foreach name,embedded lifecycle router weights recovery 
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help system quickstart test test-text lint check format bench workflows constraints clean \
+.PHONY: help system quickstart agent test test-text lint check format bench workflows constraints clean \
 	fuzz test-fast test-pythons test-versions test-slow test-sglang test-vllm test-chaos test-gpu gpu-bundle durations coverage explore \
 	docs audit dist screenshots
 
@@ -82,6 +82,9 @@ system: ## install chromium, Prometheus and libraries for the tests that need th
 
 quickstart: $(RUN_STAMP) ## install, then train a tiny model with colocated GRPO on this machine
 	$(BIN)/python examples/colocated_grpo.py
+
+agent: $(RUN_STAMP) ## install, then teach a tiny model to call tools, with an openai client
+	$(BIN)/python examples/agent_tools.py
 
 test: $(DEV_STAMP) ## install, then run the default test suite
 	$(PYTEST) $(TEST_WORKERS) $(addprefix --ignore=,$(TEXT_TESTS)) $(PYTEST_ARGS)
