@@ -245,7 +245,7 @@ async def test_each_error_is_the_packages_own_with_words(make_agent: MakeAgent) 
     agent = await make_agent(max_sessions=1)
 
     def elsewhere(session: str) -> Any:
-        base_url = f"{agent.bench.url}/sessions/{session}/v1"
+        base_url = f"{agent.url}/sessions/{session}/v1"
         return ask_with(agent.client.with_options(base_url=base_url))
 
     await agent.ask([USER])
@@ -260,7 +260,7 @@ async def test_each_error_is_the_packages_own_with_words(make_agent: MakeAgent) 
     with pytest.raises(openai.InternalServerError, match="closed") as shut:
         await agent.ask([USER])
     assert shut.value.status_code == 503
-    async with agent.bench.client.delete("/sessions/s"):
+    async with agent.http.delete("/sessions/s"):
         pass
     with pytest.raises(openai.APIStatusError, match="was closed") as gone:
         await agent.ask([USER])
