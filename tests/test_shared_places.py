@@ -30,6 +30,7 @@ EFFECTS = {
     OWN: "the helper",
     "engines/process/engine_records.py": "an empty folder, not locked by its guard yet",
     "engines/process/locks.py": "an empty folder of ours, which its maker had not locked yet",
+    "rollout/agents/turns/files.py": "in a folder of the helper",
     "rollout/cli/lib/output.py": "the file that the user names",
     "rollout/control/engine/claim.py": "in the store's folder",
     "rollout/control/server/journal.py": "in the run's folder",

@@ -39,7 +39,7 @@ STRICT_JSON = {
     "rollout/router/http/fast_json.py": "bodies and replies: NaN is taken, or refused",
     "rollout/router/http/request.py": "a body with one field of the router's, which knows it",
     "rollout/router/continuation/fast_path.py": "a list of which nothing but digits was found",
-    "rollout/agents/messages.py": "arguments of a tool call, which stay text otherwise",
+    "rollout/agents/wire/messages.py": "arguments of a tool call, which stay text otherwise",
     "rollout/driver/math_judge/child.py": "what the driver sends to its own child",
     "rollout/driver/math_judge/judges.py": "two truth values of its own child",
     "rollout/driver/data/sample_rows.py": "rows that this library has saved",

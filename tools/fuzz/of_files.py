@@ -16,6 +16,10 @@ from engines.process import engine_records, locks
 from engines.process.guard import RECORD, place
 from engines.process.own_files import OwnFolder
 from engines.process.process_identity import identify
+from engines.protocol import FinishReason
+from rollout.agents.turns import files
+from rollout.agents.turns.tree import Generated, Prompt, TurnTree
+from rollout.agents.wire.messages import history_of
 from rollout.config import LifecycleConfig
 from rollout.config.run_dir import FIGURES_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
 from rollout.control.engine.logprob_check import prompts_of
@@ -225,6 +229,34 @@ def _engine_records() -> Iterator[bytes]:
     yield from _DAMAGED
 
 
+def _session_file(data: bytes) -> Any:
+    lines = [line + b"\n" for line in data.split(b"\n")]
+    found = files.read_lines("f", "s", [*lines[:-1], lines[-1][:-1]])
+    if not found.tree.turns:
+        raise Refused
+    return [found.pinned, [b"".join(turn.json()) for turn in found.tree.turns]]
+
+
+def _session_files() -> Iterator[bytes]:
+    """Those with a wrong value have the right check of their line."""
+    chat = history_of([{"role": "user", "content": "a"}], None)
+    made = Generated([7], [-0.5], (), FinishReason("stop", 2), "x")
+    tree = TurnTree()
+    tree.add(tree.made(chat, Prompt(None, [1, 2]), made, {"role": "assistant", "content": "x"}))
+    first = b"".join(files.first_line("s"))
+    line = b"".join(files.line_of(tree.turns[0]))
+    yield first + line
+    yield first + line + line[:50]
+    fields = json.loads(line)
+    del fields["crc32"]
+    for name in fields:
+        for value in _values(None, -1, [], {}, "x", [1], [[]], [None], 10**30, 1.5, "AA==", True):
+            yield first + b"".join(files._line({**fields, name: value}))
+    yield first + b"".join(files._line({}))
+    yield b"".join(files._line({"format": 2, "session_id": "s"}))
+    yield from (first + damaged for damaged in _DAMAGED)
+
+
 def _lock(path: Path) -> Any:
     return locks.owner_of(path) and locks.read_values(path)
 
@@ -405,6 +437,7 @@ def readers() -> Sequence[Reader]:
         Reader("span_file", _at(f"s{SPANS_SUFFIX}", _spans), (ConfigError,), _span_lines),
         Reader("recorded", _at("recorded/server/input", _curves), (), _recorded),
         Reader("engine_record", _at(RECORD, _engine_record), (), _engine_records),
+        Reader("session_file", whole(_session_file), (files.UnreadableSession,), _session_files),
         Reader("file_lock", _at("lock", _lock), (), _locks),
         Reader("store_lease", _at(f"lease/{lease.LEASE}", _lease), (), _leases),
         Reader("store_commit", whole(_committed), (), _commits),

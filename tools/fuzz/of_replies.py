@@ -23,6 +23,8 @@ from engines.kinds import kind_of
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.errors import EngineRejected
 from engines.vllm import server_report, vllm_json
+from rollout.agents import router_link
+from rollout.agents.failures import ChatFailure
 from rollout.agents.model.tool_calls import AnswerReader, reader_of
 from rollout.agents.model.tool_forms import FORMS
 from rollout.agents.plan import history_in
@@ -332,6 +334,11 @@ def _driver_streams() -> Iterator[bytes]:
         yield _events(value)
     yield from (b"data: " + deep + b"\n\n" for deep in _DEEP)
     yield _events({"error": {"message": "no"}})
+
+
+def _worker_stream(parts: Sequence[bytes]) -> list[Any]:
+    """A reply of the router to a worker of agents, which is streamed."""
+    return [repr(one) for one in _all(router_link._streamed(_Response(parts), {}))][-1:]  # type: ignore[arg-type]
 
 
 def _refusal(data: bytes) -> str:
@@ -669,6 +676,8 @@ def readers() -> Sequence[Reader]:
         Reader("engine_loads", whole(_kind_loads), WRONG_FORM, _loads),
         Reader("sse", _sse, (), _streams, is_split=True),
         Reader("driver_stream", _driver_stream, failed, _driver_streams, is_split=True),
+        # Of events that arrive together it reads the last one, so cuts make a difference.
+        Reader("worker_stream", _worker_stream, (ChatFailure,), _driver_streams),
         Reader("refusal", whole(_refusal), (), _refusals),
         Reader("token_reply", _reply, (), _replies, is_split=True),
         Reader("prefill_reply", whole(_prefill), (), _prefills),
