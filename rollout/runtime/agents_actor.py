@@ -34,10 +34,14 @@ class AgentsActor(AgentsHost):
     """An ``AgentsHost`` that writes down, beside its folder, where it serves and for which router.
 
     One that Ray has started again finds that there, and serves at the address of the lost one.
+
+    Args:
+        launch: of its server; what a worker of another one has written is not its own.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, *, launch: str) -> None:
         super().__init__(settings, owns_process=is_own_process())
+        self._launch = launch
         self._endpoint: Endpoint | None = None
         self._begins_again = False
         if is_own_process() and (served := self._read_record()) is not None:
@@ -84,11 +88,13 @@ class AgentsActor(AgentsHost):
         try:
             with closing(OwnFolder.open(folder)) as own:
                 record = read_json(own.read(f"{name}.json", _MOST_RECORD_BYTES))
-            return int(record["port"]), str(record["router_url"])
+            served = int(record["port"]), str(record["router_url"])
+            return served if record["launch"] == self._launch else None
         except (OSError, *WRONG_FORM):
             return None
 
     def _write_record(self, port: int, router_url: str) -> None:
         folder, name = os.path.split(self._settings.folder)
+        record = {"launch": self._launch, "port": port, "router_url": router_url}
         with closing(OwnFolder.open(folder)) as own:
-            own.replace(f"{name}.json", dumps({"port": port, "router_url": router_url}))
+            own.replace(f"{name}.json", dumps(record))

@@ -110,7 +110,7 @@ class AgentsClient:
             task.cancel()
         await wait_all(self._tasks)
         hold, self._hold = self._hold, None
-        if hold is None:  # none was started
+        if hold is None and not self.watches:  # none was started
             return
         try:
             await barrier(
@@ -120,7 +120,8 @@ class AgentsClient:
                 }
             )
         finally:
-            await asyncio.to_thread(hold.release)
+            if hold is not None:
+                await asyncio.to_thread(hold.release)
 
     def _serve_at(self, urls: Sequence[str]) -> None:
         self.urls = tuple(urls)

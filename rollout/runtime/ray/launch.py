@@ -176,11 +176,12 @@ def _make_server(
     owner = (namespace, full_name)
     placement = place(ActorName(namespace, full_name))
     undo.placements.append(placement)
-    router = undo.owns(make(RouterActor).remote(server.router, run=new_run(), server=owner))
+    launch = new_run()
+    router = undo.owns(make(RouterActor).remote(server.router, run=launch, server=owner))
     workers = worker_settings(server, run.of_agents(name))
     parts = ServerParts(
         router=router,
-        workers=tuple(undo.owns(make(AgentsActor).remote(one)) for one in workers),
+        workers=tuple(undo.owns(make(AgentsActor).remote(one, launch=launch)) for one in workers),
         group_class=ray.remote(**control)(ServerGroupActor),
         groups={
             group: (group_settings(config, name, group, sources), slots[name, group])

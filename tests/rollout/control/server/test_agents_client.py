@@ -257,3 +257,13 @@ async def test_a_server_that_continues_a_lost_one_rejoins_them(tmp_path: Path) -
     assert len(worker.seen) == 1
     await other.stop(5.0)
     await bench.server.stop()
+
+
+@virtual_time
+async def test_workers_whose_folder_cannot_be_held_are_stopped_too(tmp_path: Path) -> None:
+    """Some network file systems have no locks."""
+    worker = FakeWorker()
+    client = AgentsClient("policy", [worker], tmp_path / "nowhere")
+    client.rejoin(["http://127.0.0.1:4000"])
+    await client.stop(5.0)
+    assert worker.seen == ["stop 4000"]
