@@ -43,6 +43,7 @@ async def _serve(line: bytes, router_url: str, listener: socket.socket) -> None:
     await host.start(router_url, listener)
     await ordered.wait()
     await host.stop(STOP_TIMEOUT_S)
+    os._exit(0)  # no turn is left, and a thread that reads a long chat is not waited for
 
 
 def _end_after(pid: int) -> None:
