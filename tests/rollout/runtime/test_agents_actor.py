@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,9 +40,10 @@ async def test_the_next_one_serves_where_the_lost_one_did(settings: WorkerSettin
     lost = AgentsActor(settings, launch="a")
     endpoint = await lost.start(ROUTER)
     assert await lost.start(ROUTER) == endpoint
-    following = AgentsActor(settings, launch="a")  # whose address the kernel frees a moment later
-    assert not await has_begun(following)
     await lost.stop(0.0)
+    with socket.create_server(endpoint):  # the kernel frees it a moment later
+        following = AgentsActor(settings, launch="a")
+        assert not await has_begun(following)
     begun: bool = await until(lambda: has_begun(following))
     assert begun
     assert await following.start(ROUTER) == endpoint
@@ -53,11 +55,12 @@ async def test_one_of_another_launch_begins_when_it_is_called(settings: WorkerSe
     """A killed launch has left its folder; the server removes it before it calls."""
     lost = AgentsActor(settings, launch="a")
     endpoint = await lost.start(ROUTER)
+    await lost.stop(0.0)
     other = AgentsActor(settings, launch="b")
     with pytest.raises(RolloutError, match="worker 0 of agents is not running"):
         await other.stats()
-    assert await other.start(ROUTER) != endpoint
-    await lost.stop(0.0)
+    with socket.create_server(endpoint):
+        assert await other.start(ROUTER) != endpoint
     await other.stop(0.0)
 
 
