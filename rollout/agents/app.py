@@ -28,8 +28,8 @@ from rollout.core.errors import ConfigError
 from rollout.router.http.auth import BearerKeys
 from rollout.router.http.fast_json import dumps
 from rollout.router.http.incoming_body import LEAST_BYTES_PER_S, STALLED_S
-from rollout.rules.agents import worker_of
 from rollout.rules.contract import HEADERS
+from rollout.rules.routing import worker_of
 
 T = TypeVar("T")
 CONTRACT_FIELDS = {header: field for field, header in HEADERS.items()}

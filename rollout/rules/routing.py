@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
+from zlib import crc32
 
 from engines.kinds import kind_of
 from engines.protocol import NO_ACCESS, Endpoint, EngineAccess, WorkerType
@@ -295,3 +296,11 @@ class InFlight(Generic[T]):
 
     def __bool__(self) -> bool:
         return bool(self._live)
+
+
+def worker_of(session_id: str, num_workers: int) -> int:
+    """The number of the worker of agents that has a session, from 0.
+
+    Any process with the session's id and the number of workers finds the same one.
+    """
+    return crc32(session_id.encode("utf-8", "surrogatepass")) % num_workers

@@ -19,8 +19,8 @@ from rollout.core.pending import Pending
 from rollout.core.samples import Sample
 from rollout.driver.client.branch_samples import branch_samples
 from rollout.driver.client.http_client import reconnecting
-from rollout.rules.agents import worker_of
 from rollout.rules.contract import NO_CONTRACT, Contract
+from rollout.rules.routing import worker_of
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120.0)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,256}")

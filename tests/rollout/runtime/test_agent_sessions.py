@@ -15,7 +15,7 @@ import rollout
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.core.errors import ConfigError, GenerationFailed, VersionUnavailable
 from rollout.driver.client import http_client
-from rollout.rules.agents import worker_of
+from rollout.rules.routing import worker_of
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support import builders

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rollout.rules.agents import worker_of
+from rollout.rules.routing import worker_of
 
 
 @pytest.mark.parametrize(("session_id", "number"), [("a", 3), ("mine", 3), ("\ud800", 0), ("", 0)])
