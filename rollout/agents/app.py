@@ -74,7 +74,12 @@ def agents_app(settings: WorkerSettings, router_url: str) -> FastAPI:
         return config.tokenizer_path or await link.tokenizer_folder()
 
     chats = ChatSessions(
-        store, find_folder, link, now_s=now_s, tool_call_parser=config.tool_call_parser
+        store,
+        find_folder,
+        link,
+        now_s=now_s,
+        renderer=config.renderer,
+        tool_call_parser=config.tool_call_parser,
     )
 
     async def sweep() -> None:

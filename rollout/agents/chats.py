@@ -19,8 +19,8 @@ from typing import TypeVar, TypeVarTuple
 from engines.process.background import start_task
 from engines.protocol import GenerateReply
 from rollout.agents.failures import ChatFailure, failure
-from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from rollout.agents.model.tool_calls import Answer, unread_call
+from rollout.agents.model.answer_reader import Answer, unread_call
+from rollout.agents.model.families import ChatModel, load_chat_model
 from rollout.agents.plan import (
     Ended,
     Plan,
@@ -29,6 +29,7 @@ from rollout.agents.plan import (
     new_id,
     plan_in,
     read_reply,
+    reading_of,
 )
 from rollout.agents.router_link import Pin, RouterLink
 from rollout.agents.shares import Shares, WorkEnded
@@ -62,6 +63,7 @@ class ChatSessions:
     Args:
         find_folder: finds the folder of tokenizer and template; called at the first chat.
         link: to the router.
+        renderer: name of a family of models; ``auto`` for that of the template.
         tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
     """
 
@@ -72,12 +74,13 @@ class ChatSessions:
         link: RouterLink,
         *,
         now_s: Callable[[], float],
+        renderer: str = "auto",
         tool_call_parser: str = "auto",
     ) -> None:
         self.store = store
         self._link = link
         self._now_s = now_s
-        self._model = _ChatModel(find_folder, tool_call_parser)
+        self._model = _ChatModel(find_folder, renderer, tool_call_parser)
         self._shares = Shares()
         self._num_running = 0
         self._num_bytes = 0
@@ -155,7 +158,7 @@ class ChatSessions:
             of_all = len(body) >> 4
             history, begun = await self._shares.run(session_id, of_all, history_in, body)
             model = await self._model.load()
-            known = session.tree.known(history, begun)
+            known = session.tree.known(history, *begun)
             num_known = known.checkpoints[-1].num_characters if known.checkpoints else 0
             num_new = max(len(body) - num_known, of_all)
             return await self._shares.run(session_id, num_new, plan_in, model, body, known)
@@ -199,20 +202,17 @@ class ChatSessions:
         replies: AsyncGenerator[Progress | Ended, None],
     ) -> AsyncGenerator[Mapping[str, str] | bytes, None]:
         """The response, and the turn into the session's tree before its last byte."""
-        chat, tokenizer = plan.chat, self._model.tokenizer
-        assert tokenizer is not None
+        chat, model = plan.chat, self._model.model
+        assert model is not None
         head = {"id": f"chatcmpl-{new_id()}", "created": int(time.time()), "model": chat.model}
-        token_texts = tokenizer.token_texts if chat.wants_logprobs else None
-        reader = tokenizer.reader if chat.calls_tools else None
-        writer = ChatAnswer(head, reader, token_texts)
+        token_texts = model.chat.token_texts if chat.wants_logprobs else None
+        writer = ChatAnswer(head, reading_of(model, plan), token_texts)
         has_begun = False
         try:
             async for reply in replies:
                 if isinstance(reply, Ended):
                     continue
-                begin = writer.num_tokens_sent
-                ids, logprobs = reply.ids[begin:], reply.logprobs_from(begin)
-                if payloads := writer.piece(reply.text, ids, logprobs):
+                if payloads := writer.piece(reply.ids, reply.logprobs_from):
                     if not has_begun:
                         yield reply.signed
                     has_begun = True
@@ -222,10 +222,10 @@ class ChatSessions:
             is_long = len(whole.text) + len(whole.output_ids) > _MOST_BYTES_ON_LOOP
             do = partial(self._in_share, session_id) if is_long else _at_once
             with _not_recorded():
-                answer, generated = await do(read_reply, reader, ended, chat.tools)
-            if reader is not None:
-                self._warn_of_unread_call(unread_call(answer), reader.form.name)
-            message = {**answer.message(), "content": chat.begun + answer.content}
+                answer, generated = await do(read_reply, model, plan, ended)
+            if chat.calls_tools:
+                self._warn_of_unread_call(unread_call(answer), model.form.name)
+            message = answer.message_behind(*chat.begun)
             with _not_recorded():
                 turn = await self._kept(session, plan, generated, whole, message)
         except ChatFailure as error:
@@ -259,35 +259,35 @@ class ChatSessions:
             self._unread_calls.add(begin)
             logger.warning(
                 "an answer has a tool call that begins with %r and was not read: it is not complete"
-                " or not in the form %s (router.tool_call_parser); such calls stay in the text",
+                " or not in the form %s (agents.tool_call_parser); such calls stay in the text",
                 begin,
                 form,
             )
 
 
 class _ChatModel:
-    """The tokenizer and the template of a model, loaded at the first chat.
+    """The model of a folder, loaded at the first chat.
 
     Attributes:
-        tokenizer: None until it is loaded.
+        model: None until it is loaded.
     """
 
-    def __init__(self, find_folder: Callable[[], Awaitable[str]], tool_call_parser: str) -> None:
-        self.tokenizer: ChatTokenizer | None = None
+    def __init__(
+        self, find_folder: Callable[[], Awaitable[str]], renderer: str, tool_call_parser: str
+    ) -> None:
+        self.model: ChatModel | None = None
         self._find_folder = find_folder
-        self._tool_call_parser = tool_call_parser
+        self._how = (renderer, tool_call_parser)
         self._loading = asyncio.Lock()
 
-    async def load(self) -> ChatTokenizer:
-        """The tokenizer.  If it cannot be loaded, the next chat tries again."""
-        if self.tokenizer is None:
+    async def load(self) -> ChatModel:
+        """The model.  If it cannot be loaded, the next chat tries again."""
+        if self.model is None:
             async with self._loading:
-                if self.tokenizer is None:
+                if self.model is None:
                     folder = await self._find_folder()
-                    self.tokenizer = await asyncio.to_thread(
-                        load_chat_tokenizer, folder, self._tool_call_parser
-                    )
-        return self.tokenizer
+                    self.model = await asyncio.to_thread(load_chat_model, folder, *self._how)
+        return self.model
 
 
 async def _close(pinning: asyncio.Task[Pin]) -> None:

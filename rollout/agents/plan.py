@@ -10,17 +10,28 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from engines.protocol import GenerateReply
-from rollout.agents.model.alignment import Template, compared, continuation, drift_of, tokenised
-from rollout.agents.model.chat_tokenizer import ChatTokenizer
-from rollout.agents.model.tool_calls import Answer, AnswerReader
-from rollout.agents.model.tool_forms import schemas_of
+from rollout.agents.model.alignment import (
+    Checkpoint,
+    compared,
+    continuation,
+    drift_of,
+    first_difference,
+    tokenised,
+)
+from rollout.agents.model.answer_reader import Answer, Opening, Reading, State, WholeReading
+from rollout.agents.model.chat_tokenizer import checked
+from rollout.agents.model.families import ChatModel
 from rollout.agents.turns.tree import IDS, Generated, Known, Prompt, compact_generated
-from rollout.agents.wire.chat_request import ChatRequest, read_chat
-from rollout.agents.wire.messages import History, history_of
+from rollout.agents.wire.chat_request import Begun, ChatRequest, read_chat
+from rollout.agents.wire.messages import History, Message, history_of
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import spans_of
 
 _NUM_READ = 4
+_NUM_BEFORE = 32
+"""Ids of a prompt before an answer, which say how it begins."""
+_NUM_CHARACTERS = 256
+"""The same of its text."""
 
 Check = Callable[[], None]
 
@@ -66,6 +77,7 @@ class Plan:
         chat: without its messages.
         history: the last digests of its messages.
         num_prompt: ids of its prompt.
+        opening: what the prompt says of the answer.
         body: for ``/generate``, with all of them.
     """
 
@@ -73,6 +85,7 @@ class Plan:
     history: History
     prompt: Prompt
     num_prompt: int
+    opening: Opening
     body: bytes
 
 
@@ -82,7 +95,7 @@ def _read(body: bytes) -> tuple[ChatRequest, History]:
     return chat, history_of(chat.messages, chat.tools)
 
 
-def history_in(body: bytes, check: Check = unchecked) -> tuple[History, str]:
+def history_in(body: bytes, check: Check = unchecked) -> tuple[History, Begun]:
     """The digests of a chat's messages, and the beginning of its answer.
 
     Args:
@@ -95,12 +108,17 @@ def history_in(body: bytes, check: Check = unchecked) -> tuple[History, str]:
     return history, chat.begun
 
 
-def plan_in(tokenizer: ChatTokenizer, body: bytes, known: Known, check: Check = unchecked) -> Plan:
-    """The plan of the chat in ``body``; raises as ``make_plan`` does."""
-    return make_plan(tokenizer, *_read(body), known)
+def plan_in(model: ChatModel, body: bytes, known: Known, check: Check = unchecked) -> Plan:
+    """The plan of the chat in ``body``; raises as ``make_plan`` does.
+
+    Args:
+        check: is called before each piece of a text; it raises if the client has left.
+    """
+    with checked(check):
+        return make_plan(model, *_read(body), known)
 
 
-def make_plan(tokenizer: ChatTokenizer, chat: ChatRequest, history: History, known: Known) -> Plan:
+def make_plan(model: ChatModel, chat: ChatRequest, history: History, known: Known) -> Plan:
     """The prompt of a turn.
 
     Args:
@@ -109,56 +127,154 @@ def make_plan(tokenizer: ChatTokenizer, chat: ChatRequest, history: History, kno
     Raises:
         BadChat: the template refuses the messages.
     """
-    template = tokenizer.bound(chat.tools, chat.options)
-    text = template.render(chat.messages, for_answer=True) + chat.begun
-    new = _continuation(template, chat, known)
+    options = dict(chat.options)
+    if chat.effort and model.takes("reasoning_effort"):
+        options.setdefault("reasoning_effort", chat.effort)
+    messages = model.as_rendered(chat.messages)
+    kind = _FromTemplate if model.has_template else _FromRenderer
+    source = kind(model, messages, chat.tools, options)
+    begun = _text_of(model, chat.begun, source.end)
+    begun_ids = source.encode(begun)
+    if known.is_unfinished:
+        new: list[int] | None = []
+        begun_ids = known.ids[len(known.ids) - known.num_answer :].tolist()
+    elif known.parent is None:
+        new = None
+    else:
+        behind = messages[known.num_known :]
+        new = model.bridged(known.ids, known.num_answer, behind, chat.tools, options)
+        new = source.continued(known) if new is None else new
+        new = None if new is None else new + begun_ids
     if new is None:
-        first, checkpoints = tokenised(template, text)
+        first, checkpoints = source.whole(begun)
         ids = array(IDS, first)
         drift = drift_of(None, is_fork=known.is_fork or known.parent is not None)
         prompt = Prompt(None, ids, drift, checkpoints=checkpoints)
     else:
-        ids = known.ids + array(IDS, new)
-        difference, checkpoints = compared(template, text, ids, known.checkpoints)
+        added = array(IDS, new)
+        ids = known.ids + added
+        difference, checkpoints = source.compared(begun, ids, known)
         drift = drift_of(difference, is_fork=known.is_fork)
-        prompt = Prompt(known.parent, array(IDS, new), drift, difference, checkpoints)
-    has_marks = chat.calls_tools and tokenizer.reader.needs_special_tokens
-    body = dumps(chat.body(ids.tolist(), special_tokens=has_marks))
-    return Plan(chat.without_prompt(), history.last(), prompt, len(ids), body)
+        prompt = Prompt(known.parent, added, drift, difference, checkpoints)
+    body = dumps(chat.body(ids.tolist(), stop_ids=model.stop_ids))
+    opening = _opening(model, ids, begun_ids)
+    return Plan(chat.without_prompt(), history.last(), prompt, len(ids), opening, body)
 
 
-def _continuation(template: Template, chat: ChatRequest, known: Known) -> list[int] | None:
-    """The ids behind those that are known; None for a new beginning."""
-    if known.parent is None or known.is_unfinished:
-        return None if known.parent is None else []
-    mark = os.urandom(8).hex()
-    new = continuation(template, chat.messages, known.num_known, known.end, mark)
-    return new + tokenised(template, chat.begun)[0] if new is not None and chat.begun else new
+class _FromTemplate:
+    """What the model's chat template makes of messages.
+
+    Attributes:
+        end: the last text before the answer.
+    """
+
+    def __init__(
+        self, model: ChatModel, messages: Sequence[Message], tools: Any, options: dict[str, Any]
+    ) -> None:
+        self._template = model.bound(tools, options)
+        self._messages = messages
+        self._ends = model.ends
+        self._text = self._template.render(messages, for_answer=True)
+        self.end = self._text[-_NUM_CHARACTERS:]
+
+    def encode(self, text: str) -> list[int]:
+        return tokenised(self._template, text)[0]
+
+    def continued(self, known: Known) -> list[int] | None:
+        """The ids behind those that are known; None if the template does not show them."""
+        mark = os.urandom(8).hex()
+        return continuation(
+            self._template, self._messages, known.num_known, known.end, mark, self._ends
+        )
+
+    def whole(self, begun: str) -> tuple[list[int], list[Checkpoint]]:
+        """The ids of all, and where a comparison with them may begin."""
+        return tokenised(self._template, self._text + begun)
+
+    def compared(
+        self, begun: str, ids: array[int], known: Known
+    ) -> tuple[int | None, list[Checkpoint]]:
+        """The first of ``ids`` that ``whole`` does not have, and more such places."""
+        return compared(self._template, self._text + begun, ids, known.checkpoints)
 
 
-def read_reply(reader: AnswerReader | None, ended: Ended, tools: Any) -> tuple[Answer, Generated]:
+class _FromRenderer:
+    """The same of the renderer of a model that has no template."""
+
+    def __init__(
+        self, model: ChatModel, messages: Sequence[Message], tools: Any, options: dict[str, Any]
+    ) -> None:
+        self.encode = model.chat.encode
+        self._ids = model.rendered(messages, tools, options)
+        self.end = model.chat.decode(self._ids[-_NUM_BEFORE:])
+
+    def continued(self, known: Known) -> list[int] | None:
+        return None
+
+    def whole(self, begun: str) -> tuple[list[int], list[Checkpoint]]:
+        return self._ids + self.encode(begun), []
+
+    def compared(
+        self, begun: str, ids: array[int], known: Known
+    ) -> tuple[int | None, list[Checkpoint]]:
+        return first_difference(ids, self._ids + self.encode(begun)), []
+
+
+def _is_thinking(model: ChatModel, prompt: str) -> bool:
+    """Whether an answer behind this end of a prompt begins within its thinking."""
+    thinking = model.reader.thinking
+    return thinking is not None and prompt.rstrip().endswith(thinking[0])
+
+
+def _text_of(model: ChatModel, begun: Begun, prompt: str) -> str:
+    """The beginning of an answer behind this end of a prompt, as the model writes it."""
+    thinking = model.reader.thinking
+    if not begun.reasoning or thinking is None:
+        return begun.content
+    begin = "" if _is_thinking(model, prompt) else f"{thinking[0]}\n"
+    end = f"\n{thinking[1]}\n\n{begun.content}" if begun.content else ""
+    return f"{begin}{begun.reasoning}{end}"
+
+
+def _opening(model: ChatModel, ids: array[int], begun: list[int]) -> Opening:
+    end = len(ids) - len(begun)
+    before = ids[max(0, end - _NUM_BEFORE) : end].tolist()
+    is_thinking = _is_thinking(model, model.chat.decode(before))
+    return Opening(State.THINKING if is_thinking else State.BEGIN, before, begun)
+
+
+def reading_of(model: ChatModel, plan: Plan) -> Reading | WholeReading:
+    """Reads the answer of a turn from its ids as they come."""
+    chat = plan.chat
+    return model.reader.reading(
+        tools=chat.tools,
+        stops=chat.stops,
+        ends=(*chat.stop_ids, *model.eos_ids),
+        opening=plan.opening,
+        new_id=new_id,
+    )
+
+
+def read_reply(model: ChatModel, plan: Plan, ended: Ended) -> tuple[Answer, Generated]:
     """The answer, and what a turn keeps of it, without routed experts."""
     reply = ended.reply
-    answer = _read_answer(reader, reply.text, tools)
     ids, finish = reply.output_ids, reply.finish_reason
     assert finish is not None
+    reading = reading_of(model, plan)
+    reading.feed(ids)
+    answer = reading.end(finish.matched)
     spans = spans_of(reply.weight_versions, reply.weight_version, len(ids))
-    text = reply.text if reader is None else reader.visible(reply.text)
     made = Generated(
         ids,
         reply.output_logprobs or (),
         spans,
         finish,
-        text,
+        reply.text,
         logprob_kind=reply.logprob_kind,
         num_cached=ended.num_cached,
         engine_id=ended.signed.get("x-engine-id", ""),
     )
     return answer, compact_generated(made)
-
-
-def _read_answer(reader: AnswerReader | None, text: str, tools: Any) -> Answer:
-    return Answer(text) if reader is None else reader.read(text, schemas_of(tools), new_id)
 
 
 def new_id() -> str:

@@ -47,6 +47,7 @@ class AgentsConfig(ConfigSection):
         "deepseek_v3",
         "deepseek_v31",
         "kimi_k2",
+        "harmony",
     ] = "auto"
     """The form of the model's tool calls. ``auto``: the one that its chat template shows;
     ``hermes`` if it shows none."""

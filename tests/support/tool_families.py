@@ -288,11 +288,10 @@ FAMILIES = {
             "<arg_value>2</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>7</arg_value>\n"
             '<arg_key>more</arg_key>\n<arg_value>{"é": [1, "}"]}</arg_value>\n</tool_call>'
         ),
-        content="\n<think></think>\nI add.",
+        content="I add.",
         behind="\n<tool_response>\nsum=4\n</tool_response><|assistant|>",
         end="<|observation|>",
         others="<|user|>",
-        drift="realigned",  # this template writes the thinking of the content once more
     ),
     "deepseek_v3": Family(
         form="deepseek_v3",

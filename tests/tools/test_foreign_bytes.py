@@ -113,6 +113,7 @@ READ_BY = {
     "rollout/agents/settings.py": "its own start: settings that it cannot read end it",
     "rollout/agents/turns/files.py": "session_file",
     "rollout/runtime/agents_actor.py": "its own address: without it, it takes another one",
+    "rollout/agents/model/families.py": "it orders what is tried: every error is none",
     "rollout/weights/format/checkpoint_config.py": "checkpoint_config",
     "rollout/weights/format/checkpoint_files.py": "checkpoint_index",
     "rollout/weights/store/layout/record.py": "store_record",

@@ -25,8 +25,9 @@ from engines.protocol.errors import EngineRejected
 from engines.vllm import server_report, vllm_json
 from rollout.agents import router_link
 from rollout.agents.failures import ChatFailure
-from rollout.agents.model.tool_calls import AnswerReader, reader_of
-from rollout.agents.model.tool_forms import FORMS
+from rollout.agents.model.answer_reader import AnswerReader
+from rollout.agents.model.call_forms import FORMS, THINK
+from rollout.agents.model.reply_text import marks_of
 from rollout.agents.plan import history_in
 from rollout.agents.wire.messages import BadChat
 from rollout.driver.client import http_client
@@ -589,10 +590,21 @@ def _chats() -> Iterator[bytes]:
 
 @cache
 def _answer_readers() -> list[AnswerReader]:
-    return [reader_of(form, form.begins if number % 2 else ()) for number, form in enumerate(FORMS)]
+    """Of a model with a token for each character."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    return [
+        AnswerReader(
+            form, THINK, marks_of((*form.all_marks, *THINK), lambda word: None, {}), decode
+        )
+        for form in FORMS
+    ]
 
 
-_SCHEMAS = {"f": {"properties": {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "object"}]}}}}
+_SCHEMA = {"properties": {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "object"}]}}}
+_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}]
 
 
 def _tool_calls(parts: Sequence[bytes]) -> Any:
@@ -600,39 +612,40 @@ def _tool_calls(parts: Sequence[bytes]) -> Any:
     data = b"".join(parts)
     readers = _answer_readers()
     reader = readers[data[0] % len(readers)] if data else readers[0]
-    texts = [data[1:].decode("utf-8", "replace")]
-    if len(parts) > 1:
-        texts = [
-            b"".join(parts[: end + 1])[1:].decode("utf-8", "ignore") for end in range(len(parts))
-        ][-64:]
-    shown, at = "", 0
-    answer = reader.read(data[1:].decode("utf-8", "replace"), _SCHEMAS, lambda: "abcdefghijk")
-    for text in texts:
-        if not text.startswith("\ufffd") and data[1:].decode("utf-8", "replace").startswith(text):
-            new, at = reader.certain(text, at)
-            shown += new
-    if not answer.content.startswith(shown):
-        raise Violation(f"certain: {shown!r:.200}, and then {answer.content!r:.200}")
+    ids = list(map(ord, data[1:].decode("utf-8", "replace")))
+    options: Any = {"tools": _TOOLS, "stops": ["]]"], "new_id": lambda: "abcdefghijk"}
+    whole, reading = reader.reading(**options), reader.reading(**options)
+    whole.feed(ids)
+    answer = whole.end()
+    step = max(1, len(ids) // max(1, len(parts)))
+    pieces = [reading.feed(ids[at : at + step]) for at in range(0, len(ids), step)]
+    for name in ("content", "reasoning"):
+        shown = "".join(getattr(piece, name) for piece in pieces)
+        if not getattr(answer, name).startswith(shown):
+            raise Violation(f"certain: {shown!r:.200}, and then {answer!r:.200}")
+    if reading.end() != answer:
+        raise Violation(f"in pieces it is another answer than {answer!r:.200}")
     if not answer.calls:
         raise Refused
     return answer
 
 
 def _written_calls() -> Iterator[bytes]:
-    yield b'\0[TOOL_CALLS]f[ARGS]{"a": 1}'
-    yield b'\0[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'
+    yield b"\0<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f<|message|>{}"
+    yield b'\1[TOOL_CALLS]f[ARGS]{"a": 1}'
+    yield b'\1[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'
     section = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
     section += '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
-    yield b"\1" + section.encode()
-    for row, middle in ((2, "function\u003c|sep|>f\n```json\n{}\n```"), (3, "f{}")):
-        yield bytes([row]) + "".join((*FORMS[row].begins, middle, *FORMS[row].others)).encode()
-    yield b"\4<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
-    yield b"\5<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
-    yield b'\6a<tool_call>\n{"name": "f", "arguments": {"a": [1, "<tool_call>"]}}\n</tool_call>b'
-    yield b'\7<|python_tag|>{"name": "f", "parameters": {"a": 1}}'
-    yield b'\7{"name": "f", "parameters": {"a": 1}}'
+    yield b"\2" + section.encode()
+    for row, middle in ((3, "function\u003c|sep|>f\n```json\n{}\n```"), (4, "f{}")):
+        yield bytes([row]) + "".join((*FORMS[row].blocks, middle, *FORMS[row].marks)).encode()
+    yield b"\5<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
+    yield b"\6<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    yield b'\7a<tool_call>\n{"name": "f", "arguments": {"a": [1, "<tool_call>"]}}\n</tool_call>b'
+    yield b'\10<|python_tag|>{"name": "f", "parameters": {"a": 1}}'
+    yield b'\10{"name": "f", "parameters": {"a": 1}}'
     for number, form in enumerate(FORMS):
-        for begin in form.begins:
+        for begin in (*form.blocks, "<think>"):
             yield bytes([number]) + begin.encode() * 2000
             yield bytes([number]) + (begin + "[" * 600).encode()
             yield bytes([number]) + (begin + '{"a":"' * 99).encode() * 20

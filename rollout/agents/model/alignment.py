@@ -115,8 +115,36 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The tokens that end answers, where templates write another one for them in a history.
+
+    Attributes:
+        texts: of these tokens.
+        ids: the same, and the one in a history.
+        closing: text of that one.
+    """
+
+    texts: tuple[str, ...] = ()
+    ids: frozenset[int] = frozenset()
+    closing: str = ""
+
+    def as_in_history(self, text: str) -> str:
+        """A rendered text that ends with an answer, as it is with messages behind it."""
+        found = next((one for one in self.texts if text.endswith(one)), None)
+        return text if found is None else text.removesuffix(found) + self.closing
+
+
+_SAME_ENDS = Ends()
+
+
 def continuation(
-    template: Template, messages: Sequence[Message], num_known: int, end: int | None, mark: str
+    template: Template,
+    messages: Sequence[Message],
+    num_known: int,
+    end: int | None,
+    mark: str,
+    ends: Ends = _SAME_ENDS,
 ) -> list[int] | None:
     """The ids behind those of the first ``num_known`` messages, up to the next answer.
 
@@ -138,10 +166,14 @@ def continuation(
         if answer is not plain:
             called = _behind(mark, template, [*before, answer], for_answer=False)
         whole = _behind(mark, template, [*before, answer, *behind], for_answer=True)
-        if closing is None or called is None or whole is None or not whole.startswith(called):
+        if closing is None or called is None or whole is None:
             continue
-        ids, _ = tokenised(template, closing + whole[len(called) :])
-        return ids[1:] if end is not None and ids[:1] == [end] else ids
+        called = called if whole.startswith(called) else ends.as_in_history(called)
+        if not whole.startswith(called):
+            continue
+        ids, _ = tokenised(template, ends.as_in_history(closing) + whole[len(called) :])
+        is_ended = end is not None and (ids[:1] == [end] or {end, *ids[:1]} <= ends.ids)
+        return ids[1:] if is_ended else ids
     return None
 
 

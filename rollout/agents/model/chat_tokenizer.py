@@ -7,8 +7,9 @@ extra ``agents``, are imported by the first request that needs them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from engines.plain_json import read_json
 from rollout.agents.model.text_pieces import Borders, borders_of, pieces
-from rollout.agents.model.tool_calls import AnswerReader, reader_of
-from rollout.agents.model.tool_forms import form_of
 from rollout.agents.wire.messages import BadChat, Message, with_texts
 from rollout.core.optional_deps import optional_import
 from rollout.router.tokenizer_file import load_tokenizer, no_tokenizer
@@ -29,7 +28,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TEMPLATE_FILE = "chat_template.jinja"
+_check: ContextVar[Callable[[], None]] = ContextVar("check", default=lambda: None)
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+@contextmanager
+def checked(check: Callable[[], None]) -> Iterator[None]:
+    """Calls ``check`` before each piece of a text is tokenised; it raises to end the work."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def check_client() -> None:
+    """Raises if the client of this work has left."""
+    _check.get()()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +52,44 @@ class ChatTokenizer:
     """Chat template and tokenizer of one model; safe in several threads.
 
     Attributes:
-        templates: by name; ``default``, and ``tool_use`` where the model has one.
+        templates: by name; ``default``, and ``tool_use`` where the model has one; empty for none.
+        texts: of the templates, by name.
         special_tokens: what templates know as ``bos_token``, ``eos_token`` and so on.
-        reader: of answers that may have tool calls.
+        added: ids of the added tokens, by text.
+        special: texts of those that are special, by id.
         borders: where texts are cut; None if they cannot be.
     """
 
     tokenizer: Tokenizer
     templates: Mapping[str, Template]
+    texts: Mapping[str, str]
     special_tokens: Mapping[str, str]
-    reader: AnswerReader
+    added: Mapping[str, int]
+    special: Mapping[int, str]
     borders: Borders | None
 
-    def pieces(self, text: str, begin: int) -> Iterator[tuple[str, list[int]]]:
+    @property
+    def tool_template(self) -> str:
+        """Text of the template for requests with tools; empty for none."""
+        return self.texts.get("tool_use", self.texts.get("default", ""))
+
+    def pieces(self, text: str, begin: int = 0) -> Iterator[tuple[str, list[int]]]:
         """The text from the border at ``begin`` on, in pieces with their ids."""
         for piece in pieces(text, self.borders, begin):
+            check_client()
             # ``encode`` holds the interpreter's lock until it is done, and this one does not.
             (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
             yield piece, encoding.ids
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for _, new in self.pieces(text):
+            ids += new
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text with special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token alone; a part of a character is U+FFFD."""
@@ -104,14 +139,12 @@ class BoundTemplate:
             raise BadChat(f"the chat template refused the messages: {error}") from error
 
 
-def load_chat_tokenizer(folder: str, tool_call_parser: str = "auto") -> ChatTokenizer:
+def load_chat_tokenizer(folder: str) -> ChatTokenizer:
     """Read the files of a model's folder.
 
-    Args:
-        tool_call_parser: name of the form of tool calls; ``auto`` for the template's.
-
     Raises:
-        ConfigError: a package or a file is missing; the message says what to set or install.
+        ConfigError: a package is missing, or a file cannot be read; the message says what to
+            set or install.
     """
     with optional_import("agents", "sessions need jinja2 and tokenizers"):
         import jinja2  # noqa: F401 - ``_compiled`` needs it
@@ -122,13 +155,16 @@ def load_chat_tokenizer(folder: str, tool_call_parser: str = "auto") -> ChatToke
         templates = {name: _compiled(text) for name, text in texts.items()}
     except Exception as error:  # jinja2 has many
         raise no_tokenizer(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
-    if "default" not in templates:
-        raise no_tokenizer(folder, f"{folder} has no chat template")
-    form = form_of(texts.get("tool_use", texts["default"]), tool_call_parser)
-    added = tokenizer.get_added_tokens_decoder().values()
-    reader = reader_of(form, [token.content for token in added if token.special])
-    special = _special_tokens(settings)
-    return ChatTokenizer(tokenizer, templates, special, reader, borders_of(added))
+    added = tokenizer.get_added_tokens_decoder()
+    return ChatTokenizer(
+        tokenizer,
+        templates,
+        texts,
+        _special_tokens(settings),
+        {token.content: one for one, token in added.items()},
+        {one: token.content for one, token in added.items() if token.special},
+        borders_of(added.values()),
+    )
 
 
 def _read(path: Path) -> str:

@@ -159,6 +159,7 @@ class Known:
         is_fork: the client changed an answer behind that.
         end: the token that ended the turn's answer; None if it was cut off.
         ids: up to the end of the answer.
+        num_answer: how many of them are the answer.
         checkpoints: of these ids.
         is_unfinished: the request continues the answer itself.
     """
@@ -168,6 +169,7 @@ class Known:
     is_fork: bool = False
     end: int | None = None
     ids: array[int] = field(default_factory=lambda: array(IDS))
+    num_answer: int = 0
     checkpoints: Sequence[Checkpoint] = ()
     is_unfinished: bool = False
 
@@ -208,14 +210,17 @@ class TurnTree:
         )
         return Match(turn, num_known, is_fork)
 
-    def known(self, history: History, begun: str = "") -> Known:
+    def known(self, history: History, begun: str = "", reasoning: str = "") -> Known:
         """What there is of a request.
 
         Args:
             begun: the beginning of its answer, which the client gives.
+            reasoning: the thinking before it.
         """
         match = self.match(history)
-        unfinished = self._unfinished(history, begun) if begun else None
+        unfinished = None
+        if begun or reasoning:
+            unfinished = self._unfinished(history, begun, reasoning)
         turn = unfinished or match.turn
         if turn is None:
             return Known(is_fork=match.is_fork)
@@ -225,14 +230,24 @@ class TurnTree:
             match.is_fork,
             turn.end,
             self.ids(turn),
+            self._num_answer(turn),
             self.checkpoints(turn),
             is_unfinished=unfinished is not None,
         )
 
-    def _unfinished(self, history: History, begun: str) -> Turn | None:
+    def _num_answer(self, turn: Turn) -> int:
+        """Ids of a turn's answer, with those of the unfinished turns that it continues."""
+        num = len(turn.generated.ids)
+        while len(turn.prompt.ids) == 0 and turn.prompt.parent is not None:
+            turn = self.turns[turn.prompt.parent]
+            num += len(turn.generated.ids)
+        return num
+
+    def _unfinished(self, history: History, begun: str, reasoning: str) -> Turn | None:
         """The turn whose answer to these messages is ``begun``, if no token ended it."""
-        exact, loose = history.plus({"role": "assistant", "content": begun})
-        found = self._exact.get(exact) or self._loose.get(loose)
+        answer = {"role": "assistant", "content": begun, "reasoning_content": reasoning}
+        exact, loose = history.plus(answer)
+        found = self._exact.get(exact) or (None if reasoning else self._loose.get(loose))
         return found if found is not None and found.end is None else None
 
     def _longest(self, history: History) -> tuple[Turn | None, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.agents.model.tool_calls import Answer, AnswerReader
+from rollout.agents.model.answer_reader import Answer, Reading, WholeReading
 from rollout.agents.turns.tree import Turn
 from rollout.router.http.fast_json import dumps
 
@@ -22,7 +22,7 @@ class ChatAnswer:
 
     Args:
         head: what all payloads have: ``id``, ``created`` and ``model``.
-        reader: of a text that may have tool calls, which is sent as far as it is not part of one.
+        reading: of its ids; what is certain of it is sent.
         token_texts: texts of tokens, where the client wants their log-probs.
 
     Attributes:
@@ -30,11 +30,12 @@ class ChatAnswer:
     """
 
     head: Mapping[str, Any]
-    reader: AnswerReader | None
+    reading: Reading | WholeReading
     token_texts: Callable[[Sequence[int]], list[str]] | None = None
     num_tokens_sent: int = 0
-    _num_sent: int = 0
-    _at: int = 0
+    _num_read: int = 0
+    _num_content: int = 0
+    _num_reasoning: int = 0
     _has_begun: bool = False
 
     def whole(self, answer: Answer, turn: Turn, num_prompt: int) -> Payload:
@@ -49,31 +50,38 @@ class ChatAnswer:
             **self.head,
             "object": "chat.completion",
             "choices": [choice],
-            "usage": _usage(turn, num_prompt),
+            "usage": _usage(answer, turn, num_prompt),
             "session": _place(turn),
         }
 
-    def piece(self, text: str, ids: Sequence[int], logprobs: Sequence[float]) -> list[Payload]:
-        """The chunks for a text that is so far ``text``.
+    def piece(
+        self, ids: Sequence[int], logprobs_from: Callable[[int], Sequence[float]]
+    ) -> list[Payload]:
+        """The chunks for an answer whose ids are so far these.
 
         Args:
-            ids: of the tokens from ``num_tokens_sent`` on.
-            logprobs: of the same.
+            logprobs_from: the log-probs of the ids from a number on.
         """
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        if self.reader is None:
-            delta, self._at = text[self._at :], max(self._at, len(text))
-        else:
-            delta, self._at = self.reader.certain(text, self._at)
-        if not delta:
+        content, reasoning = self.reading.feed(ids[self._num_read :])
+        self._num_read = len(ids)
+        if not content and not reasoning:
             return []
-        self._num_sent += len(delta)
-        return [self._chunk(self._delta({"content": delta}), self._logprobs(ids, logprobs))]
+        begin = self.num_tokens_sent
+        logprobs = self._logprobs(ids[begin:], logprobs_from(begin)) if self.token_texts else None
+        return [self._chunk(self._delta(self._texts(content, reasoning)), logprobs)]
+
+    def _texts(self, content: str, reasoning: str) -> Payload:
+        self._num_content += len(content)
+        self._num_reasoning += len(reasoning)
+        delta = {"content": content, "reasoning_content": reasoning}
+        return {name: text for name, text in delta.items() if text}
 
     def last(self, answer: Answer, turn: Turn, num_prompt: int, *, usage: bool) -> list[Payload]:
         """The chunks that end the stream."""
-        rest = answer.content[self._num_sent :]
-        delta: Payload = {"content": rest} if rest or not self._has_begun else {}
+        rest, thought = answer.content[self._num_content :], answer.reasoning[self._num_reasoning :]
+        delta = self._texts(rest, thought)
+        if not delta and not self._has_begun:
+            delta = {"content": ""}
         if answer.calls:
             delta["tool_calls"] = [
                 {"index": index, **call} for index, call in enumerate(answer.calls)
@@ -83,7 +91,8 @@ class ChatAnswer:
         last = None if delta else logprobs
         chunks.append(self._chunk({}, last, session=_place(turn), **_finish(answer, turn)))
         if usage:
-            chunks.append({**self._of_chunks(), "choices": [], "usage": _usage(turn, num_prompt)})
+            of_turn = _usage(answer, turn, num_prompt)
+            chunks.append({**self._of_chunks(), "choices": [], "usage": of_turn})
         return chunks
 
     def _delta(self, delta: Payload) -> Payload:
@@ -140,15 +149,18 @@ def _place(turn: Turn) -> Payload:
     }
 
 
-def _usage(turn: Turn, num_prompt: int) -> Payload:
+def _usage(answer: Answer, turn: Turn, num_prompt: int) -> Payload:
     num, num_cached = len(turn.generated.ids), turn.generated.num_cached
-    details = {} if num_cached is None else {"prompt_tokens_details": {"cached_tokens": num_cached}}
-    return {
+    usage: Payload = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num,
         "total_tokens": num_prompt + num,
-        **details,
     }
+    if num_cached is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    if answer.num_thinking:
+        usage["completion_tokens_details"] = {"reasoning_tokens": answer.num_thinking}
+    return usage
 
 
 def as_events(payloads: Sequence[Payload]) -> bytes:

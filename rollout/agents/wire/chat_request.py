@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from rollout.agents.wire.messages import BadChat, read_messages
 from rollout.router.continuation.forms import (
@@ -17,6 +17,8 @@ from rollout.router.continuation.forms import (
 )
 from rollout.router.http.fast_json import dumps
 from rollout.rules.contract import FIELDS
+
+T = TypeVar("T")
 
 _SAMPLING = {
     "max_tokens": "max_new_tokens",
@@ -65,7 +67,18 @@ _FORMS = {
     "tools": or_none(lambda value: isinstance(value, list) and all(map(is_object, value))),
     "model": or_none(lambda value: isinstance(value, str)),
     "lora_path": or_none(lambda value: isinstance(value, str)),
+    "reasoning_effort": or_none(lambda value: isinstance(value, str)),
 }
+
+
+class Begun(NamedTuple):
+    """The beginning of an answer, which the client gives; empty for none."""
+
+    content: str = ""
+    reasoning: str = ""
+
+
+_NOT_BEGUN = Begun()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +86,19 @@ class ChatRequest:
     """One request of a session.
 
     Attributes:
-        begun: the beginning of the answer, which the client gives; empty for none.
         options: variables of the chat template.
         sampling: as ``/generate`` takes it.
         fields: of ``/generate``, beside ids and sampling.
         calls_tools: tool calls in the answer are separated from its text.
         lora_path: the adapter; empty for the one that was pushed last, None for the base.
+        stops, stop_ids: texts and tokens that end the answer, and are no part of its text.
+        effort: of the thinking, as OpenAI's clients name it; empty for the model's own.
         stays: its session stays with the version of the adapter that answers it.
         contract: the members of its body that are one, which are not read so far.
     """
 
     messages: Sequence[dict[str, Any]]
-    begun: str = ""
+    begun: Begun = _NOT_BEGUN
     tools: list[dict[str, Any]] = field(default_factory=list)
     options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -94,6 +108,9 @@ class ChatRequest:
     wants_usage: bool = False
     wants_logprobs: bool = False
     lora_path: str | None = ""
+    stops: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    effort: str = ""
     stays: bool = False
     contract: Mapping[str, Any] = field(default_factory=dict)
 
@@ -105,17 +122,19 @@ class ChatRequest:
         """What an answer needs of it."""
         return replace(self, messages=(), options={}, sampling={}, fields={})
 
-    def body(self, ids: list[int], *, special_tokens: bool = False) -> dict[str, Any]:
+    def body(self, ids: list[int], *, stop_ids: list[int] | None = None) -> dict[str, Any]:
         """The body for ``/generate``.
 
         Args:
-            special_tokens: the text of the answer shall have them.
+            stop_ids: tokens that end an answer of this model, if the client names none.
         """
-        sampling = {**self.sampling, "skip_special_tokens": False}
+        sampling = dict(self.sampling)
+        if stop_ids and not sampling.get("ignore_eos"):
+            sampling.setdefault("stop_token_ids", stop_ids)
         return {
             **self.fields,
             "input_ids": ids,
-            "sampling_params": sampling if special_tokens else self.sampling,
+            "sampling_params": sampling,
             "return_logprob": True,
             "stream": self.is_streamed,
         }
@@ -146,7 +165,7 @@ def read_chat(body: bytes) -> ChatRequest:
         )
     if len(body) > _MOST_TOOL_BYTES < len(dumps(tools)):
         raise BadChat(f"a session takes at most {_MOST_TOOL_BYTES} bytes of tools")
-    messages, begun = read_messages(raw.get("messages")), ""
+    messages, begun = read_messages(raw.get("messages")), _NOT_BEGUN
     if messages[-1]["role"] == "assistant":
         if not raw.get("continue_final_message"):
             raise BadChat(
@@ -156,7 +175,7 @@ def read_chat(body: bytes) -> ChatRequest:
         last = messages.pop()
         if "tool_calls" in last or not messages:
             raise BadChat("continue_final_message continues an answer of text to other messages")
-        begun = last["content"]
+        begun = Begun(last["content"], last.get("reasoning_content", ""))
     elif raw.get("continue_final_message"):
         raise BadChat("continue_final_message needs an assistant's message at the end")
     is_streamed = bool(raw.get("stream"))
@@ -172,9 +191,18 @@ def read_chat(body: bytes) -> ChatRequest:
         is_streamed and bool((raw.get("stream_options") or {}).get("include_usage")),
         bool(raw.get("logprobs")),
         raw.get("lora_path", ""),
+        _stops(raw.get("stop"), str),
+        _stops(raw.get("stop_token_ids"), int),
+        raw.get("reasoning_effort") or "",
         bool(raw.get("stays_with_version")),
         {name: raw[name] for name in FIELDS if name in raw},
     )
+
+
+def _stops(stop: Any, kind: type[T]) -> tuple[T, ...]:
+    """Those of a request, which the engine refuses if they have another form."""
+    given = stop if isinstance(stop, list) else [stop]
+    return tuple(one for one in given if type(one) is kind and one != "")
 
 
 def _sampling(raw: Mapping[str, Any]) -> dict[str, Any]:

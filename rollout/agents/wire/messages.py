@@ -29,7 +29,7 @@ class History:
     Attributes:
         exact: of the first 0, 1, 2 ... messages.
         loose: the same without the thinking and the outer white space of answers, because clients
-            remove these.
+            remove these.  The thinking is a field, or all of the content up to its end.
         is_answer: whether each message is an assistant's.
     """
 
@@ -62,6 +62,11 @@ def _read_message(index: int, raw: Any) -> dict[str, Any]:
         raise BadChat(f"messages[{index}] must be an object with a role and a content")
     message = {name: value for name, value in raw.items() if value is not None}
     message["content"] = _text(index, raw.get("content"))
+    thinking = message.pop("reasoning", message.get("reasoning_content"))
+    if isinstance(thinking, str) and thinking:
+        message["reasoning_content"] = thinking
+    else:
+        message.pop("reasoning_content", None)
     if "tool_calls" in message:
         calls = message["tool_calls"]
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
@@ -138,6 +143,8 @@ def _both(exact: bytes, loose: bytes, message: Message) -> tuple[bytes, bytes]:
     rest = (message.get("name"), message.get("tool_call_id"), calls)
     identity = of_loose = _identity((role, content, *rest))
     if role == "assistant":
+        if thinking := message.get("reasoning_content"):
+            identity = _identity((role, content, *rest, thinking))
         of_loose = _identity((role, content.rpartition(_END_OF_THINKING)[2].strip(), *rest))
     return _digest(exact, identity), _digest(loose, of_loose)
 

@@ -49,7 +49,8 @@ async def test_a_turn_continues_the_exact_ids_though_the_template_drops_the_thin
 ) -> None:
     agent = await make_agent()
     first = await agent.ask([USER])
-    assert first.choices[0].message.content == "<think>turn 1</think>\n\nanswer 1"
+    message = first.choices[0].message
+    assert (message.content, message.reasoning_content) == ("answer 1", "turn 1")
     messages = [USER, answer_of(first), {"role": "user", "content": "and 3?"}]
     second = await agent.ask(messages)
     assert second.choices[0].message.content.endswith("answer 2")
@@ -196,7 +197,7 @@ async def test_a_call_in_another_form_stays_in_the_text_and_is_logged_once(
         assert reply.choices[0].finish_reason == "stop"
     (record,) = [record for record in caplog.records if "tool call" in record.message]
     assert "'[TOOL_CALLS]'" in record.message
-    assert "not in the form hermes (router.tool_call_parser)" in record.message
+    assert "not in the form hermes (agents.tool_call_parser)" in record.message
 
 
 async def test_tools_are_called_and_their_results_are_not_trained_on(
@@ -206,7 +207,8 @@ async def test_tools_are_called_and_their_results_are_not_trained_on(
     called = await agent.ask([USER], tools=TOOLS)
     (choice,) = called.choices
     assert choice.finish_reason == "tool_calls"
-    assert choice.message.content == "<think>a sum</think>\n\nI add."
+    assert choice.message.content == "I add."
+    assert choice.message.reasoning_content == "a sum"
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 2})
     result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
@@ -261,9 +263,9 @@ async def test_a_chat_with_tools_keeps_its_tokens_when_its_engine_dies(
         reply = await agent.ask(messages, tools=TOOLS)
         text = reply.choices[0].message.content
     assert limits == []
-    assert text == "<think>turn 2</think>\n\nanswer 2"
+    assert text == "answer 2"
     two = (await agent.turns())[1]
-    assert two["output_ids"] == [*agent.ids(text), END]
+    assert two["output_ids"] == [*agent.ids("<think>turn 2</think>\n\nanswer 2"), END]
     assert two["output_logprobs"] == [logprob_of(one) for one in two["output_ids"]]
     stats = await agent.bench.host.stats()
     assert (stats["num_failovers"], stats["num_tokens_kept"]) == (1, 20)
@@ -312,6 +314,35 @@ async def test_an_answer_that_was_cut_off_is_continued_from_its_ids(make_agent: 
     whole = {"role": "assistant", "content": cut["content"] + reply.choices[0].message.content}
     after = await agent.ask([USER, whole, USER])
     assert after.session["parent"] == 1
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_that_was_cut_off_in_its_thinking_is_continued(
+    make_agent: MakeAgent, is_streamed: bool
+) -> None:
+    agent = await make_agent()
+    cut = answer_of(await agent.ask([USER], max_tokens=11))
+    assert (cut["content"], cut["reasoning_content"]) == ("", "turn")
+    more = {"continue_final_message": True}
+    if is_streamed:
+        text, thought = "", ""
+        async for part in await agent.ask([USER, cut], stream=True, extra_body=more):
+            text += part.choices[0].delta.content or ""
+            thought += getattr(part.choices[0].delta, "reasoning_content", "")
+    else:
+        rest = answer_of(await agent.ask([USER, cut], extra_body=more))
+        text, thought = rest["content"], rest["reasoning_content"]
+    assert (text, thought) == ("answer 1", " 1")
+    two = (await agent.turns())[1]
+    assert (two["parent"], two["prompt_ids"]) == (0, [])
+    joined = {"role": "assistant", "content": text, "reasoning_content": "turn" + thought}
+    after = await agent.ask([USER, joined, USER])
+    assert after.session["parent"] == 1
+    given = {"role": "assistant", "content": "", "reasoning_content": "So"}
+    begun = await agent.ask([USER, given], extra_body=more)
+    assert begun.session["parent"] is None
+    ids = (await agent.turns())[-1]["prompt_ids"]
+    assert ids[-len(agent.ids("<think>\nSo")) :] == agent.ids("<think>\nSo")
 
 
 async def test_an_answer_that_the_client_begins_is_continued(make_agent: MakeAgent) -> None:

@@ -81,10 +81,10 @@ def answer_of_choice(choice: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_engines_write_special_tokens_only_where_marks_are_special(
+async def test_special_tokens_that_are_no_marks_are_not_in_the_content(
     make_agent_of: MakeAgentOf, tmp_path: Path, name: str
 ) -> None:
-    """Other special tokens are still no part of content and text."""
+    """The content is read from the ids, so engines are not asked to write special tokens."""
     family = FAMILIES[name]
     call = f"Well,{HIDDEN} yes. {family.call}"
     agent = await make_agent(make_agent_of, tmp_path, family, call)
@@ -97,9 +97,7 @@ async def test_engines_write_special_tokens_only_where_marks_are_special(
         assert HIDDEN not in text
     await agent.ask([USER])
     given = [seen.json["sampling_params"] for seen in agent.bench.engines[0].seen]
-    one = {"skip_special_tokens": False} if family.special else {}
-    keys = [{key: value for key, value in each.items() if "special" in key} for each in given]
-    assert keys == [one, one, {}]
+    assert not any("special" in key for each in given for key in each)
     turns = await agent.turns()
     assert not any(HIDDEN in turn["text"] for turn in turns)
     assert agent.ids(HIDDEN)[0] in turns[0]["output_ids"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollout.agents.model.alignment import continuation, first_difference, tokenised
 from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.agents.model.families import load_chat_model
 from rollout.agents.wire.messages import BadChat, read_messages
 from rollout.core.errors import ConfigError
 from tests.support.chat_models import END, THINKING, write_chat_model
@@ -89,8 +90,8 @@ def test_the_template_for_tools_shows_the_form_of_calls(tmp_path: Path) -> None:
     model = write_chat_model(tmp_path)
     named = [{"name": name, "template": text} for name, text in templates.items()]
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert load_chat_tokenizer(str(model)).reader.form.name == "mistral"
-    assert load_chat_tokenizer(str(model), "hermes").reader.form.name == "hermes"
+    assert load_chat_model(str(model)).form.name == "mistral"
+    assert load_chat_model(str(model), tool_call_parser="hermes").form.name == "hermes"
 
 
 WORDS = st.text(alphabet="ab <>/|", max_size=12)
@@ -191,7 +192,7 @@ def test_a_folder_without_a_usable_template_names_the_setting(
     tmp_path: Path, template: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"set router\.tokenizer_path"):
-        load_chat_tokenizer(str(write_chat_model(tmp_path, template)))
+        load_chat_model(str(write_chat_model(tmp_path, template)))
 
 
 def test_a_broken_file_and_a_missing_package_say_what_to_do(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engines.protocol import FinishReason
 from rollout.agents.model import text_pieces
 from rollout.agents.model.alignment import first_difference, tokenised
-from rollout.agents.model.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from rollout.agents.model.families import ChatModel, load_chat_model
 from rollout.agents.model.text_pieces import borders_of, pieces
 from rollout.agents.plan import Plan, make_plan
 from rollout.agents.turns.store import Session
@@ -168,6 +168,9 @@ class CharacterTokenizer:
         self.seen += texts
         return [CharacterIds([ord(character) for character in text]) for text in texts]
 
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
 
 @dataclass
 class CharacterIds:
@@ -175,8 +178,12 @@ class CharacterIds:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    return load_chat_tokenizer(str(write_chat_model(tmp_path_factory.mktemp("model"))))
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
+    return load_chat_model(str(write_chat_model(tmp_path_factory.mktemp("model"))))
+
+
+def with_tokenizer(model: ChatModel, tokenizer: Any) -> ChatModel:
+    return replace(model, chat=replace(model.chat, tokenizer=tokenizer))
 
 
 PER_MESSAGE = 2000
@@ -188,17 +195,15 @@ def history_of_length(num: int) -> list[dict[str, Any]]:
     return [*messages, {"role": "user", "content": "?"}]
 
 
-def rendered(loaded: ChatTokenizer, messages: list[dict[str, Any]]) -> str:
+def rendered(loaded: ChatModel, messages: list[dict[str, Any]]) -> str:
     return loaded.bound(None, {}).render(messages, for_answer=True)
 
 
 @pytest.mark.parametrize("num", [1 << 20, 4 << 20, 0])
-def test_no_call_encodes_more_than_some_thousand_characters(
-    loaded: ChatTokenizer, num: int
-) -> None:
+def test_no_call_encodes_more_than_some_thousand_characters(loaded: ChatModel, num: int) -> None:
     """Without the interpreter's lock, too: the double has no other method than the batch's."""
     counting = CharacterTokenizer()
-    template = replace(loaded, tokenizer=counting).bound(None, {})
+    template = with_tokenizer(loaded, counting).bound(None, {})
     empty = "<|im_start|>user\n<|im_end|>\n" * 99_999
     text = rendered(loaded, history_of_length(num)) if num else empty
     ids, _ = tokenised(template, text)
@@ -208,11 +213,11 @@ def test_no_call_encodes_more_than_some_thousand_characters(
 
 
 def take_turn(
-    tokenizer: ChatTokenizer, session: Session, messages: list[dict[str, Any]], answer: str
+    model: ChatModel, session: Session, messages: list[dict[str, Any]], answer: str
 ) -> Any:
     """A turn of a session, as a chat makes it; its answer is cut off."""
     history = history_of(messages, None)
-    plan = make_plan(tokenizer, ChatRequest(messages), history, session.tree.known(history))
+    plan = make_plan(model, ChatRequest(messages), history, session.tree.known(history))
     ids = [ord(character) for character in answer]
     made = Generated(ids, [0.0] * len(ids), (), FinishReason("length", None), answer)
     said = {"role": "assistant", "content": answer}
@@ -227,15 +232,15 @@ def ids_of(plan: Plan) -> list[int]:
     return ids
 
 
-def test_a_turn_encodes_what_is_new(loaded: ChatTokenizer) -> None:
+def test_a_turn_encodes_what_is_new(loaded: ChatModel) -> None:
     counting = CharacterTokenizer()
-    tokenizer, session = replace(loaded, tokenizer=counting), Session(0.0)
+    model, session = with_tokenizer(loaded, counting), Session(0.0)
     messages = history_of_length(1 << 20)
-    take_turn(tokenizer, session, messages, "first")
+    take_turn(model, session, messages, "first")
     for number in range(3):
         counting.seen.clear()
         messages.append({"role": "user", "content": f"{number} " + "y" * 5000})
-        plan = take_turn(tokenizer, session, messages, "next" * 1000)
+        plan = take_turn(model, session, messages, "next" * 1000)
         assert plan.prompt.drift == "clean"
         whole = rendered(loaded, messages[:-1])
         assert ids_of(plan) == [ord(character) for character in whole]
@@ -244,18 +249,18 @@ def test_a_turn_encodes_what_is_new(loaded: ChatTokenizer) -> None:
         assert sum(map(len, counting.seen)) < new + 2 * text_pieces._PIECE_CHARACTERS
 
 
-def test_a_turn_that_differs_early_encodes_little(loaded: ChatTokenizer) -> None:
+def test_a_turn_that_differs_early_encodes_little(loaded: ChatModel) -> None:
     """The thinking that the template drops from the first answer makes all later text differ."""
     counting = CharacterTokenizer()
-    tokenizer, session = replace(loaded, tokenizer=counting), Session(0.0)
+    model, session = with_tokenizer(loaded, counting), Session(0.0)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * 100_000}]
-    take_turn(tokenizer, session, messages, "<think>t</think>\n\na")
+    take_turn(model, session, messages, "<think>t</think>\n\na")
     messages += history_of_length(1 << 20)
-    take_turn(tokenizer, session, messages, "b")
+    take_turn(model, session, messages, "b")
     for _ in range(2):
         counting.seen.clear()
         messages.append({"role": "user", "content": "?"})
-        plan = take_turn(tokenizer, session, messages, "c")
+        plan = take_turn(model, session, messages, "c")
         assert plan.prompt.drift == "realigned"
         assert sum(map(len, counting.seen)) < 3 * text_pieces._PIECE_CHARACTERS
 
@@ -268,21 +273,21 @@ CONTENTS = st.sampled_from(["", "x", "<|im_start|>user\n", " y" * 30])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(CONTENTS, ANSWERS, st.integers(0, 9)), min_size=1, max_size=6))
 def test_the_first_difference_is_that_from_a_tokenisation_of_the_whole(
-    loaded: ChatTokenizer, turns: list[tuple[str, str, int]]
+    loaded: ChatModel, turns: list[tuple[str, str, int]]
 ) -> None:
     """Whatever the template does to earlier texts, and in all branches of a session."""
-    tokenizer, session = replace(loaded, tokenizer=CharacterTokenizer()), Session(0.0)
+    model, session = with_tokenizer(loaded, CharacterTokenizer()), Session(0.0)
     messages: list[dict[str, Any]] = []
     for content, answer, back in turns:
         if back < 2:  # another branch
             messages = messages[: 2 * back]
         messages.append({"role": "user", "content": content})
-        plan = take_turn(tokenizer, session, messages, answer)
+        plan = take_turn(model, session, messages, answer)
         anew = [ord(character) for character in rendered(loaded, messages[:-1])]
         assert plan.prompt.first_difference == first_difference(ids_of(plan), anew)
 
 
-def test_other_threads_run_while_a_long_message_is_encoded(loaded: ChatTokenizer) -> None:
+def test_other_threads_run_while_a_long_message_is_encoded(loaded: ChatModel) -> None:
     """It has no border within it, so it is encoded at once."""
     text = "word " * (1 << 18)
     beats, is_over = [0], threading.Event()
@@ -294,7 +299,7 @@ def test_other_threads_run_while_a_long_message_is_encoded(loaded: ChatTokenizer
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     before = beats[0]
-    (piece,) = loaded.pieces(text, 0)
+    (piece,) = loaded.chat.pieces(text, 0)
     during = beats[0] - before
     is_over.set()
     thread.join()

@@ -120,10 +120,14 @@ def test_other_tools_begin_anew() -> None:
     assert agent.tree.match(history_of(messages, [{"type": "function"}])).turn is None
 
 
-def test_answers_that_differ_in_their_thinking_alone_are_told_apart_by_it() -> None:
+@pytest.mark.parametrize("field", ["content", "reasoning_content", "reasoning"])
+def test_answers_that_differ_in_their_thinking_alone_are_told_apart_by_it(field: str) -> None:
+    """Whether it is in the content or in a field of its own."""
     tree = TurnTree()
     history = history_of([user("a")], None)
-    answers = [{"role": "assistant", "content": f"<think>{one}</think>x"} for one in "ab"]
+    thoughts = [f"<think>{one}</think>x" if field == "content" else one for one in "ab"]
+    answers = [{"role": "assistant", "content": "x"} | {field: thought} for thought in thoughts]
+    answers = read_messages(answers)
     for answer in answers:
         made = Generated([2], [0.0], (), STOP, "")
         tree.add(tree.made(history, Prompt(None, [1]), made, answer))

@@ -19,8 +19,8 @@ import psutil
 
 from engines.protocol import Endpoint
 from rollout.agents.chats import ChatSessions
-from rollout.agents.model.tool_calls import reader_of
-from rollout.agents.model.tool_forms import FORMS
+from rollout.agents.model.call_forms import BY_NAME
+from rollout.agents.model.families import reader_of
 from rollout.router import Backend, RouterHost
 from rollout.runtime.worker_process import collect_in_sweeps
 from tests.rollout.router.conftest import router_config
@@ -75,10 +75,10 @@ class Memory:
 
 def _use_form(chats: ChatSessions, name: str) -> None:
     """Read the tool calls of answers in this form from now on."""
-    model = chats._model
-    assert model.tokenizer is not None
-    form = next(form for form in FORMS if form.name == name)
-    model.tokenizer = replace(model.tokenizer, reader=reader_of(form, []))
+    model = chats._model.model
+    assert model is not None
+    reader = reader_of(model.chat, BY_NAME[name], model.reader.thinking)
+    chats._model.model = replace(model, reader=reader)
 
 
 async def main() -> None:

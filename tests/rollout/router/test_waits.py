@@ -29,7 +29,7 @@ import orjson
 import pytest
 
 from benchmarks.router.agents import corpus, history, write_model
-from rollout.agents.model.tool_forms import FORMS
+from rollout.agents.model.call_forms import FORMS
 from rollout.router.control_api import control_app
 from rollout.router.http.routes import GENERATION_PATHS
 from tests.rollout.router.exchange_rig import rig_of
@@ -328,8 +328,9 @@ async def check_degenerate_answers(it: Waits) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "tools": tools}
     for form in FORMS:
         await it.router.call("form", form.name)
-        for unit in (form.begins[0], "\n", '{"name": "'):
-            it.events = events_of((form.begins[0] + unit * 16_384)[:16_384], 8)
+        begin = next(iter(form.blocks), "<|start|>")
+        for unit in (begin, "\n", '{"name": "'):
+            it.events = events_of((begin + unit * 16_384)[:16_384], 8)
             path = f"/sessions/{form.name}/v1/chat/completions"
             assert await it.step(f"{form.name}: {unit!r:.16}", it.post(path, body)) == 200
     await check_long_answers(it)

@@ -10,13 +10,15 @@ from typing import Any, get_args
 
 import pytest
 
-from rollout.agents.model.tool_calls import Answer, reader_of
-from rollout.agents.model.tool_forms import FORMS, Form, form_of, schemas_of
-from rollout.config.http import AgentsConfig
+from rollout.agents.model.answer_reader import Answer
+from rollout.agents.model.call_forms import BY_NAME, FORMS, Form, form_of
+from rollout.config import AgentsConfig
 from tests.support.chat_models import THINKING
+from tests.support.letters import Letters
 from tests.support.tool_families import ARGUMENTS, FAMILIES, TOOLS
 
-SCHEMAS = schemas_of(TOOLS)
+pytest.importorskip("renderers")
+
 DEEPSEEK = [
     f"<\uff5ctool\u2581{one}\uff5c>"
     for one in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
@@ -24,8 +26,20 @@ DEEPSEEK = [
 KIMI_CALL = "<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
 
 
-def read(name: str, text: str, schemas: Any = SCHEMAS) -> Answer:
-    return reader_of(form_of("", name), []).read(text, schemas, lambda: "0123456789abcdef")
+def read(name: str, text: str, tools: Any = TOOLS, *, thinks: bool = False) -> Answer:
+    letters = Letters()
+    reading = letters.reader(name, thinks=thinks).reading(tools=tools, new_id=new_id)
+    reading.feed(letters.encode(text))
+    return reading.end()
+
+
+def new_id() -> str:
+    return "0123456789abcdef"
+
+
+def tool(**properties: Any) -> list[Any]:
+    parameters = {"type": "object", "properties": properties}
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
 
 
 def calls_of(answer: Answer) -> list[tuple[str, Any]]:
@@ -36,7 +50,7 @@ def calls_of(answer: Answer) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_call_is_read_and_its_text_stays(name: str) -> None:
     family = FAMILIES[name]
-    answer = read(family.form, family.call)
+    answer = read(family.form, family.call, thinks=True)
     assert calls_of(answer) == [("add", ARGUMENTS)]
     assert answer.content == (family.content or "")
 
@@ -77,7 +91,7 @@ def test_a_call_that_is_not_complete_stays_in_the_text(name: str) -> None:
         (
             "qwen3_coder",
             "So <function=f>\n<parameter=x>\n<b>\n\n</parameter>\n</function>",
-            [("f", {"x": "<b>\n"})],
+            [("f", {"x": "<b>"})],
             "So",
         ),
         ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", [("f", {})], ""),
@@ -85,13 +99,13 @@ def test_a_call_that_is_not_complete_stays_in_the_text(name: str) -> None:
             "glm45",
             "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call><tool_call>g"
             "</tool_call>",
-            [("f", {"x": "1"}), ("g", {})],
+            [("f", {"x": 1}), ("g", {})],
             "",
         ),
         (
             "hermes",
-            '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
-            [("f", {"x": "</tool_call>"})],
+            '<tool_call>{"name": "f", "arguments": {"x": "<tool_call>"}}</tool_call>',
+            [("f", {"x": "<tool_call>"})],
             "",
         ),
     ],
@@ -113,7 +127,12 @@ def test_variants_are_read(name: str, text: str, calls: list[Any], content: str)
         ("llama3_json", '{"name": "add", "parameters": {}} So'),
         ("llama3_json", '<|python_tag|>print("2")'),
         ("llama3_json", '<|python_tag|>{"name": "f"}; {"name": "g"}'),
-        ("qwen3_coder", "<tool_call>\n<function=f>\nx\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\nf\n</tool_call>"),
+        ("qwen3_coder", "<function=f><parameter=x>1</parameter>"),
+        ("glm45", "<tool_call>f<arg_value>x</arg_value></tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         ("glm45", "<tool_call>f<arg_key>x</arg_key></tool_call>"),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
         ("kimi_k2", f"<|tool_calls_section_begin|>{KIMI_CALL.format(0)}"),
@@ -131,8 +150,8 @@ def test_what_is_not_in_the_form_stays_in_the_text(name: str, text: str) -> None
     ("schema", "text", "value"),
     [
         ({"type": "integer"}, "12", 12),
-        ({"type": "integer"}, "1.5", "1.5"),
-        ({"type": "integer"}, "true", "true"),
+        ({"type": "integer"}, "1.5", 1.5),
+        ({"type": "integer"}, "true", True),
         ({"type": "number"}, "12", 12),
         ({"type": "number"}, "1e3", 1000.0),
         ({"type": "boolean"}, "True", True),
@@ -141,15 +160,15 @@ def test_what_is_not_in_the_form_stays_in_the_text(name: str, text: str) -> None
         ({"type": "string"}, '"a"', '"a"'),
         ({"type": "string"}, "null", "null"),
         ({"type": ["string", "null"]}, "None", None),
-        ({"type": ["string", "null"]}, '"a"', '"a"'),
+        ({"type": ["string", "null"]}, '"a"', "a"),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
         ({"type": "array"}, "[1, 2]", [1, 2]),
         ({"type": "object"}, "{no json}", "{no json}"),
         ({"$ref": "#/$defs/Place"}, '{"x": 1}', {"x": 1}),
-        ({}, "12", "12"),
-        (None, "12", "12"),
-        ("broken", "12", "12"),
-        ({"type": 3, "anyOf": [3], "oneOf": 3}, "12", "12"),
+        ({}, "12", 12),
+        (None, "12", 12),
+        ("broken", "True", "True"),
+        ({"type": 3, "anyOf": [3], "oneOf": 3}, "12", 12),
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
@@ -161,20 +180,40 @@ def test_the_schema_says_what_the_text_of_an_argument_is(
         "</function>\n</tool_call>",
         "glm45": f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
     }[name]
-    ((_, arguments),) = calls_of(read(name, written, {"f": {"properties": {"x": schema}}}))
+    ((_, arguments),) = calls_of(read(name, written, tool(x=schema)))
     assert arguments == {"x": value}
     assert type(arguments["x"]) is type(value)
 
 
-@pytest.mark.parametrize("schemas", [{}, {"f": None}, {"f": {"properties": 3}}, {"f": "x"}])
-def test_without_a_schema_an_argument_is_a_text(schemas: Any) -> None:
-    text = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
-    assert calls_of(read("glm45", text, schemas)) == [("f", {"x": "1"})]
+@pytest.mark.parametrize("parameters", [None, 3, "x", {"properties": 3}, {}])
+@pytest.mark.parametrize("text", ["1 + 1", "True"])
+def test_without_a_schema_an_argument_that_is_no_json_is_a_text(parameters: Any, text: str) -> None:
+    tools = [{}, {"function": 3}, {"function": {}}, tool()[0]]
+    tools[-1]["function"] = {"name": "f", "parameters": parameters}
+    call = f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    assert calls_of(read("glm45", call, tools)) == [("f", {"x": text})]
 
 
-def test_schemas_are_read_from_tools_of_any_form() -> None:
-    tools = [{}, {"function": 3}, {"function": {}}, {"function": {"name": "f", "parameters": 1}}]
-    assert schemas_of(tools) == {"None": None, "f": 1}
+def test_a_call_of_an_unknown_tool_is_a_call() -> None:
+    """As in every form: the agent says so to the model."""
+    call = "<tool_call>g\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+    assert calls_of(read("glm45", call)) == [("g", {"x": 1})]
+
+
+def test_without_tools_no_calls_are_read() -> None:
+    for family in FAMILIES.values():
+        assert read(family.form, family.call, []) == Answer(family.call)
+
+
+def test_a_text_that_looks_like_a_mark_is_none_where_marks_are_tokens() -> None:
+    """A model may write about its own marks, in letters."""
+    words = BY_NAME["hermes"].all_marks
+    letters = Letters(words)
+    call = '{"name": "f", "arguments": {"x": "</tool_call>"}}'
+    begin, end = map(letters.encode, words)
+    reading = letters.reader("hermes").reading(tools=TOOLS, new_id=new_id)
+    reading.feed([*begin, *map(ord, call), *end])
+    assert calls_of(reading.end()) == [("f", {"x": "</tool_call>"})]
 
 
 def test_ids_are_those_that_templates_take() -> None:
@@ -202,8 +241,8 @@ def test_the_setting_has_all_forms() -> None:
     assert set(values) == {"auto", *(form.name for form in FORMS)}
 
 
-FILLERS = ("\n", '"', "\\", "{", "[", "<", "a", '{"x": "', '"x": "')
-MEASURABLE_S, LENGTH = 0.005, 1 << 14
+FILLERS = ("\n", '"', "{", "[", '{"x": "', '"x": "')
+MEASURABLE_S, LENGTH = 0.01, 1 << 12
 
 
 def cuts_of(call: str) -> list[int]:
@@ -212,29 +251,40 @@ def cuts_of(call: str) -> list[int]:
 
 
 HERMES_CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.add <|constrain|>json<|message|>{"a": 2}<|call|>'
+)
+
+
+def begins_of(form: Form) -> tuple[str, ...]:
+    return tuple(form.blocks) or ("<|start|>",)
 
 
 def degenerate_texts(form: Form) -> Iterator[tuple[str, str, str]]:
     """What a model may write without end: a beginning, what it repeats, an end."""
     calls = [family.call for family in FAMILIES.values() if family.form == form.name]
-    for call in {call[max(0, call.find(form.begins[0])) :] for call in calls or [HERMES_CALL]}:
+    calls = calls or [HARMONY_CALL if form.name == "harmony" else HERMES_CALL]
+    for call in {call[max(0, call.find(begins_of(form)[0])) :] for call in calls}:
         for at in cuts_of(call):
             begun, rest = call[:at], call[at:]
             yield "", begun, rest
             yield "", begun, ""
             for filler in FILLERS:
                 yield begun, filler, rest
-                yield "", begun + filler, rest
-            for begin in form.begins:
+            for begin in (*begins_of(form), "<think>"):
                 yield begun, begin, rest
-                yield "", begun + '"' + begin, rest
+                yield "<think>", begun + '"' + begin, rest
 
 
 def cpu_s(form: Form, text: str) -> float:
-    reader = reader_of(form, [])
+    letters = Letters(form.all_marks)
+    ids = letters.encode(text)
     begin_s = time.thread_time()
-    reader.certain(text)
-    reader.read(text, SCHEMAS, lambda: "0" * 24)
+    reading = letters.reader(form.name).reading(tools=TOOLS, stops=["</s>"], new_id=new_id)
+    for at in range(0, len(ids), LENGTH // 4):
+        reading.feed(ids[at : at + LENGTH // 4])
+    reading.end()
     return time.thread_time() - begin_s
 
 
