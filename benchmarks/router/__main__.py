@@ -5,9 +5,9 @@ depends least on other work on the machine.  Added latency is a percentile throu
 the same percentile straight to the engines, at the same steady rate.  ``cached_share`` is the share
 of prompt tokens that embedded engines found in their prefix caches, by policy.  ``choice_ns`` is
 CPU per request for choosing an engine, by policy and number of engines.  ``ray_call`` is a call to
-the router's actor, idle and under load.  ``turns`` are turns of sessions, one after the other, with
-2 KB of new text.  ``agents`` are turns of one agent by the length of its history.  ``affinity`` is
-a simulation: sessions of recorded agents over engines with a KV budget, by policy.
+the router's actor, idle and under load.  ``turns`` are turns of agents, one after the other, with
+2 KB of new text.  ``agents`` are turns of one agent by the length of its history, beside a peer.
+``affinity`` is a simulation: sessions of recorded agents over engines with a KV budget, by policy.
 
 ``--smoke`` leaves out the peers and most kinds of requests, and installs nothing.  ``--families``
 measures some parts alone.
@@ -59,7 +59,7 @@ TARGETS = (
     "direct",
 )
 FAMILIES = ("routers", "choice_ns", "turns", "agents", "cached_share", "affinity", "ray_call")
-PYTHON_ROUTERS = ("ours", "ours_failover", "fastapi_httpx")
+PYTHON_ROUTERS = ("ours", "ours_failover", "ours_vllm", "fastapi_httpx")
 _START_TIMEOUT_S = 60.0
 _ONCE_OVER_S = 20.0
 """A scenario that takes a router longer than this is measured once."""
@@ -95,14 +95,12 @@ SCENARIOS = {
 class Target:
     """A running router, or the engines themselves."""
 
-    def __init__(self, ports: list[int], process: psutil.Process | None = None) -> None:
+    def __init__(self, ports: list[int], *owned: psutil.Process) -> None:
         self.ports = ports
-        self._process = process
+        self.owned = owned
 
     def _processes(self) -> list[psutil.Process]:
-        if self._process is None:
-            return []
-        return [self._process, *self._process.children(recursive=True)]
+        return [process for one in self.owned for process in (one, *one.children(recursive=True))]
 
     def cpu_s(self) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes())
@@ -158,6 +156,21 @@ def running(name: str, engines: list[int]) -> Iterator[Target]:
         ):
             wait_until_serving(port, process)
             yield Target([port], psutil.Process(process.pid))
+
+
+@contextmanager
+def in_front(name: str, folder: str, engines: list[int]) -> Iterator[Target]:
+    """A worker of agents, or its peer, in front of our router; or the router alone."""
+    with running("ours_vllm" if name == "renderers" else "ours", engines) as router:
+        if name == "spliced":
+            yield router
+            return
+        command = [sys.executable, "-m", "benchmarks.router.serve", name, str(router.ports[0])]
+        with started([*command, folder], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            with process.stdout:
+                port = json.loads(process.stdout.readline())
+                yield Target([port], *router.owned, psutil.Process(process.pid))
 
 
 def free_port() -> int:
@@ -282,14 +295,12 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def measure_turns(repeats: int, for_s: float) -> dict[str, dict[str, float]]:
-    """Turns of sessions, one after the other: time and CPU of the router for each; medians."""
+    """Turns of agents, one after the other: time and CPU of worker and router; medians."""
     runs: dict[str, list[dict[str, float]]] = {"turn": [], "turn_sse": []}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        stub_engines(str(write_chat_model(Path(folder)))) as engines,
-    ):
+    with tempfile.TemporaryDirectory() as folder, stub_engines() as engines:
+        write_chat_model(Path(folder))
         for _, kind in product(range(repeats), runs):
-            with running("ours", engines) as target:
+            with in_front("agents", folder, engines) as target:
                 runs[kind].append(_turns_of(target, kind, for_s))
     return {kind: _medians(of_kind) for kind, of_kind in runs.items()}
 
@@ -308,23 +319,21 @@ def _turns_of(target: Target, kind: str, for_s: float) -> dict[str, float]:
 
 
 def measure_agents(num_turns: int, sizes: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Turns per second and CPU per turn by length of history, for each proxy; medians."""
+    """Turns per second and CPU per turn by length of history, for each target; medians."""
     result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, stub_engines() as engines:
         folder = agents.write_model(Path(name))
-        with stub_engines(name) as engines:
-            for size in sizes:
-                messages = agents.history(folder, agents.NUMS_OF_TOKENS[size])
-                runs: dict[str, list[dict[str, float]]] = {name: [] for name in agents.TARGETS}
-                for number, of_target in product(range(repeats), runs):
-                    router, path = agents.TARGETS[of_target]
-                    with running(router, engines) as target:
-                        (port,) = target.ports
-                        where = path.format(number)
-                        uvloop.run(agents.converse(port, path.format("warm"), [], 2, target.cpu_s))
-                        figures = agents.converse(port, where, messages, num_turns, target.cpu_s)
-                        runs[of_target].append(uvloop.run(figures))
-                result[size] = {name: _medians(of_target) for name, of_target in runs.items()}
+        for size in sizes:
+            messages = agents.history(folder, agents.NUMS_OF_TOKENS[size])
+            runs: dict[str, list[dict[str, float]]] = {name: [] for name in agents.KINDS}
+            for number, of in product(range(repeats), runs):
+                with in_front(of, name, engines) as target:
+                    (port,) = target.ports
+                    uvloop.run(agents.converse(port, of, "warm", [], 2, target.cpu_s))
+                    place = port, of, f"s-{number}"
+                    figures = agents.converse(*place, messages, num_turns, target.cpu_s)
+                    runs[of].append(uvloop.run(figures))
+            result[size] = {name: _medians(of_target) for name, of_target in runs.items()}
     return result
 
 
@@ -377,7 +386,7 @@ def main() -> None:
     if "ray_call" in families:
         with stub_engines() as engines:
             result["ray_call"] = asyncio.run(measure_calls(engines, plan.for_s))
-    result["machine"] = machine("uvicorn", "uvloop", "httptools", "httpx", "fastapi")
+    result["machine"] = machine("uvicorn", "uvloop", "httptools", "httpx", "fastapi", "renderers")
     result["repeats"] = plan.repeats
     publish(result, as_json=arguments.as_json, title="routers over four stub engines")
 

@@ -5,7 +5,8 @@ A further argument is the folder that they name as their model's.
 A stop string of the request names the reply, because routers rewrite other fields: ``kind=small``
 (2 KB), ``fresh`` (2 KB, each head with a header of its own), ``medium`` (64 KB), ``large`` (1 MB),
 ``sse`` (100 events), ``long`` (2 KB after half a second), ``many`` (2 KB after four seconds);
-``turn`` and ``turn_sse`` are as short as ``small`` and ``sse`` in tokens, and have log-probs.
+``turn`` and ``turn_sse`` are as short as ``small`` and ``sse`` in tokens, and have log-probs;
+``inference`` is ``turn`` in the form of vLLM's ``/inference/v1/generate``.
 """
 
 from __future__ import annotations
@@ -73,6 +74,19 @@ WHOLE = {
     for kind, payload in _PAYLOADS.items()
     for body in [json.dumps(payload).encode()]
 }
+_CHOICE = {
+    "index": 0,
+    "token_ids": list(range(100, 100 + NUM_TOKENS)),
+    "logprobs": {
+        "content": [
+            {"token": f"token_id:{one}", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+            for one in range(100, 100 + NUM_TOKENS)
+        ]
+    },
+    "finish_reason": "length",
+}
+_INFERENCE = json.dumps({"request_id": "stub", "choices": [_CHOICE]}).encode()
+WHOLE["inference"] = _JSON % (len(_INFERENCE), _INFERENCE)
 _END = _event(b"[DONE]") + b"0\r\n\r\n"
 EVENTS = {
     kind: [

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from engines.process.background import start_task
@@ -25,14 +24,14 @@ from rollout.agents.plan import (
     Ended,
     Plan,
     Progress,
-    history_in,
+    make_plan,
     new_id,
-    plan_in,
+    read_in,
     read_reply,
     reading_of,
 )
 from rollout.agents.router_link import Pin, RouterLink
-from rollout.agents.shares import Shares, WorkEnded
+from rollout.agents.shares import Share, Shares, WorkEnded
 from rollout.agents.turns.files import UnreadableSession
 from rollout.agents.turns.store import Session, SessionStore
 from rollout.agents.turns.tree import Generated, Turn
@@ -50,7 +49,8 @@ Ts = TypeVarTuple("Ts")
 
 _MOST_AT_ONCE = 4096
 _MOST_BYTES_AT_ONCE = 1 << 30
-_MOST_BYTES_ON_LOOP = 1 << 14
+_MOST_ON_LOOP = 1 << 12
+"""Tokens that are read on the event loop, in a few milliseconds."""
 _DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -153,15 +153,25 @@ class ChatSessions:
             BadChat: template or request do not fit.
             ChatFailure: it cannot be planned now.
         """
+        # Half of its time is for what is read again, of all messages.
+        of_all = len(body) >> 4
+        chat, history = await self._work(session_id, of_all, read_in, body)
+        model = await self._model.load()
+        known = session.tree.known(history, *chat.begun)
+        num_known = known.checkpoints[-1].num_characters if known.checkpoints else 0
+        num_new = max(len(body) - num_known, of_all)
+        return await self._work(session_id, num_new, make_plan, model, chat, history, known)
+
+    async def _work(
+        self, session_id: str, num_bytes: int, work: Callable[[*Ts, Share], T], *arguments: *Ts
+    ) -> T:
+        """What the work on so many bytes returns, in a thread.
+
+        Raises:
+            ChatFailure: it took too long.
+        """
         try:
-            # Half of its time is for what is read again, of all messages.
-            of_all = len(body) >> 4
-            history, begun = await self._shares.run(session_id, of_all, history_in, body)
-            model = await self._model.load()
-            known = session.tree.known(history, *begun)
-            num_known = known.checkpoints[-1].num_characters if known.checkpoints else 0
-            num_new = max(len(body) - num_known, of_all)
-            return await self._shares.run(session_id, num_new, plan_in, model, body, known)
+            return await self._shares.run(session_id, num_bytes, work, *arguments)
         except WorkEnded as error:
             raise failure(503, "unavailable", str(error)) from None
 
@@ -212,17 +222,18 @@ class ChatSessions:
             async for reply in replies:
                 if isinstance(reply, Ended):
                     continue
-                if payloads := writer.piece(reply.ids, reply.logprobs_from):
+                if events := await self._read(session_id, len(reply.ids), _piece, writer, reply):
                     if not has_begun:
                         yield reply.signed
                     has_begun = True
-                    yield as_events(payloads)
+                    yield events
             assert isinstance(reply, Ended)
             ended, whole = reply, reply.reply
-            is_long = len(whole.text) + len(whole.output_ids) > _MOST_BYTES_ON_LOOP
-            do = partial(self._in_share, session_id) if is_long else _at_once
+            num = len(whole.output_ids)
             with _not_recorded():
-                answer, generated = await do(read_reply, model, plan, ended)
+                answer, generated = await self._read(
+                    session_id, num, read_reply, model, plan, ended
+                )
             if chat.calls_tools:
                 self._warn_of_unread_call(unread_call(answer), model.form.name)
             message = answer.message_behind(*chat.begun)
@@ -233,7 +244,8 @@ class ChatSessions:
                 raise
             yield b"data: " + (error.body.replace(b"\n", b" ")) + b"\n\n" + _DONE_EVENT
             return
-        end = await do(_end_of_response, writer, chat, answer, turn, plan.num_prompt)
+        end_of = writer, chat, answer, turn, plan.num_prompt
+        end = await self._read(session_id, num, _end_of_response, *end_of)
         if not has_begun:
             yield ended.signed
         yield end
@@ -251,8 +263,13 @@ class ChatSessions:
         made = replace(generated, experts=experts)
         return await self.store.keep(session, plan.history, plan.prompt, made, answer)
 
-    async def _in_share(self, session_id: str, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        return await self._shares.run(session_id, 0, lambda share: work(*arguments))
+    async def _read(
+        self, session_id: str, num: int, work: Callable[[*Ts], T], *arguments: *Ts
+    ) -> T:
+        """What the work on an answer of so many tokens returns."""
+        if num > _MOST_ON_LOOP:
+            return await self._work(session_id, 0, lambda share: work(*arguments))
+        return work(*arguments)
 
     def _warn_of_unread_call(self, begin: str, form: str) -> None:
         if begin and begin not in self._unread_calls:  # the model writes the same in every turn
@@ -302,8 +319,9 @@ def _naming(body: bytes, lora_path: str | None) -> bytes:
     return b'{"lora_path":' + dumps(lora_path) + b"," + body.removeprefix(b"{")
 
 
-async def _at_once(work: Callable[[*Ts], T], *arguments: *Ts) -> T:
-    return work(*arguments)
+def _piece(writer: ChatAnswer, reply: Progress) -> bytes:
+    """The events of what is new; empty if nothing is."""
+    return as_events(writer.piece(reply.ids, reply.logprobs_from))
 
 
 def _contract_of(texts: Texts, chat: ChatRequest) -> Contract:

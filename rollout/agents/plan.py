@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Protocol
 
 from engines.protocol import GenerateReply
@@ -19,7 +18,7 @@ from rollout.agents.model.alignment import (
     tokenised,
 )
 from rollout.agents.model.answer_reader import Answer, Opening, Reading, State, WholeReading
-from rollout.agents.model.chat_tokenizer import checked
+from rollout.agents.model.chat_tokenizer import UNCHECKED, Check, checked
 from rollout.agents.model.families import ChatModel
 from rollout.agents.turns.tree import IDS, Generated, Known, Prompt, compact_generated
 from rollout.agents.wire.chat_request import Begun, ChatRequest, read_chat
@@ -27,17 +26,10 @@ from rollout.agents.wire.messages import History, Message, history_of
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import spans_of
 
-_NUM_READ = 4
 _NUM_BEFORE = 32
 """Ids of a prompt before an answer, which say how it begins."""
 _NUM_CHARACTERS = 256
 """The same of its text."""
-
-Check = Callable[[], None]
-
-
-def unchecked() -> None:
-    """Work that is wanted to its end."""
 
 
 class Progress(Protocol):
@@ -89,44 +81,40 @@ class Plan:
     body: bytes
 
 
-@lru_cache(_NUM_READ)  # a chat is needed twice, and then no more
-def _read(body: bytes) -> tuple[ChatRequest, History]:
-    chat = read_chat(body)
-    return chat, history_of(chat.messages, chat.tools)
-
-
-def history_in(body: bytes, check: Check = unchecked) -> tuple[History, Begun]:
-    """The digests of a chat's messages, and the beginning of its answer.
+def read_in(body: bytes, check: Check = UNCHECKED) -> tuple[ChatRequest, History]:
+    """A chat, and the digests of its messages.
 
     Args:
-        check: raises where the work is not wanted any more.
+        check: see ``Check``.
 
     Raises:
         BadChat: as ``read_chat`` does.
     """
-    chat, history = _read(body)
-    return history, chat.begun
+    chat = read_chat(body)
+    return chat, history_of(chat.messages, chat.tools, check)
 
 
-def plan_in(model: ChatModel, body: bytes, known: Known, check: Check = unchecked) -> Plan:
-    """The plan of the chat in ``body``; raises as ``make_plan`` does.
-
-    Args:
-        check: is called before each piece of a text; it raises if the client has left.
-    """
-    with checked(check):
-        return make_plan(model, *_read(body), known)
-
-
-def make_plan(model: ChatModel, chat: ChatRequest, history: History, known: Known) -> Plan:
+def make_plan(
+    model: ChatModel,
+    chat: ChatRequest,
+    history: History,
+    known: Known,
+    check: Check = UNCHECKED,
+) -> Plan:
     """The prompt of a turn.
 
     Args:
         known: what its session has of it.
+        check: see ``Check``.
 
     Raises:
         BadChat: the template refuses the messages.
     """
+    with checked(check):
+        return _planned(model, chat, history, known)
+
+
+def _planned(model: ChatModel, chat: ChatRequest, history: History, known: Known) -> Plan:
     options = dict(chat.options)
     if chat.effort and model.takes("reasoning_effort"):
         options.setdefault("reasoning_effort", chat.effort)

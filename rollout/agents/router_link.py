@@ -19,16 +19,18 @@ import aiohttp
 
 from engines.http.reply_check import UnusableReply, check_generate
 from engines.http.sglang_json import DONE, read_checked, read_logprob
-from engines.plain_json import WRONG_FORM, read_json
+from engines.plain_json import WRONG_FORM
 from engines.process.background import Then, keep_task
 from rollout.agents.failures import ChatFailure, failure
 from rollout.agents.plan import Ended
 from rollout.driver.client.http_client import Outage
+from rollout.router.http.fast_json import loads
 from rollout.router.http.routes import GENERATE_PATH, PINS_PATH
 from rollout.rules.contract import Contract
 from rollout.rules.routing import JUST_STARTED
 
 T = TypeVar("T")
+
 
 _QUERY_S = 10.0
 _MARGIN_S = 10.0
@@ -182,7 +184,7 @@ class RouterLink:
         if status == 404:  # of vLLM
             status, body = await self.get("/v1/models")
         try:
-            info = read_json(body)
+            info = loads(body)
             if status == 200:
                 if "data" in info:
                     return str(info["data"][0]["root"])
@@ -227,7 +229,7 @@ class RouterLink:
                 line = await response.content.readline()
             if response.status != 200:
                 raise ChatFailure(response.status, line)
-            reply = read_json(line)
+            reply = loads(line)
             return reply["lora_path"], response if reply["is_pinned"] else None
         except (aiohttp.ClientError, OSError, TimeoutError, *WRONG_FORM) as error:
             message = f"the router keeps no version of {lora_path!r:.80}: {_words(error)}"
@@ -283,7 +285,6 @@ class Pin:
 async def _read(
     read: Callable[[bytes, Mapping[str, str]], T], content: bytes, signed: Mapping[str, str]
 ) -> T:
-    """Read a reply; a long one in a thread."""
     if len(content) > _MOST_AT_ONCE:
         return await asyncio.to_thread(read, content, signed)
     return read(content, signed)
@@ -292,7 +293,7 @@ async def _read(
 def _read_end(content: bytes, signed: Mapping[str, str]) -> Ended:
     """Raises ChatFailure: it is no complete reply."""
     with _unusable(signed):
-        payload = read_json(content)
+        payload = loads(content)
         if "error" in payload:
             raise ChatFailure(502, content)
         reply = read_checked(payload, wants_logprobs=True)
@@ -333,7 +334,7 @@ async def _streamed(
 def _read_progress(content: bytes, signed: Mapping[str, str]) -> Progress | None:
     """The tokens so far; None if it is the end, or an error."""
     with _unusable(signed):
-        payload = read_json(content)
+        payload = loads(content)
         if "error" in payload:
             return None
         meta = payload["meta_info"]

@@ -1,53 +1,85 @@
 """Threads that share the interpreter's lock fairly between clients, and end with them.
 
 Templates, tokenizers and parsers hold the lock for as long as their input is.  Always true: at most
-``num_at_once`` of them run, those of the clients that have had the least so far; one that runs
-gives way at its next call of its share.  Work whose client has left, or that has taken too long,
-ends there.
+``num_at_once`` works are in, and each that runs is in one line.  The next one in is of the client
+that has had least, and now and then the one that waits longest, so that none waits for ever.  One
+that is in gives way at its next call of its share; one whose client has left, or that has taken
+too long, ends there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, TypeVar, TypeVarTuple
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar, TypeVarTuple
+
+from engines.process.background import in_own_thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _MOST_THREADS = 32
-_SLICE_S = 0.005
-_NICENESS = 5
+_MOST_OF_CLIENT = 4
 _LONG_BYTES = 1 << 20
 _MOST_LONG = 8
-"""Threads that work on inputs of more than this; the others are for shorter ones."""
+"""Works on inputs of more than this that have begun; the other threads are for shorter ones."""
+_SLICE_S = 0.005
 _LONG_TEXT = 1 << 18
 """Characters of a text whose tokens take so long that one such text is encoded at a time."""
+_LONGEST_WAITING_EVERY = 4
 
 
-class WorkEnded(Exception):
-    """The work was given up: its client has left, or it has taken too long."""
+class WorkEnded(BaseException):
+    """The work was given up: its client has left, or it has taken too long.
+
+    No ``Exception``, as ``CancelledError`` is none: nothing that a template raises is like it.
+    """
+
+
+@dataclass(eq=False, slots=True)
+class _Client:
+    """A client with works.
+
+    Attributes:
+        num: of its works.
+        had_s: of a processor, for these and for those beside which they began.
+    """
+
+    num: int = 0
+    had_s: float = 0.0
+    threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_OF_CLIENT))
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """Works that want to be in; used with the lock of its ``Shares``."""
+
+    num_free: int
+    num_entered: int = 0
+    waiting: list[Share] = field(default_factory=list)  # since when they wait
+
+    def may_enter(self, share: Share) -> bool:
+        if not self.num_free:
+            return False
+        if self.num_entered % _LONGEST_WAITING_EVERY == _LONGEST_WAITING_EVERY - 1:
+            return self.waiting[0] is share
+        return min(self.waiting, key=lambda one: one.client.had_s) is share
 
 
 class Share:
-    """The share of one piece of work, which runs in a thread.
+    """The share of one piece of work, which runs in a thread."""
 
-    Args:
-        deadline_s: on the clock of ``time.monotonic``.
-    """
-
-    def __init__(self, shares: Shares, client: str, deadline_s: float) -> None:
+    def __init__(self, shares: Shares, client: _Client) -> None:
         self.client = client
         self.has_left = False
         self._shares = shares
-        self._deadline_s = deadline_s
+        self._line: _Line | None = None
         self._began_s = 0.0
-        self._is_in = False
 
     def __call__(self) -> None:
         """Give way to other clients that have had less, as is due.
@@ -55,75 +87,73 @@ class Share:
         Raises:
             WorkEnded: the client has left, or the work has taken too long.
         """
-        self._end_if_over()
-        if time.thread_time() - self._began_s > _SLICE_S and self._shares.is_due(self):
+        self.end_if_left()
+        used_s = time.thread_time() - self._began_s
+        if used_s > _SLICE_S and self._shares.is_due(self, used_s):
             self._leave()
-            self._enter()
+            self._enter(self._shares.running)
 
     @contextmanager
     def aside(self, num_characters: int) -> Iterator[None]:
-        """Around work on a text that does not hold the interpreter's lock."""
+        """Around work on a text that does not hold the interpreter's lock.
+
+        Raises:
+            WorkEnded: as a call does.
+        """
         self()
         if num_characters < _LONG_TEXT:
             yield
             return
         self._leave()
+        self._enter(self._shares.long_texts)
         try:
-            with self._shares.long_text:
-                self._end_if_over()
-                yield
+            yield
         finally:
-            self._enter(is_ending=True)
+            self._leave()
+            self._enter(self._shares.running)
 
     def run(self, work: Callable[[*Ts, Share], T], *arguments: *Ts) -> T:
         """The work, in this thread."""
-        self._enter()
         try:
+            self._enter(self._shares.running)
             return work(*arguments, self)
         finally:
             self._leave()
 
-    def _end_if_over(self) -> None:
+    def end_if_left(self) -> None:
         if self.has_left:
             raise WorkEnded("the client has left")
-        if time.monotonic() > self._deadline_s:
-            raise WorkEnded("this chat took too long to read; send a shorter one")
 
-    def _enter(self, *, is_ending: bool = False) -> None:
-        self._shares.enter(self, is_ending=is_ending)
-        self._is_in = True
-        self._began_s = time.thread_time()
+    def _enter(self, line: _Line) -> None:
+        self._shares.enter(line, self)
+        self._line, self._began_s = line, time.thread_time()
 
     def _leave(self) -> None:
-        if self._is_in:
-            self._is_in = False
-            self._shares.leave(self, time.thread_time() - self._began_s)
+        if self._line is not None:
+            self._shares.leave(self._line, self, time.thread_time() - self._began_s)
+            self._line = None
 
 
 class Shares:
     """The threads of one worker.
 
     Args:
-        within_s: limit of one piece of work.
+        within_s: limit of one piece of work, with its wait for a thread.
     """
 
     def __init__(self, num_at_once: int = 2, within_s: float = 300.0) -> None:
+        self.running = _Line(num_at_once)
+        self.long_texts = _Line(1)
         self._within_s = within_s
-        self._pool = ThreadPoolExecutor(_MOST_THREADS, "chat-work", initializer=_be_nice)
         self._changed = threading.Condition()
-        self._num_free = num_at_once
-        self._waiting: list[Share] = []
-        self._had_s: dict[str, float] = {}
-        self._num_of: dict[str, int] = {}
+        self._clients: dict[str, _Client] = {}
+        self._threads = asyncio.Semaphore(_MOST_THREADS)
         self._long = asyncio.Semaphore(_MOST_LONG)
-        self.long_text = threading.Lock()
+        self._shares: set[Share] = set()
 
     def close(self) -> None:
-        with self._changed:
-            for share in self._waiting:
-                share.has_left = True
-            self._changed.notify_all()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """All work ends at its next check."""
+        self._end(*self._shares)
 
     async def run(
         self, client: str, num_bytes: int, work: Callable[[*Ts, Share], T], *arguments: *Ts
@@ -137,75 +167,66 @@ class Shares:
         Raises:
             WorkEnded: it has taken too long.
         """
-        if num_bytes < _LONG_BYTES:
-            return await self._run(client, work, *arguments)
-        async with self._long:
-            return await self._run(client, work, *arguments)
-
-    async def _run(self, client: str, work: Callable[[*Ts, Share], T], *arguments: *Ts) -> T:
-        share = Share(self, client, time.monotonic() + self._within_s)
-        self._num_of[client] = self._num_of.get(client, 0) + 1
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._pool, share.run, work, *arguments)
+        its = self._clients.setdefault(client, _Client())
+        its.num += 1
+        long = self._long if num_bytes >= _LONG_BYTES else nullcontext()
         try:
-            return await asyncio.shield(running)
+            async with asyncio.timeout(self._within_s) as limit, its.threads, long, self._threads:
+                return await self._in_thread(its, lambda share: work(*arguments, share))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise WorkEnded("this chat took too long to read; send a shorter one") from None
+        finally:
+            its.num -= 1
+            if not its.num:
+                del self._clients[client]
+
+    async def _in_thread(self, client: _Client, work: Callable[[Share], T]) -> T:
+        share = Share(self, client)
+        self._shares.add(share)
+        try:
+            return await asyncio.wrap_future(in_own_thread(partial(share.run, work), "chat-work"))
         except asyncio.CancelledError:
-            share.has_left = True
-            running.add_done_callback(_passed_over)
-            with self._changed:
-                self._changed.notify_all()
+            self._end(share)
             raise
         finally:
-            self._num_of[client] -= 1
-            if not self._num_of[client]:
-                del self._num_of[client]
-                self._had_s.pop(client, None)
+            self._shares.remove(share)
 
-    def is_due(self, share: Share) -> bool:
-        """Whether a client that waits has had less."""
+    def _end(self, *shares: Share) -> None:
         with self._changed:
-            had_s = self._had_s.get(share.client, 0.0) + _SLICE_S
-            return any(self._had_s.get(one.client, 0.0) < had_s for one in self._waiting)
+            for share in shares:
+                share.has_left = True
+            self._changed.notify_all()
 
-    def enter(self, share: Share, *, is_ending: bool = False) -> None:
-        """Wait until this share's turn has come.
+    def is_due(self, share: Share, used_s: float) -> bool:
+        """Whether a client waits that has had less, ``used_s`` of this one included."""
+        had_s = share.client.had_s + used_s
+        with self._changed:
+            return any(one.client.had_s < had_s for one in self.running.waiting)
 
-        Args:
-            is_ending: without a wait for the turn of one that has to end.
+    def enter(self, line: _Line, share: Share) -> None:
+        """Wait until the share's turn in this line has come.
 
         Raises:
             WorkEnded: the client has left meanwhile.
         """
         with self._changed:
-            self._waiting.append(share)
+            line.waiting.append(share)
             try:
-                while not self._is_next(share):
+                while not line.may_enter(share):
+                    share.end_if_left()
                     self._changed.wait()
-                    if share.has_left and not is_ending:
-                        raise WorkEnded("the client has left")
+                share.end_if_left()
+                line.num_free -= 1
+                line.num_entered += 1
             finally:
-                self._waiting.remove(share)
+                line.waiting.remove(share)
                 self._changed.notify_all()
-            self._num_free -= 1
 
-    def leave(self, share: Share, had_s: float) -> None:
-        """Let others run; this one has had ``had_s`` of a processor."""
+    def leave(self, line: _Line, share: Share, used_s: float) -> None:
+        """Let others in; this one has used so much of a processor."""
         with self._changed:
-            if share.client in self._num_of:
-                self._had_s[share.client] = self._had_s.get(share.client, 0.0) + had_s
-            self._num_free += 1
+            share.client.had_s += used_s
+            line.num_free += 1
             self._changed.notify_all()
-
-    def _is_next(self, share: Share) -> bool:
-        least = min(self._waiting, key=lambda one: self._had_s.get(one.client, 0.0))
-        return self._num_free > 0 and least is share
-
-
-def _be_nice() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-def _passed_over(running: asyncio.Future[Any]) -> None:
-    """No client waits for it any more."""
-    if not running.cancelled():
-        running.exception()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
+import uvloop
+from fastapi import FastAPI
 
 from engines.http.uvicorn_server import HttpServer
 from rollout.agents.app import agents_app
 from rollout.agents.settings import WorkerSettings
 from rollout.config import AgentsConfig
 from rollout.core.http_thread import HttpThread
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -29,7 +33,7 @@ class Worker:
     def __init__(self, config: AgentsConfig, folder: Path, **more: Any) -> None:
         settings = {"number": 0, "num_workers": 1} | more
         self.settings = WorkerSettings(config, folder=str(folder), **settings)
-        self._thread = HttpThread("agents")
+        self._thread = HttpThread("agents", loop_factory=uvloop.new_event_loop)
 
     async def start(self, router_url: str) -> str:
         """Its base URL."""
@@ -43,6 +47,15 @@ class Worker:
             )
 
         return (await self._thread.start("127.0.0.1", 0, make)).url
+
+    async def on_loop(self, act: Callable[[FastAPI], T]) -> T:
+        """What ``act`` returns, which gets the application on its event loop."""
+
+        async def work() -> T:
+            assert self._thread._server is not None
+            return act(self._thread._server.config.app)
+
+        return await self._thread.call(work())
 
     async def stop(self) -> None:
         await self._thread.stop(0.0, timeout_s=10.0)

@@ -28,7 +28,7 @@ from rollout.agents.failures import ChatFailure
 from rollout.agents.model.answer_reader import AnswerReader
 from rollout.agents.model.call_forms import FORMS, THINK
 from rollout.agents.model.reply_text import marks_of
-from rollout.agents.plan import history_in
+from rollout.agents.plan import read_in
 from rollout.agents.wire.messages import BadChat
 from rollout.driver.client import http_client
 from rollout.driver.client.generation_client import GenerationError
@@ -552,10 +552,8 @@ def _reports() -> Iterator[bytes]:
 
 def _chat(data: bytes) -> Any:
     """A chat of a session, as far as it needs no tokenizer."""
-    history, begun = (
-        history_in.__wrapped__(data) if hasattr(history_in, "__wrapped__") else history_in(data)
-    )
-    return len(history.exact), begun
+    chat, history = read_in(data)
+    return len(history.exact), chat.begun
 
 
 def _chats() -> Iterator[bytes]:

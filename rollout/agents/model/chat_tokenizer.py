@@ -7,13 +7,13 @@ extra ``agents``, are imported by the first request that needs them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.plain_json import read_json
 from rollout.agents.model.text_pieces import Borders, borders_of, pieces
@@ -28,13 +28,37 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TEMPLATE_FILE = "chat_template.jinja"
-_check: ContextVar[Callable[[], None]] = ContextVar("check", default=lambda: None)
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
+class Check(Protocol):
+    """Called often by work that others wait for: it raises where the work is not wanted any more,
+    and gives way to them."""
+
+    def __call__(self) -> None: ...
+
+    def aside(self, num_characters: int) -> AbstractContextManager[None]:
+        """Around work on a text that does not hold the interpreter's lock."""
+        ...
+
+
+class Unchecked:
+    """Of work that is wanted to its end."""
+
+    def __call__(self) -> None:
+        pass
+
+    def aside(self, num_characters: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+UNCHECKED = Unchecked()
+_check: ContextVar[Check] = ContextVar("check", default=UNCHECKED)
+
+
 @contextmanager
-def checked(check: Callable[[], None]) -> Iterator[None]:
-    """Calls ``check`` before each piece of a text is tokenised; it raises to end the work."""
+def checked(check: Check) -> Iterator[None]:
+    """Calls ``check`` as messages are rendered, and before a text is tokenised."""
     token = _check.set(check)
     try:
         yield
@@ -43,7 +67,7 @@ def checked(check: Callable[[], None]) -> Iterator[None]:
 
 
 def check_client() -> None:
-    """Raises if the client of this work has left."""
+    """Raises if the client of this work has left, and gives way to others."""
     _check.get()()
 
 
@@ -76,9 +100,9 @@ class ChatTokenizer:
     def pieces(self, text: str, begin: int = 0) -> Iterator[tuple[str, list[int]]]:
         """The text from the border at ``begin`` on, in pieces with their ids."""
         for piece in pieces(text, self.borders, begin):
-            check_client()
-            # ``encode`` holds the interpreter's lock until it is done, and this one does not.
-            (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+            with _check.get().aside(len(piece)):
+                # ``encode`` holds the interpreter's lock until it is done, and this one does not.
+                (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
             yield piece, encoding.ids
 
     def encode(self, text: str) -> list[int]:
@@ -132,11 +156,18 @@ class BoundTemplate:
         """Raises BadChat if the template refuses the messages."""
         options = {"add_generation_prompt": for_answer, **self.variables}
         try:
-            return self.template.render(messages=messages, **options)
+            return self._rendered(messages, options)
         except Exception as error:  # a template is a program and raises what it likes
             with suppress(Exception):  # some, as DeepSeek's, add a call's arguments to a text
-                return self.template.render(messages=with_texts(messages), **options)
+                return self._rendered(with_texts(messages), options)
             raise BadChat(f"the chat template refused the messages: {error}") from error
+
+    def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        parts = []
+        for part in self.template.generate(messages=messages, **options):
+            parts.append(part)
+            check_client()
+        return "".join(parts)
 
 
 def load_chat_tokenizer(folder: str) -> ChatTokenizer:

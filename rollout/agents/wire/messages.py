@@ -6,7 +6,7 @@ Always true: the digest of a history depends on its tools, and on all of its mes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
 from typing import Any
@@ -123,11 +123,18 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def history_of(messages: Sequence[Message], tools: Any) -> History:
-    """The digests of ``messages``, which ``read_messages`` returned."""
+def history_of(
+    messages: Sequence[Message], tools: Any, check: Callable[[], None] = lambda: None
+) -> History:
+    """The digests of ``messages``, which ``read_messages`` returned.
+
+    Args:
+        check: called for each of them.
+    """
     of_tools = _digest(b"", _identity(tools))
     exact, loose = [of_tools], [of_tools]
     for message in messages:
+        check()
         for digests, new in zip((exact, loose), _both(exact[-1], loose[-1], message), strict=True):
             digests.append(new)
     return History(exact, loose, [message["role"] == "assistant" for message in messages])

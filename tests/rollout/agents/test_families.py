@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, GenerateReply
-from rollout.agents.model.chat_tokenizer import check_client
+from rollout.agents.model.chat_tokenizer import Unchecked, check_client
 from rollout.agents.model.families import ChatModel, load_chat_model
-from rollout.agents.plan import Ended, make_plan, new_id, plan_in, read_reply, reading_of
+from rollout.agents.plan import Ended, make_plan, new_id, read_in, read_reply, reading_of
 from rollout.agents.turns.tree import IDS, Generated, Known, TurnTree
 from rollout.agents.wire.chat_request import ChatRequest
 from rollout.agents.wire.messages import BadChat, history_of, read_messages
@@ -176,7 +177,7 @@ def test_the_prompt_of_a_turn_begins_with_the_ids_of_the_turn_it_continues(
         finish = FinishReason("stop" if matched else "length", matched)
         made = Generated(ids, [0.0] * len(ids), (), finish, answer.content)
         message = answer.message()
-        tree.add(plan.history, plan.prompt, made, message)
+        tree.add(tree.made(plan.history, plan.prompt, made, message))
         if not is_kept:  # clients drop the thinking
             message.pop("reasoning_content", None)
         messages.append(message)
@@ -211,7 +212,7 @@ def test_it_does_also_where_the_chat_template_drops_thinking(
         finish = FinishReason("stop" if matched else "length", matched)
         message = reading.end().message()
         made = Generated(ids, [0.0] * len(ids), (), finish, "")
-        tree.add(plan.history, plan.prompt, made, message)
+        tree.add(tree.made(plan.history, plan.prompt, made, message))
         if not is_kept:  # clients drop the thinking
             message.pop("reasoning_content", None)
         messages.append(message)
@@ -254,19 +255,24 @@ def test_options_that_the_renderer_has_not_are_the_templates_alone(model_of: Any
     assert not model.takes("reasoning_effort")
 
 
-class Left(Exception):
+class Left(BaseException):
     pass
 
 
-def test_work_ends_when_its_client_has_left(model_of: Any) -> None:
-    def check() -> None:
+class Check(Unchecked):
+    def __call__(self) -> None:
         raise Left
 
+    def aside(self, num_characters: int) -> AbstractContextManager[None]:
+        raise Left
+
+
+def test_work_ends_when_its_client_has_left(model_of: Any) -> None:
     body = json.dumps({"messages": [USER]}).encode()
     with pytest.raises(Left):
-        plan_in(model_of("qwen3"), body, Known(), check)
+        make_plan(model_of("qwen3"), *read_in(body), Known(), Check())
     check_client()  # of no client
-    assert plan_in(model_of("qwen3"), body, Known()).num_prompt > 0
+    assert make_plan(model_of("qwen3"), *read_in(body), Known()).num_prompt > 0
 
 
 def test_an_effort_is_an_option_where_the_model_has_it(tmp_path: Path) -> None:
@@ -274,9 +280,9 @@ def test_an_effort_is_an_option_where_the_model_has_it(tmp_path: Path) -> None:
     with_option = load_chat_model(str(write_chat_model(tmp_path / "a", template)))
     without = load_chat_model(str(write_chat_model(tmp_path / "b", THINKING)))
     body = json.dumps({"messages": [USER], "reasoning_effort": "low"}).encode()
-    ids = json.loads(plan_in(with_option, body, Known()).body)["input_ids"]
+    ids = json.loads(make_plan(with_option, *read_in(body), Known()).body)["input_ids"]
     assert with_option.chat.decode(ids) == "low2+2?"
-    assert plan_in(without, body, Known()).num_prompt > 0
+    assert make_plan(without, *read_in(body), Known()).num_prompt > 0
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -284,7 +290,7 @@ def test_content_ends_where_the_engines_text_ends(model_of: Any, is_streamed: bo
     """At a stop string of the client, whose ids are the answer's all the same."""
     model: ChatModel = model_of("qwen3")
     body = {"messages": [USER], "stop": [" END", "###"], "stream": is_streamed}
-    plan = plan_in(model, json.dumps(body).encode(), Known())
+    plan = make_plan(model, *read_in(json.dumps(body).encode()), Known())
     ids = model.chat.encode("<think>so</think>It is 4, END of it. END")
     finish, text = FinishReason("stop", " END"), "<think>so</think>It is 4, END of it."
     reply = GenerateReply("r", text, tuple(ids), (0.0,) * len(ids), finish)
@@ -302,7 +308,7 @@ def test_a_token_that_ends_an_answer_is_no_part_of_its_content(model_of: Any, nu
     model: ChatModel = model_of("qwen3")
     (stop,) = model.chat.encode(".")
     body = {"messages": [USER], "stop_token_ids": [stop]}
-    plan = plan_in(model, json.dumps(body).encode(), Known())
+    plan = make_plan(model, *read_in(json.dumps(body).encode()), Known())
     ids = model.chat.encode("It. is 4.")
     for matched, content in [(stop, "It. is 4"), (None, "It. is 4.")]:
         reading = reading_of(model, plan)
@@ -349,7 +355,7 @@ def test_a_setting_names_the_renderer(tmp_path: Path) -> None:
     for renderer, why in [
         ("auto", "no chat template"),
         ("default", "no chat template"),
-        ("qwen4", r"set router\.renderer to auto, default, or one of .*qwen3"),
+        ("qwen4", r"set agents\.renderer to auto, default, or one of .*qwen3"),
         ("glm-4.5", "not of the renderer glm-4.5"),
     ]:
         with pytest.raises(ConfigError, match=why):
