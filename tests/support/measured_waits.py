@@ -157,7 +157,7 @@ def _event(text: str, ids: list[int], is_last: bool) -> bytes:
         "prompt_tokens": 3,
         "completion_tokens": len(ids),
         "weight_version": "1",
-        "output_token_logprobs": [[-0.5, 100, None]] * len(ids),
+        "output_token_logprobs": [[-0.5, one, None] for one in ids],
     }
     payload = {"text": text, "output_ids": ids, "meta_info": meta}
     return chunk(b"data: " + orjson.dumps(payload) + b"\n\n")
