@@ -83,6 +83,7 @@ def read_generate(answer: Any) -> GenerateReply:
     logprobs = meta.get("output_token_logprobs")
     of_prompt = meta.get("input_token_logprobs")
     version = meta.get("weight_version")
+    prompt_ids = answer.get("prompt_token_ids")
     return GenerateReply(
         rid=str(meta["id"]),
         text=answer.get("text") or "",
@@ -104,6 +105,7 @@ def read_generate(answer: Any) -> GenerateReply:
         routed_experts=_from_base64(meta.get("routed_experts")),
         num_failovers=meta.get("num_failovers", 0),
         logprob_kind=read_kind(meta.get("logprob_kind")),
+        prompt_ids=None if prompt_ids is None else tuple(prompt_ids),
     )
 
 

@@ -289,6 +289,8 @@ class GenerateReply:
             not known, or after a failover.
         logprob_kind: of which distribution ``output_logprobs`` are, as the router reports it; None
             where it is not known.
+        prompt_ids: those that the engine computed, with all tokens of images.  None unless
+            requested.
     """
 
     rid: str
@@ -308,6 +310,7 @@ class GenerateReply:
     num_failovers: int = 0
     engine_id: str = ""
     logprob_kind: LogprobKind | None = None
+    prompt_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from rollout.agents.plan import (
     Plan,
     Progress,
     make_plan,
+    measured_plan,
     new_id,
     read_in,
     read_reply,
@@ -231,6 +232,7 @@ class ChatSessions:
             ended, whole = reply, reply.reply
             num = len(whole.output_ids)
             with _not_recorded():
+                plan = measured_plan(plan, session.tree, whole)
                 answer, generated = await self._read(
                     session_id, num, read_reply, model, plan, ended
                 )

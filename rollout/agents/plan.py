@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from engines.protocol import GenerateReply
@@ -20,8 +20,10 @@ from rollout.agents.model.alignment import (
 from rollout.agents.model.answer_reader import Answer, Opening, Reading, State, WholeReading
 from rollout.agents.model.chat_tokenizer import UNCHECKED, Check, checked
 from rollout.agents.model.families import ChatModel
-from rollout.agents.turns.tree import IDS, Generated, Known, Prompt, compact_generated
+from rollout.agents.model.images import fields_of, placed
+from rollout.agents.turns.tree import IDS, Generated, Known, Prompt, TurnTree, compact_generated
 from rollout.agents.wire.chat_request import Begun, ChatRequest, read_chat
+from rollout.agents.wire.images import images_of
 from rollout.agents.wire.messages import History, Message, history_of
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import spans_of
@@ -138,15 +140,22 @@ def _planned(model: ChatModel, chat: ChatRequest, history: History, known: Known
         ids = array(IDS, first)
         drift = drift_of(None, is_fork=known.is_fork or known.parent is not None)
         prompt = Prompt(None, ids, drift, checkpoints=checkpoints)
+        num_known, before = 0, array(IDS)
     else:
         added = array(IDS, new)
         ids = known.ids + added
         difference, checkpoints = source.compared(begun, ids, known)
         drift = drift_of(difference, is_fork=known.is_fork)
         prompt = Prompt(known.parent, added, drift, difference, checkpoints)
-    body = dumps(chat.body(ids.tolist(), stop_ids=model.stop_ids))
+        num_known, before = known.num_known, known.ids
+        if known.is_unfinished:
+            num_known = len(chat.messages)
+    urls, num_before = images_of(chat.messages), len(images_of(chat.messages[:num_known]))
+    images = placed(urls, num_before, before, prompt.ids, model.chat.image_token)
+    body = chat.body(ids.tolist(), stop_ids=model.stop_ids) | fields_of(urls, images)
+    prompt = replace(prompt, images=images)
     opening = _opening(model, ids, begun_ids)
-    return Plan(chat.without_prompt(), history.last(), prompt, len(ids), opening, body)
+    return Plan(chat.without_prompt(), history.last(), prompt, len(ids), opening, dumps(body))
 
 
 class _FromTemplate:
@@ -241,6 +250,20 @@ def reading_of(model: ChatModel, plan: Plan) -> Reading | WholeReading:
         opening=plan.opening,
         new_id=new_id,
     )
+
+
+def measured_plan(plan: Plan, tree: TurnTree, reply: GenerateReply) -> Plan:
+    """The same with the ids that its images have in the engine.
+
+    Raises:
+        ValueError: the engine computed another prompt.
+    """
+    prompt = tree.measured(plan.prompt, reply.prompt_ids)
+    num_prompt = plan.num_prompt + tree.num_added(prompt)
+    is_known = num_prompt > plan.num_prompt and not reply.num_failovers
+    if is_known and reply.prompt_tokens != num_prompt:
+        raise ValueError(f"the engine computed {reply.prompt_tokens} ids, not {num_prompt}")
+    return replace(plan, prompt=prompt, num_prompt=num_prompt)
 
 
 def read_reply(model: ChatModel, plan: Plan, ended: Ended) -> tuple[Answer, Generated]:

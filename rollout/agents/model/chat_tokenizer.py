@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.plain_json import read_json
+from rollout.agents.model.images import placeholder_in
 from rollout.agents.model.text_pieces import Borders, borders_of, pieces
 from rollout.agents.wire.messages import BadChat, Message, with_texts
 from rollout.core.optional_deps import optional_import
@@ -82,6 +83,7 @@ class ChatTokenizer:
         added: ids of the added tokens, by text.
         special: texts of those that are special, by id.
         borders: where texts are cut; None if they cannot be.
+        image_token: stands for an image in a prompt; None for a model of text.
     """
 
     tokenizer: Tokenizer
@@ -91,6 +93,7 @@ class ChatTokenizer:
     added: Mapping[str, int]
     special: Mapping[int, str]
     borders: Borders | None
+    image_token: int | None = None
 
     @property
     def tool_template(self) -> str:
@@ -184,6 +187,7 @@ def load_chat_tokenizer(folder: str) -> ChatTokenizer:
         settings = read_json(_read(path / "tokenizer_config.json") or "{}")
         texts = _templates(path, settings)
         templates = {name: _compiled(text) for name, text in texts.items()}
+        image_token = placeholder_in(read_json(_read(path / "config.json") or "{}"))
     except Exception as error:  # jinja2 has many
         raise no_tokenizer(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
     added = tokenizer.get_added_tokens_decoder()
@@ -195,6 +199,7 @@ def load_chat_tokenizer(folder: str) -> ChatTokenizer:
         {token.content: one for one, token in added.items()},
         {one: token.content for one, token in added.items() if token.special},
         borders_of(added.values()),
+        image_token,
     )
 
 

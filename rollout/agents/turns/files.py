@@ -40,6 +40,7 @@ from engines.process.own_files import (
 from engines.protocol import FinishReason, VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
 from rollout.agents.model.alignment import Checkpoint, Drift
+from rollout.agents.model.images import NO_IMAGES, Images
 from rollout.agents.turns.tree import IDS, LOGPROBS, Generated, Pinned, Prompt, Turn, TurnTree
 from rollout.core.errors import RolloutError
 from rollout.router.http.fast_json import dumps
@@ -103,6 +104,7 @@ def line_of(turn: Turn, pinned: Pinned = ()) -> list[bytes]:
         "num_cached": generated.num_cached,
         "engine_id": generated.engine_id,
         "digests": [turn.exact.hex(), turn.loose.hex(), turn.asked.hex()],
+        "images": (prompt.images.placeholder, prompt.images.digests, prompt.images.sizes),
         "pinned": pinned,
     }
     data = {
@@ -204,6 +206,11 @@ def _pinned_of(values: list[Any]) -> Pinned:
     return (name,)
 
 
+def _images_of(placeholder: int, digests: list[str], sizes: list[int]) -> Images:
+    """Raises what ``WRONG_FORM`` has."""
+    return Images(placeholder, tuple(digests), tuple(sizes)) if digests else NO_IMAGES
+
+
 def _turn_of(fields: Mapping[str, Any]) -> Turn:
     """Raises what ``WRONG_FORM`` has."""
     kind, experts = fields["logprob_kind"], fields.get("routed_experts")
@@ -213,6 +220,7 @@ def _turn_of(fields: Mapping[str, Any]) -> Turn:
         Drift(fields["drift"]),
         fields["first_difference"],
         [Checkpoint(num, at, bytes.fromhex(text)) for num, at, text in fields["checkpoints"]],
+        _images_of(*fields["images"]),
     )
     generated = Generated(
         array(IDS, _bytes(fields["output_ids"])),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from engines.protocol import FinishReason, VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
 from rollout.agents.model.alignment import Checkpoint, Drift
+from rollout.agents.model.images import NO_IMAGES, Images, measured
 from rollout.agents.wire.messages import History, Message
 from rollout.router.http.fast_json import dumps
 from rollout.rules.continuation import join_experts
@@ -28,6 +29,7 @@ _BYTES_PER_TURN = 2048
 _PIECE = 3 << 12
 _BYTES_PER_CHECKPOINT = 256
 _BYTES_PER_SPAN = 256
+_BYTES_PER_IMAGE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Prompt:
 
     Attributes:
         checkpoints: of its text, behind those of its parents.
+        images: whose placeholders these ids have, one for each.
     """
 
     parent: int | None
@@ -43,6 +46,7 @@ class Prompt:
     drift: Drift = Drift.CLEAN
     first_difference: int | None = None
     checkpoints: Sequence[Checkpoint] = ()
+    images: Images = NO_IMAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class Turn:
             + len(generated.experts or b"")
             + _BYTES_PER_CHECKPOINT * len(prompt.checkpoints)
             + _BYTES_PER_SPAN * len(generated.versions)
+            + _BYTES_PER_IMAGE * len(prompt.images.digests)
         )
 
     def json(self) -> Iterator[bytes]:
@@ -130,9 +135,10 @@ class Turn:
             "logprob_kind": generated.logprob_kind,
             "cached_tokens": generated.num_cached,
             "engine_id": generated.engine_id,
+            "images": list(prompt.images.digests),
         }
         yield dumps(fields)[:-1]
-        yield from _list("prompt_ids", prompt.ids)
+        yield from _list("prompt_ids", prompt.images.expanded(prompt.ids))
         yield from _list("output_ids", generated.ids)
         yield from _list("output_logprobs", generated.logprobs)
         experts = generated.experts
@@ -288,6 +294,27 @@ class TurnTree:
         if join_experts(before, reported, num_tokens) is None:
             raise ValueError(f"the routed experts are not those of {num_tokens} tokens")
         return reported[len(before) :]
+
+    def measured(self, prompt: Prompt, reported: Sequence[int] | None) -> Prompt:
+        """A prompt with the sizes of its images; raises as ``images.measured`` does.
+
+        Args:
+            reported: the ids of the whole prompt that the engine computed.
+        """
+        if not prompt.images.digests:
+            return prompt
+        before = self._before(prompt)
+        num_before = sum(len(turn.prompt.images.digests) for turn in before)
+        sent = self.ids(before[-1] if before else None) + array(IDS, prompt.ids)
+        return replace(prompt, images=measured(prompt.images, num_before, sent, reported))
+
+    def num_added(self, prompt: Prompt) -> int:
+        """Ids that an engine computes of the whole prompt beside those that it gets."""
+        images = [turn.prompt.images for turn in self._before(prompt)]
+        return sum(one.num_added for one in (*images, prompt.images))
+
+    def _before(self, prompt: Prompt) -> list[Turn]:
+        return self._path(None if prompt.parent is None else self.turns[prompt.parent])
 
     def _path(self, turn: Turn | None) -> list[Turn]:
         """From the first turn to this one."""

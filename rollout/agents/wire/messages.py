@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 
+from rollout.agents.wire.images import BadImage, read_image
+
 Message = Mapping[str, Any]
 MAX_MESSAGES = 1 << 14
 _END_OF_THINKING = "</think>"
@@ -61,7 +63,7 @@ def _read_message(index: int, raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
         raise BadChat(f"messages[{index}] must be an object with a role and a content")
     message = {name: value for name, value in raw.items() if value is not None}
-    message["content"] = _text(index, raw.get("content"))
+    message["content"] = _read_content(index, raw["role"], raw.get("content"))
     thinking = message.pop("reasoning", message.get("reasoning_content"))
     if isinstance(thinking, str) and thinking:
         message["reasoning_content"] = thinking
@@ -77,13 +79,25 @@ def _read_message(index: int, raw: Any) -> dict[str, Any]:
     return message
 
 
-def _text(index: int, content: Any) -> str:
+def _read_content(index: int, role: str, content: Any) -> str | list[dict[str, str]]:
+    """A text, or parts if there are images among them."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        raise BadChat(f"messages[{index}].content must be text; a session takes no images")
-    return "".join(str(part.get("text", "")) for part in parts)
+    read = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            read.append({"type": "text", "text": str(part.get("text", ""))})
+        elif kind == "image_url":
+            try:
+                read.append(read_image(part, role))
+            except BadImage as error:
+                raise BadChat(f"messages[{index}]: {error}") from None
+        else:
+            raise BadChat(f"messages[{index}].content must be text and images (image_url)")
+    has_images = any(part["type"] == "image" for part in read)
+    return read if has_images else "".join(part["text"] for part in read)
 
 
 def _is_call(call: Any) -> bool:

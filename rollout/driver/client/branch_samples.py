@@ -78,6 +78,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
             "session_id": session_id,
             "turns": [turn["turn"] for turn in path],
             "drift": [turn["drift"] for turn in path],
+            "images": [image for turn in path for image in turn.get("images") or ()],
         },
         loss_mask=mask,
         routed_experts=_experts(path),

@@ -377,7 +377,10 @@ async def test_a_completion_is_refused_with_what_to_send(make_agent: MakeAgent) 
         ({"messages": []}, "a list of 1 to 16384 messages"),
         ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "continue_final_message"),
         ({"extra_body": {"continue_final_message": True}}, "an assistant's message at the end"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no images"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "must be a data URL",
+        ),
         ({"tool_choice": "required", "tools": TOOLS}, "force a call by a grammar"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ],
