@@ -233,7 +233,8 @@ class EngineClient(BaseClient):
         given = {"lora_path": lora_path, "extra_key": extra_key}
         body |= _given(logprob_start_len=logprob_start_len, **given)
         if image is not None:
-            body |= {"image_data": [image.data], "mm_hashes": [image.digest]}
+            body |= {"image_data": [image.data]}
+            body |= {"mm_hashes": [image.digest]} if image.digest else {}
         call, answer = await self._post("generate", "/generate", body, self.deadlines.generate_s)
         return call.read(answer, sglang_json.read_generate)
 

@@ -5,6 +5,9 @@ Field names follow SGLang 0.5.23's HTTP API (``sglang/srt/managers/io_struct.py`
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -319,11 +322,25 @@ class PromptImage:
 
     Attributes:
         data: a ``data:`` URL.
-        digest: its name in caches, in hex digits: equal names get what was computed before.
+        digest: its name in caches, in hex digits: equal names get what was computed before.  Empty
+            for the name that the engine gives to the file.
     """
 
     data: str
     digest: str
+
+    def named_by_file(self) -> PromptImage:
+        """The same picture, a PNG, in a file that has the name in it."""
+        begin, _, text = self.data.partition(",")
+        data = base64.b64decode(text)
+        note = b"tEXtname\0" + self.digest.encode()
+        chunk = struct.pack(">I", len(note) - 4) + note + struct.pack(">I", zlib.crc32(note))
+        file = data[:_PNG_HEAD] + chunk + data[_PNG_HEAD:]
+        return PromptImage(f"{begin},{base64.b64encode(file).decode()}", "")
+
+
+_PNG_HEAD = 33
+"""Bytes before which a PNG has its size, and no other chunk."""
 
 
 _UNVERIFIED = "unverified-"

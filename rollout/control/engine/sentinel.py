@@ -47,6 +47,9 @@ _IMAGE = (
     "dsNP+hRRFEVRFEVRFMWbAclXIFtsqkldAAAAAElFTkSuQmCC"
 )
 
+# Models for which SGLang 0.5.23 names images by their files: it ends at another name for one.
+_NAMED_BY_FILE = ("qwen3_vl", "qwen3_vl_moe")
+
 
 class Sentinel:
     """Asks the engines of one group.
@@ -79,6 +82,7 @@ class Sentinel:
         if self.prompt and self.image_tokens:
             model = await member.engine.model_info()
             member.sees_images = bool(model.raw.get("has_image_understanding"))
+            member.names_images_by_file = model.raw.get("model_type") in _NAMED_BY_FILE
         while self.prompt:
             try:
                 member.sentinel = await self._ask(member, secrets.token_hex(4))
@@ -131,14 +135,14 @@ class Sentinel:
         name = f"{namespace(self._run, member.weight_version)}:{process}-{attempt}"
         prompts: dict[str, PromptImage | None] = {"text": None}
         if member.sees_images:
-            prompts["image"] = PromptImage(_IMAGE, self._run)
+            prompts["image"] = _image(member, self._run)
         through, fresh = {}, {}
         with engine_span(member.engine_id, "sentinel", 0.0):
             for prompt, image in prompts.items():
                 # Each by its own name: they begin alike.
                 through[prompt] = await self._answer(member, f"{name}:{prompt}", image)
                 unknown = secrets.token_hex(8)
-                other = image and PromptImage(_IMAGE, unknown)
+                other = image and _image(member, unknown)
                 fresh[prompt] = await self._answer(member, f"{self._run}:{unknown}", other)
         return Answers(through, fresh, _made_of(member), process, member.record)
 
@@ -157,6 +161,11 @@ class Sentinel:
         )
         logprobs = (*(reply.input_logprobs or ()), *(reply.output_logprobs or ()))
         return Answer(logprobs, reply.cached_tokens)
+
+
+def _image(member: EngineState, name: str) -> PromptImage:
+    image = PromptImage(_IMAGE, name)
+    return image.named_by_file() if member.names_images_by_file else image
 
 
 def _made_of(member: EngineState) -> str:

@@ -73,6 +73,7 @@ class EngineState:
         canary: its log-probs at its last log-prob check, by adapter; see ``logprob_check``.
         sentinel: its last answers to the sentinel; None if it is not asked.
         sees_images: its model does, so the sentinel shows it one.
+        names_images_by_file: the engine takes no other names of images.
         needs_logprob_check: fingerprints were inconclusive, so it must pass before it serves.
         is_stale: it restarted and lacks the pushed weights.  It goes through every phase with the
             others, but gets no request.
@@ -123,6 +124,7 @@ class EngineState:
     canary: dict[str, CanaryLogprobs] = field(default_factory=dict)
     sentinel: Answers | None = None
     sees_images: bool = False
+    names_images_by_file: bool = False
     needs_logprob_check: bool = False
     is_stale: bool = False
     is_gone: bool = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from safetensors.torch import load_file
 
 from rollout.core.samples import Sample
 from rollout.runtime.local import launch_local
@@ -29,19 +31,48 @@ def gap(sample: Sample, reference: Qwen3VlReference, images: Sequence[Any]) -> f
     )
 
 
+def ask_of(session: Any) -> Callable[..., Any]:
+    """Asks in a session, greedily."""
+    client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
+    return partial(
+        client.chat.completions.create, model="policy", max_tokens=NUM_TOKENS, temperature=0
+    )
+
+
+def test_an_image_seen_before_a_push_is_seen_by_the_new_model_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sentinel, which shows each engine an image before and after the push, lets it serve."""
+    models = [make_qwen3_vl(tmp_path / f"model-{seed}", seed) for seed in range(2)]
+    image = noise(0, 2, 3)
+    messages = [{"role": "user", "content": [part_of(image)]}]
+    found = []
+    config = real_config(models[0], tmp_path, {"main": one_engine()})
+    with launch_local(config) as deployment:
+        policy = deployment["policy"]
+        for version in range(2):
+            if version:
+                with policy.offloaded() as window:
+                    window.push(load_file(models[1] / "model.safetensors"), version=1)
+            with policy.session() as session:
+                ask_of(session)(messages=messages)
+                found += session.samples().result(60)
+    assert "shows it no image" not in caplog.text
+    gaps = [[gap(one, Qwen3VlReference(path), [image]) for path in models] for one in found]
+    assert gaps[0][0] < 1e-3 < 0.1 < gaps[0][1], gaps
+    assert gaps[1][1] < 1e-3 < 0.1 < gaps[1][0], gaps
+
+
 def test_turns_with_images_have_the_ids_that_sglang_computed(tmp_path: Path) -> None:
     model = make_qwen3_vl(tmp_path / "model", seed=1)
     reference = Qwen3VlReference(model)
     images = [noise(0, 2, 2), noise(1, 3, 4), noise(2, 6, 4)]
-    # SGLang 0.5.23 ends at ``mm_hashes`` with this model, which the sentinel sends.
-    config = real_config(model, tmp_path, {"main": one_engine()}, lifecycle={"sentinel": False})
+    config = real_config(model, tmp_path, {"main": one_engine()})
     with launch_local(config) as deployment, deployment["policy"].session() as session:
-        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
+        asks = ask_of(session)
 
         def ask(messages: list[Any], **more: Any) -> Any:
-            return client.chat.completions.create(
-                model="policy", messages=messages, max_tokens=NUM_TOKENS, temperature=0, **more
-            )
+            return asks(messages=messages, **more)
 
         def says(text: str) -> dict[str, Any]:
             return {"type": "text", "text": text}
