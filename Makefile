@@ -19,8 +19,8 @@ RESOLUTION ?= lowest-direct
 TORCH ?=
 # What reads, writes or drives something of another project: models, tensors, files, HTTP, Ray, terminals.
 VERSIONS_TESTS ?= $(addprefix tests/engines/,contract embedded http tensors) \
-	$(addprefix tests/rollout/,adapters cli/test_commands.py config driver/data driver/logprobs observability \
-	router/http router/sessions/test_text_pieces.py router/sessions/test_tool_forms.py runtime weights/store \
+	$(addprefix tests/rollout/,adapters agents cli/test_commands.py config driver/data driver/logprobs observability \
+	router/http runtime weights/store \
 	weights/tensors) tests/end_to_end tests/examples examples
 # Of make test-gpu: the file of make gpu-bundle, for a machine without a network; a folder for the figures; more arguments.
 BUNDLE ?=

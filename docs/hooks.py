@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 import engines.sglang.features
 import engines.vllm.features
-from rollout.agents.metrics import METRICS as AGENTS_METRICS
+from rollout.agents.worker.metrics import METRICS as AGENTS_METRICS
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS

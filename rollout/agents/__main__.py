@@ -33,8 +33,8 @@ def main() -> None:
 async def _serve(line: bytes, router_url: str, listener: socket.socket) -> None:
     keep_thread(_end_with_pipe, "the watch for the pipe", Then.PROCESS_ENDS)
     # Here: meanwhile the end of the owner is seen already.
-    from rollout.agents.host import AgentsHost
-    from rollout.agents.settings import WorkerSettings
+    from rollout.agents.worker.host import AgentsHost
+    from rollout.agents.worker.settings import WorkerSettings
     from rollout.rules.deadlines import STOP_TIMEOUT_S
 
     host = AgentsHost(WorkerSettings.of_json(line), owns_process=True)

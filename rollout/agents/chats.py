@@ -17,6 +17,7 @@ from typing import TypeVar, TypeVarTuple
 
 from engines.process.background import start_task
 from engines.protocol import GenerateReply
+from rollout.agents.answers import ChatAnswer, as_events
 from rollout.agents.failures import ChatFailure, failure
 from rollout.agents.model.answer_reader import Answer, unread_call
 from rollout.agents.model.families import ChatModel, load_chat_model
@@ -36,7 +37,6 @@ from rollout.agents.shares import Share, Shares, WorkEnded
 from rollout.agents.turns.files import UnreadableSession
 from rollout.agents.turns.store import Session, SessionStore
 from rollout.agents.turns.tree import Generated, Turn
-from rollout.agents.wire.answers import ChatAnswer, as_events
 from rollout.agents.wire.chat_request import ChatRequest
 from rollout.agents.wire.messages import BadChat, Message
 from rollout.router.continuation.contracts import Texts, contract_in

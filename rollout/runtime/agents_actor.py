@@ -16,8 +16,8 @@ from engines.plain_json import WRONG_FORM, read_json
 from engines.process.background import Then, keep_thread
 from engines.process.own_files import OwnFolder
 from engines.protocol import Endpoint
-from rollout.agents.host import AgentsHost
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.host import AgentsHost
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.router.http.fast_json import dumps
 from rollout.runtime.worker_process import is_own_process

@@ -20,8 +20,8 @@ from engines.process.background import Then, keep_task
 from engines.process.process_identity import identify
 from engines.protocol import Endpoint
 from engines.protocol.spec import inherited_environment
-from rollout.agents.host import AGENTS
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.host import AGENTS
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.core.errors import RolloutError
 from rollout.core.fanout import wait_all
 from rollout.core.http_thread import bind

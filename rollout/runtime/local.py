@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from engines.launch import EngineLauncher, LocalLauncher
 from engines.process.gpu_memory import number_of_gpus
 from engines.protocol import GpuId, WorkerType, read_gpu_id
-from rollout.agents.host import worker_settings
+from rollout.agents.worker.host import worker_settings
 from rollout.config import RolloutConfig, ServerConfig
 from rollout.config.run_dir import JOURNAL_FILE, RunFolder
 from rollout.control.deployment import Deployment

@@ -12,8 +12,8 @@ import uvloop
 from fastapi import FastAPI
 
 from engines.http.uvicorn_server import HttpServer
-from rollout.agents.app import agents_app
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.app import agents_app
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.config import AgentsConfig
 from rollout.core.http_thread import HttpThread
 

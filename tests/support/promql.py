@@ -5,7 +5,7 @@ from typing import Any
 
 import promql_parser as promql
 
-from rollout.agents.metrics import METRICS as AGENTS_METRICS
+from rollout.agents.worker.metrics import METRICS as AGENTS_METRICS
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
 from rollout.router.metrics import METRICS as ROUTER_METRICS
 

@@ -109,7 +109,7 @@ READ_BY = {
     "rollout/router/control_api.py": "step_figures",
     "rollout/router/engine_queries.py": "abort_order",
     "rollout/agents/model/chat_tokenizer.py": "a template is a program: every error is one",
-    "rollout/agents/settings.py": "its own start: settings that it cannot read end it",
+    "rollout/agents/worker/settings.py": "its own start: settings that it cannot read end it",
     "rollout/agents/turns/files.py": "session_file",
     "rollout/runtime/agents_actor.py": "its own address: without it, it takes another one",
     "rollout/agents/model/families.py": "it orders what is tried: every error is none",

@@ -196,7 +196,8 @@ class ChatModel:
             None if the model's renderer does not show them.
         """
         renderer = self.family.renderer(options) if self.family else None
-        if renderer is None or not num_answer:
+        has_images = any(isinstance(message.get("content"), list) for message in new)
+        if renderer is None or not num_answer or has_images:  # it would process the images
             return None
         begin = len(known) - num_answer
         before, answer = known[max(0, begin - _NUM_BEFORE) : begin].tolist(), known[begin:].tolist()

@@ -16,7 +16,7 @@ from engines.process.background import in_own_thread
 from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.agents.host import worker_settings
+from rollout.agents.worker.host import worker_settings
 from rollout.config import RolloutConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason
+from rollout.agents.answers import ChatAnswer
 from rollout.agents.model.answer_reader import Answer, Opening, State, unread_call
 from rollout.agents.model.call_forms import BY_NAME, FORMS
 from rollout.agents.turns.tree import Generated, Prompt, Turn
-from rollout.agents.wire.answers import ChatAnswer
 from tests.support.letters import Letters
 from tests.support.tool_families import FAMILIES, TOOLS
 

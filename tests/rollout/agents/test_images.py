@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import FinishReason, GenerateReply
-from rollout.agents.model.chat_tokenizer import load_chat_tokenizer
+from rollout.agents.model.families import load_chat_model
 from rollout.agents.model.images import NO_IMAGES, Images, fields_of, measured, placed
-from rollout.agents.plan import Plan, measured_plan, plan_in
-from rollout.agents.turns.tree import Generated, TurnTree
+from rollout.agents.plan import Plan, make_plan, measured_plan, read_in
+from rollout.agents.turns.tree import Generated, Known, TurnTree
 from rollout.agents.wire.images import MAX_IMAGES, digest_of, images_of
 from rollout.agents.wire.messages import BadChat, history_of, read_messages
 from rollout.driver.client.branch_samples import branch_samples
@@ -174,7 +174,7 @@ class Chat:
         pad = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
         self.pad = next(one["id"] for one in pad if one["content"] == MARKS[1])
         (folder / "config.json").write_text(json.dumps({"image_token_id": self.pad}))
-        self.tokenizer = load_chat_tokenizer(str(folder))
+        self.model = load_chat_model(str(folder))
         self.tree = TurnTree()
         self.bodies: list[dict[str, Any]] = []
 
@@ -182,7 +182,7 @@ class Chat:
         body = json.dumps({"messages": messages, **options}).encode()
         read = read_messages(messages)
         begun = read.pop()["content"] if options.get("continue_final_message") else ""
-        plan = plan_in(self.tokenizer, body, self.tree.known(history_of(read, []), begun))
+        plan = make_plan(self.model, *read_in(body), self.tree.known(history_of(read, []), begun))
         self.bodies.append(json.loads(plan.body))
         computed = tuple(self.computed(self.bodies[-1]))
         wanted = computed if self.bodies[-1].get("return_prompt_token_ids") else None
@@ -190,9 +190,9 @@ class Chat:
         plan = measured_plan(plan, self.tree, reply)
         assert plan.num_prompt == len(computed)
         finish = FinishReason("length")
-        made = Generated(ids, [-0.5] * len(ids), (), finish, self.tokenizer.tokenizer.decode(ids))
+        made = Generated(ids, [-0.5] * len(ids), (), finish, self.model.chat.decode(ids))
         answer = {"role": "assistant", "content": begun + made.text}
-        self.tree.add(plan.history, plan.prompt, made, answer)
+        self.tree.add(self.tree.made(plan.history, plan.prompt, made, answer))
         return plan
 
     def computed(self, body: dict[str, Any]) -> list[int]:
@@ -245,11 +245,8 @@ def test_an_answer_that_goes_on_has_the_images_of_its_question(chat: Chat) -> No
 
 def test_an_engine_that_computed_another_prompt_is_not_believed(chat: Chat) -> None:
     messages = [{"role": "user", "content": [image(b"1")]}]
-    plan = plan_in(
-        chat.tokenizer,
-        json.dumps({"messages": messages}).encode(),
-        chat.tree.known(history_of(read_messages(messages), [])),
-    )
+    read = read_in(json.dumps({"messages": messages}).encode())
+    plan = make_plan(chat.model, *read, chat.tree.known(read[1]))
     computed = chat.computed(json.loads(plan.body))
     for prompt_ids, num in (
         (None, len(computed)),
@@ -262,11 +259,7 @@ def test_an_engine_that_computed_another_prompt_is_not_believed(chat: Chat) -> N
 
 
 def test_a_model_of_text_takes_no_images(tmp_path: Path) -> None:
-    tokenizer = load_chat_tokenizer(str(write_chat_model(tmp_path / "model", TEMPLATE)))
+    model = load_chat_model(str(write_chat_model(tmp_path / "model", TEMPLATE)))
     messages = [{"role": "user", "content": [image()]}]
     with pytest.raises(BadChat, match="the model takes no images"):
-        plan_in(
-            tokenizer,
-            json.dumps({"messages": messages}).encode(),
-            TurnTree().known(history_of(read_messages(messages), None)),
-        )
+        make_plan(model, *read_in(json.dumps({"messages": messages}).encode()), Known())

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from benchmarks.router.agents import corpus, history, write_model
-from rollout.agents.app import agents_app
 from rollout.agents.model.call_forms import FORMS
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.app import agents_app
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.config import AgentsConfig
 from tests.rollout.router.router_process import RouterProcess
 from tests.rollout.router.stub_engine import STREAM, Connection, Seen, StubEngine, chunk

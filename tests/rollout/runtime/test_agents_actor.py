@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.process.locks import make_held
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.config import AgentsConfig
 from rollout.core.errors import ActorLost, RolloutError
 from rollout.runtime import agents_actor

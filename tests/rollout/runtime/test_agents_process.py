@@ -17,7 +17,7 @@ import pytest
 
 from engines.process.locks import make_held
 from engines.protocol import Endpoint
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.config import AgentsConfig
 from rollout.control.server import agents_client
 from rollout.control.server.agents_client import AgentsClient
@@ -196,7 +196,7 @@ async def test_one_that_hangs_is_killed_and_another_serves_at_its_address(
 OWNER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.config import AgentsConfig
 from rollout.runtime.agents_process import AgentsProcess
 

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from rollout.agents.metrics import METRICS as AGENTS_METRICS
 from rollout.agents.model.alignment import Drift
+from rollout.agents.worker.metrics import METRICS as AGENTS_METRICS
 from rollout.cli.lib.server_view import render_server
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read

@@ -17,13 +17,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from engines.process.background import Then, keep_task, start_task
 from rollout.agents.chats import ChatSessions, readable
 from rollout.agents.failures import ChatFailure, failure
-from rollout.agents.metrics import metrics_text
 from rollout.agents.router_link import RouterLink
-from rollout.agents.settings import WorkerSettings
 from rollout.agents.turns.files import SessionFiles
 from rollout.agents.turns.store import MAX_ID_CHARACTERS, SessionStore
 from rollout.agents.turns.tree import Turn
 from rollout.agents.wire.messages import BadChat
+from rollout.agents.worker.metrics import metrics_text
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.core.errors import ConfigError
 from rollout.router.http.auth import BearerKeys
 from rollout.router.http.fast_json import dumps

@@ -16,7 +16,7 @@ from engines.process.locks import Hold, held
 from engines.process.own_files import make_folders
 from engines.process.process_identity import identify
 from engines.protocol import Endpoint
-from rollout.agents.settings import WorkerSettings
+from rollout.agents.worker.settings import WorkerSettings
 from rollout.config import ServerConfig
 from rollout.core.errors import PhaseTimeout, RolloutError
 from rollout.core.http_thread import HttpThread
@@ -113,7 +113,7 @@ class AgentsHost:
 
     def _make_server(self, router_url: str) -> HttpServer:
         # Here, because FastAPI takes a quarter of the time of ``import rollout``.
-        from rollout.agents.app import agents_app
+        from rollout.agents.worker.app import agents_app
 
         return HttpServer(
             uvicorn.Config(

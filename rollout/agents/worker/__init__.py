@@ -1,0 +1,1 @@
+"""One worker: its HTTP application, its life and its settings."""
