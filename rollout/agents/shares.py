@@ -13,12 +13,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar, TypeVarTuple
-
-from engines.process.background import in_own_thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -80,6 +78,7 @@ class Share:
         self._shares = shares
         self._line: _Line | None = None
         self._began_s = 0.0
+        self._due_s = 0.0  # a thread's own time takes longer to read
 
     def __call__(self) -> None:
         """Give way to other clients that have had less, as is due.
@@ -88,8 +87,11 @@ class Share:
             WorkEnded: the client has left, or the work has taken too long.
         """
         self.end_if_left()
-        used_s = time.thread_time() - self._began_s
-        if used_s > _SLICE_S and self._shares.is_due(self, used_s):
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + _SLICE_S
+        if self._shares.is_due(self, time.thread_time() - self._began_s):
             self._leave()
             self._enter(self._shares.running)
 
@@ -127,6 +129,7 @@ class Share:
     def _enter(self, line: _Line) -> None:
         self._shares.enter(line, self)
         self._line, self._began_s = line, time.thread_time()
+        self._due_s = time.monotonic() + _SLICE_S
 
     def _leave(self) -> None:
         if self._line is not None:
@@ -147,6 +150,7 @@ class Shares:
         self._within_s = within_s
         self._changed = threading.Condition()
         self._clients: dict[str, _Client] = {}
+        self._pool = ThreadPoolExecutor(_MOST_THREADS, "chat-work")
         self._threads = asyncio.Semaphore(_MOST_THREADS)
         self._long = asyncio.Semaphore(_MOST_LONG)
         self._shares: set[Share] = set()
@@ -154,6 +158,7 @@ class Shares:
     def close(self) -> None:
         """All work ends at its next check."""
         self._end(*self._shares)
+        self._pool.shutdown(wait=False)
 
     async def run(
         self, client: str, num_bytes: int, work: Callable[[*Ts, Share], T], *arguments: *Ts
@@ -186,7 +191,8 @@ class Shares:
         share = Share(self, client)
         self._shares.add(share)
         try:
-            return await asyncio.wrap_future(in_own_thread(partial(share.run, work), "chat-work"))
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, share.run, work)
         except asyncio.CancelledError:
             self._end(share)
             raise
