@@ -100,7 +100,7 @@ SIMULATED = {
     *("clairvoyant", "affinity", "least_in_flight", "sticky_hash", "bounded_hash"),
     *("sglang_cache_aware", "smg_cache_aware", "kv_aware", "llm_d"),
 }
-TURNS = {"first_s", "turns_per_s", "cpu_ms_per_turn", "errors"}
+TURNS = {"first_s", "turns_per_s", "cpu_ms_per_turn", "errors", "rendered"}
 LOST_ACTOR = {
     *("kills", "serving_s", "worst_serving_s", "command_s", "worst_command_s"),
     *("lost_requests", "lost_tokens"),
@@ -203,7 +203,7 @@ KEYS: dict[str, dict[str, Any]] = {
             "prefix": NUMS_OF_ENGINES,
         },
         "turns": {kind: {"p50_ms", "cpu_ms_per_1k", "errors"} for kind in ("turn", "turn_sse")},
-        "agents": {"4k": dict.fromkeys(("sessions", "spliced", "fastapi_httpx"), TURNS)},
+        "agents": {"4k": dict.fromkeys(("agents", "renderers", "spliced"), TURNS)},
         "cached_share": {"least_in_flight", "prefix"},
         "affinity": {
             "agents": dict.fromkeys(SIMULATED, OF_SIMULATED),
