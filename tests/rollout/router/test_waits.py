@@ -124,6 +124,8 @@ async def check_routes(it: Waits, text: str) -> None:
         await it.step(f"GET {path}", it.get(path))
     for path in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"):
         await it.step(f"GET {path}", it.get(path))
+    chat = "/sessions/a/v1/chat/completions"
+    assert await it.step("a session", it.post(chat, {"messages": messages})) in (404, 413)
     name = b'{"lora_path": "%s"}' % (b"x" * READ)
     await it.step(f"POST {PINS_PATH}", it.post(PINS_PATH, name))
     figures = {"step": 1, "metrics": {f"{number:0200}": 1.0 for number in range(512)}}
