@@ -52,6 +52,8 @@ _MOST_AT_ONCE = 4096
 _MOST_BYTES_AT_ONCE = 1 << 30
 _MOST_ON_LOOP = 1 << 12
 """Tokens that are read on the event loop, in a few milliseconds."""
+_MOST_READ_ON_LOOP = 1 << 15
+"""Bytes of a chat that is read in less than 1 ms."""
 _DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -156,7 +158,10 @@ class ChatSessions:
         """
         # Half of its time is for what is read again, of all messages.
         of_all = len(body) >> 4
-        chat, history = await self._work(session_id, of_all, read_in, body)
+        if len(body) > _MOST_READ_ON_LOOP:
+            chat, history = await self._work(session_id, of_all, read_in, body)
+        else:
+            chat, history = read_in(body)
         model = await self._model.load()
         known = session.tree.known(history, *chat.begun)
         num_known = known.checkpoints[-1].num_characters if known.checkpoints else 0
