@@ -27,8 +27,7 @@ from fastapi.responses import Response, StreamingResponse
 from engines.protocol import Endpoint
 from rollout.config import AgentsConfig, RouterConfig
 from rollout.router import Backend, RouterHost
-from rollout.runtime.worker_process import collect_in_sweeps, collect_rarely, keep_freed_memory
-from tests.support.agent_process import SWITCH_S
+from rollout.runtime.worker_process import collect_in_sweeps, keep_freed_memory, tune_worker
 from tests.support.agent_workers import Worker
 
 
@@ -51,9 +50,7 @@ async def serve_ours(ports: list[int], name: str) -> None:
 
 
 async def serve_agents(port: str, folder: str) -> None:
-    keep_freed_memory()
-    collect_rarely()
-    sys.setswitchinterval(SWITCH_S)
+    tune_worker()
     with tempfile.TemporaryDirectory() as place:
         worker = Worker(AgentsConfig(tokenizer_path=folder), Path(place))
         url = await worker.start(f"http://127.0.0.1:{port}")

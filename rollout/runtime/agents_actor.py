@@ -20,7 +20,7 @@ from rollout.agents.worker.host import AgentsHost
 from rollout.agents.worker.settings import WorkerSettings
 from rollout.core.errors import ActorLost, ConfigError
 from rollout.router.http.fast_json import dumps
-from rollout.runtime.worker_process import is_own_process
+from rollout.runtime.worker_process import is_own_process, tune_worker
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class AgentsActor(AgentsHost):
         self._launch = launch
         self._endpoint: Endpoint | None = None
         self._begins_again = False
+        if is_own_process():
+            tune_worker()
         if is_own_process() and (served := self._read_record()) is not None:
             port, router_url = served
             config = settings.config.model_copy(update={"port": port})

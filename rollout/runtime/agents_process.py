@@ -26,7 +26,7 @@ from rollout.core.errors import RolloutError
 from rollout.core.fanout import wait_all
 from rollout.core.http_thread import bind
 
-_PROGRAM = ("-m", "rollout.agents")
+_PROGRAM = ("-m", "rollout.runtime.agents_program")
 _STDERR = 2
 
 

@@ -38,6 +38,13 @@ def collect_rarely() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
+def tune_worker() -> None:
+    """For a worker of agents: threads read chats beside its event loop, and make many lists."""
+    collect_rarely()
+    switch_threads_often()
+    keep_freed_memory()
+
+
 def collect_in_sweeps() -> None:
     """Collect garbage only where a router does it in its sweeps (``rollout.router.proxy.context``).
 
@@ -49,13 +56,13 @@ def collect_in_sweeps() -> None:
 
 
 def switch_threads_often() -> None:
-    """Shorten the wait of a Ray call for the interpreter while another thread is busy.
+    """Shorten the wait of a call for the interpreter while another thread is busy.
 
-    A call needs the interpreter several times, and waits each time for the busy thread, for
-    example the router's.  Python switches threads after 5 ms by default; here after 0.5 ms.
+    A call of Ray, or of an event loop, needs the interpreter several times, and waits each time for
+    the busy thread, for example the router's, or one that reads a chat.  Python switches threads
+    after 5 ms by default; here after 0.5 ms.  For a process of our own.
     """
-    if is_own_process():
-        sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0005)
 
 
 def keep_freed_memory() -> None:

@@ -16,12 +16,9 @@ from engines.protocol import Endpoint
 from rollout.agents.model.call_forms import BY_NAME
 from rollout.agents.model.families import reader_of
 from rollout.config import AgentsConfig
-from rollout.runtime.worker_process import collect_rarely
+from rollout.runtime.worker_process import tune_worker
 from tests.support.agent_workers import Worker
 from tests.support.watched_process import LoopWatch, WatchedProcess, answer_commands
-
-SWITCH_S = 0.0005
-"""Python's 5 ms would let each read of the event loop wait as long for a thread with a chat."""
 
 
 def use_form(app: FastAPI, name: str) -> None:
@@ -38,8 +35,7 @@ async def main() -> None:
     url = urlsplit(await worker.start(router_url))
     assert url.hostname is not None
     assert url.port is not None
-    collect_rarely()
-    sys.setswitchinterval(SWITCH_S)
+    tune_worker()
     watch = LoopWatch()
     await worker.on_loop(lambda app: watch.start())
 

@@ -52,9 +52,18 @@ _MODELS = b'{"object": "list", "data": [{"id": "policy", "object": "model", "cre
 
 
 def write_chat_model(
-    folder: Path, template: str = THINKING, *, special: Sequence[str] = (), eos: str = "<|im_end|>"
+    folder: Path,
+    template: str = THINKING,
+    *,
+    special: Sequence[str] = (),
+    eos: str = "<|im_end|>",
+    vocabulary_size: int = 0,
 ) -> Path:
-    """One token per byte, three special ones, and ``special``; skips where no tokenizers are."""
+    """One token per byte, three special ones, and ``special``; skips where no tokenizers are.
+
+    Args:
+        vocabulary_size: with so many tokens at least, as engines have that say what they like.
+    """
     pytest.importorskip("tokenizers")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -66,6 +75,8 @@ def write_chat_model(
     names = ("<|im_end|>", "<|endoftext|>", "<|im_start|>")
     names = (*names, *(name for name in special if name not in names))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    num_words = max(0, vocabulary_size - tokenizer.get_vocab_size())
+    tokenizer.add_tokens([f"word{number} " for number in range(num_words)])
     assert tokenizer.token_to_id("<|im_end|>") == END
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -37,7 +37,8 @@ class Notebook:
         return os.getpid(), is_own_process()
 
     async def turn_s(self) -> float:
-        switch_threads_often()
+        if is_own_process():
+            switch_threads_often()
         return sys.getswitchinterval()
 
     async def fail(self) -> None:

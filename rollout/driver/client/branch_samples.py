@@ -61,6 +61,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
         logprobs += [_number(one) if is_new else 0.0 for one in turn["output_logprobs"]]
         mask += [int(is_new)] * len(turn["output_ids"])
     leaf = path[-1]
+    images = [image for turn in path for image in turn.get("images") or ()]
     finish = FinishReason(
         leaf["finish_reason"]["type"],
         leaf["finish_reason"].get("matched"),
@@ -78,7 +79,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
             "session_id": session_id,
             "turns": [turn["turn"] for turn in path],
             "drift": [turn["drift"] for turn in path],
-            "images": [image for turn in path for image in turn.get("images") or ()],
+            **({"images": images} if images else {}),
         },
         loss_mask=mask,
         routed_experts=_experts(path),

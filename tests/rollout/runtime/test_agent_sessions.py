@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/agents.md"
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Iterator[ServerHandle]:
-    model = write_chat_model(tmp_path / "chat")
+    model = write_chat_model(tmp_path / "chat", vocabulary_size=1000)
     router = {"tokenizer_path": str(model), "client_key": "c", "control_key": "k"}
     server = {"router": router, "agents": {"workers": 2}}
     settings = config(tmp_path, {"main": {"num_engines": 2}}, server=server)

@@ -145,7 +145,7 @@ async def test_its_keys_are_in_no_command_line_and_no_environment(make_worker: M
     assert await health(endpoint) == 200
     process = Path(f"/proc/{await pid_of(worker)}")
     shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-    assert b"rollout.agents" in shown
+    assert b"rollout.runtime.agents_program" in shown
     assert b"key-of" not in shown
 
 

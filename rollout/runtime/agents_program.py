@@ -1,4 +1,4 @@
-"""One worker of agents: ``python -m rollout.agents LISTENER OWNER_PID ROUTER_URL``.
+"""One worker of agents: ``python -m rollout.runtime.agents_program LISTENER OWNER_PID ROUTER_URL``.
 
 Always true: it ends when its owner does, however that ends, also while another process has
 inherited the owner's end of the pipe; ``SIGTERM`` lets its turns end.  ``runtime.agents_process``
@@ -36,7 +36,9 @@ async def _serve(line: bytes, router_url: str, listener: socket.socket) -> None:
     from rollout.agents.worker.host import AgentsHost
     from rollout.agents.worker.settings import WorkerSettings
     from rollout.rules.deadlines import STOP_TIMEOUT_S
+    from rollout.runtime.worker_process import tune_worker
 
+    tune_worker()
     host = AgentsHost(WorkerSettings.of_json(line), owns_process=True)
     ordered = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ordered.set)
