@@ -147,7 +147,8 @@ def run(folder: Path, num_adapters: int, num_updates: int, num_sessions: int) ->
         owners = {index + 1: name for index, name in enumerate(adapters * num_updates)}
         for version in range(1, num_adapters + 1):
             push(policy, version, owners[version])
-        sessions = Sessions(policy.url, adapters, num_sessions)
+        (agents_url,) = policy.status().result(30).agents_urls
+        sessions = Sessions(agents_url, adapters, num_sessions)
         before_s = seconds_not_open(policy.url)
         clients = threading.Thread(target=lambda: asyncio.run(sessions.run()), name="sessions")
         clients.start()

@@ -29,7 +29,8 @@ async def check_pairs(policy: RealPolicy, num_pairs: int, seed: int = 0) -> dict
         How many replies there were by route, and how many took tokens from a prefix cache.
     """
     draw = Random(seed)
-    pairs = [_Pair(number, draw) for number in range(num_pairs)]
+    (agents_url,) = (await policy.handle.status()).agents_urls
+    pairs = [_Pair(number, draw, agents_url) for number in range(num_pairs)]
     counts = dict.fromkeys((*ROUTES, "cached"), 0)
     async with aiohttp.ClientSession(policy.handle.url) as client:
         for begin in range(0, num_pairs, _PER_PUSH):
@@ -49,8 +50,9 @@ async def check_pairs(policy: RealPolicy, num_pairs: int, seed: int = 0) -> dict
 class _Pair:
     """One request, asked before a push and after it."""
 
-    def __init__(self, number: int, draw: Random) -> None:
+    def __init__(self, number: int, draw: Random, agents_url: str) -> None:
         self.number = number
+        self.agents_url = agents_url
         self.route = draw.choice(ROUTES)
         self.salt = draw.choice(SALTS)
         length = draw.randrange(4, 100)
@@ -120,6 +122,7 @@ async def _completions(
 async def _session(
     client: aiohttp.ClientSession, pair: _Pair, version: int, rid: str
 ) -> tuple[Answer, int]:
+    url = f"{pair.agents_url}/sessions/{rid}"
     body = {
         "messages": [{"role": "user", "content": f"Say {pair.chat}"}],
         "temperature": 0,
@@ -127,8 +130,8 @@ async def _session(
         "ignore_eos": True,
         **_salted(pair),
     }
-    await _post(client, f"/sessions/{rid}/v1/chat/completions", body)
-    async with client.get(f"/sessions/{rid}") as reply:
+    await _post(client, f"{url}/v1/chat/completions", body)
+    async with client.get(url) as reply:
         (turn,) = (await reply.json())["turns"]
     prompt, ids = turn["prompt_ids"], turn["output_ids"]
     return _answer(rid, prompt, ids, turn["output_logprobs"], version), 0
