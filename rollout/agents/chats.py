@@ -92,6 +92,11 @@ class ChatSessions:
         store.on_end = lambda session: self._unpin(session.digest)
         self._unread_calls: set[str] = set()  # beginnings that were reported
 
+    async def open(self) -> None:
+        """Pin what sessions stay with that were there before."""
+        for digest, name in self.store.staying():
+            self._pins[digest] = start_task(self._link.pin_again(name), "agents-pin")
+
     async def close(self) -> None:
         """Ends work under way; the sessions stay."""
         self._shares.close()
@@ -193,7 +198,8 @@ class ChatSessions:
             if wanted is None:
                 session.pinned = (None,)
                 return session.pinned
-            pinning = self._pins[session.digest] = start_task(self._link.pin(wanted), "agents-pin")
+            pinning = start_task(self._pin(session, wanted), "agents-pin")
+            self._pins[session.digest] = pinning
         try:
             pin = await asyncio.shield(pinning)
         except ChatFailure:
@@ -202,6 +208,22 @@ class ChatSessions:
             raise
         session.pinned = (pin.name,)
         return session.pinned
+
+    async def _pin(self, session: Session, wanted: str) -> Pin:
+        """A pin that is known to the worker behind this one, too.
+
+        Raises:
+            ChatFailure: the router does not keep the version, or it cannot be written down.
+        """
+        pin = await self._link.pin(wanted)
+        if pin.name is not None and pin.is_kept:
+            try:
+                with _not_recorded():
+                    await self.store.stay(session, pin.name)
+            except ChatFailure:
+                await pin.close()
+                raise
+        return pin
 
     def _unpin(self, digest: bytes) -> None:
         """The session has ended."""

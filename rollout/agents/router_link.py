@@ -11,7 +11,6 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -39,6 +38,7 @@ _MOST_AT_ONCE = 1 << 16
 _SIGNED = ("x-engine-id", "x-weight-version", "x-first-weight-version", "x-logprob-kind")
 _PIN_AGAIN_S = 3600.0
 _JUST_STARTED = JUST_STARTED.encode()
+_BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,15 @@ class RouterLink:
                 lost = failure(502, "router_lost", f"the router was lost: {_words(error)}")
                 if has_begun:
                     raise lost from None
-                try:
-                    self._outage.note(error)
-                    await self._outage.wait(error, num_tries)
-                except (aiohttp.ClientError, OSError):
-                    raise lost from None
+                await self.wait(error, num_tries, lost)
+
+    async def wait(self, error: Exception, num_tries: int, lost: ChatFailure) -> None:
+        """Wait until a request is sent again; raises ``lost`` if the router is away too long."""
+        try:
+            self._outage.note(error)
+            await self._outage.wait(error, num_tries)
+        except (aiohttp.ClientError, OSError):
+            raise lost from None
 
     async def _posted(
         self, body: bytes, headers: Mapping[str, str]
@@ -145,8 +149,7 @@ class RouterLink:
             signed = {name: response.headers[name] for name in _SIGNED if name in response.headers}
             if response.status != 200:
                 content = await response.read()
-                if response.status == 503 and _JUST_STARTED in content:
-                    raise aiohttp.ClientConnectionError(JUST_STARTED)
+                _check_has_begun(response, content)
                 after = response.headers.get("retry-after", "")
                 raise ChatFailure(response.status, content, after)
             if not response.content_type.startswith("text/event-stream"):
@@ -207,33 +210,51 @@ class RouterLink:
         await pin.open()
         return pin
 
+    async def pin_again(self, name: str) -> Pin:
+        """Keep a version that a lost worker kept; it is pinned as soon as the router answers."""
+        pin = Pin(self, name)
+        pin.keep()
+        return pin
+
     async def begin_pin(
         self, stack: AsyncExitStack, lora_path: str
-    ) -> tuple[str | None, aiohttp.ClientResponse | None]:
-        """The name of the version, None for the base, and the response that keeps it, if any.
+    ) -> tuple[Mapping[str, Any], aiohttp.ClientResponse]:
+        """What the router keeps, and the response that lasts as long.
 
         Args:
             stack: what the response ends with.
+
+        Raises:
+            aiohttp.ClientConnectionError: there is no router, or it has just started.
+            ChatFailure: it refuses.
+            ClientError, OSError, WRONG_FORM: it has not answered.
         """
         assert self._session is not None, "a pin before open"
-        try:
-            async with asyncio.timeout(_QUERY_S):
-                response = await stack.enter_async_context(
-                    self._session.post(
-                        self.url + PINS_PATH,
-                        json={"lora_path": lora_path},
-                        headers=self._control_headers,
-                        timeout=aiohttp.ClientTimeout(),
-                    )
+        async with asyncio.timeout(_QUERY_S):
+            response = await stack.enter_async_context(
+                self._session.post(
+                    self.url + PINS_PATH,
+                    json={"lora_path": lora_path},
+                    headers=self._control_headers,
+                    timeout=aiohttp.ClientTimeout(),
                 )
-                line = await response.content.readline()
-            if response.status != 200:
-                raise ChatFailure(response.status, line)
-            reply = loads(line)
-            return reply["lora_path"], response if reply["is_pinned"] else None
-        except (aiohttp.ClientError, OSError, TimeoutError, *WRONG_FORM) as error:
-            message = f"the router keeps no version of {lora_path!r:.80}: {_words(error)}"
-            raise failure(503, "unavailable", message, "2") from None
+            )
+            line = await response.content.readline()
+        _check_has_begun(response, line)
+        self._outage.end()
+        if response.status != 200:
+            raise ChatFailure(response.status, line)
+        return loads(line), response
+
+    async def end_pin(self, pin_id: str) -> None:
+        """Let the router keep it no longer, at once; else it does so in a minute."""
+        assert self._session is not None, "the end of a pin before open"
+        with suppress(aiohttp.ClientError, OSError):
+            timeout = aiohttp.ClientTimeout(total=_QUERY_S)
+            async with self._session.delete(
+                f"{self.url}{PINS_PATH}/{pin_id}", headers=self._control_headers, timeout=timeout
+            ):
+                pass
 
 
 class Pin:
@@ -249,37 +270,73 @@ class Pin:
         self.name: str | None = lora_path
         self._link = link
         self._stack = AsyncExitStack()
+        self._pin_id = ""
+        self._response: aiohttp.ClientResponse | None = None
         self._keeping: asyncio.Task[None] | None = None
 
+    @property
+    def is_kept(self) -> bool:
+        """False for what has no further versions."""
+        return self._keeping is not None
+
     async def open(self) -> None:
-        assert self.name is not None, "opened twice"
-        try:
-            self.name, response = await self._link.begin_pin(self._stack, self.name)
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        if response is None:
-            await self.close()
-        else:
-            self._keeping = keep_task(
-                partial(self._keep, response), "agents-pin", Then.STARTS_AGAIN
-            )
+        """Raises ChatFailure: the router does not keep it."""
+        if await self._begin():
+            self.keep()
+
+    def keep(self) -> None:
+        """Open it again whenever its connection ends."""
+        self._keeping = keep_task(self._keep, "agents-pin", Then.STARTS_AGAIN)
 
     async def close(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
+        if self._pin_id:
+            await self._link.end_pin(self._pin_id)
         await self._stack.aclose()
 
-    async def _keep(self, response: aiohttp.ClientResponse | None) -> None:
+    async def _begin(self) -> bool:
+        """Pin it; whether the router keeps it from now on.  An earlier pin ends behind that.
+
+        Raises:
+            ChatFailure: the router does not keep it.
+        """
+        for num_tries in itertools.count(1):
+            try:
+                return await self._begin_once()
+            except (aiohttp.ClientError, OSError, *WRONG_FORM) as error:
+                message = f"the router keeps no version of {self.name!r:.80}: {_words(error)}"
+                lost = failure(503, "unavailable", message, "2")
+                if not isinstance(error, _BROKEN):
+                    raise lost from None
+                await self._link.wait(error, num_tries, lost)
+        raise AssertionError
+
+    async def _begin_once(self) -> bool:
         assert self.name is not None, "the base is not pinned"
-        while response is not None:
-            with suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with asyncio.timeout(_PIN_AGAIN_S):
-                    await response.content.read()
-            following = AsyncExitStack()
-            _, response = await self._link.begin_pin(following, self.name)
-            old, self._stack = self._stack, following
-            await old.aclose()
+        async with AsyncExitStack() as stack:
+            kept, response = await self._link.begin_pin(stack, self.name)
+            name, is_pinned, pin_id = kept["lora_path"], kept["is_pinned"], kept.get("pin_id", "")
+            following = stack.pop_all()
+        old, self._stack = self._stack, following
+        await old.aclose()
+        self.name, self._pin_id, self._response = name, pin_id, response
+        return bool(is_pinned)
+
+    async def _keep(self) -> None:
+        while True:
+            if self._response is not None:
+                with suppress(aiohttp.ClientError, OSError):
+                    async with asyncio.timeout(_PIN_AGAIN_S):
+                        await self._response.content.read()
+            if not await self._begin():
+                return
+
+
+def _check_has_begun(response: aiohttp.ClientResponse, content: bytes) -> None:
+    """Raises aiohttp.ClientConnectionError: the router does not serve so far."""
+    if response.status == 503 and _JUST_STARTED in content:
+        raise aiohttp.ClientConnectionError(JUST_STARTED)
 
 
 async def _read(

@@ -30,11 +30,12 @@ from rollout.router.engine_queries import (
     tokenizer_folder,
 )
 from rollout.router.gate.gate import Gate
-from rollout.router.http.fast_json import dumps
+from rollout.router.gate.pins import Pins
 from rollout.router.http.routes import PINS_PATH
 from rollout.router.metrics import metrics_text
 from rollout.router.proxy.context import Proxy
 from rollout.router.tokenizer_file import load_tokenizer
+from rollout.rules.routing import JUST_STARTED
 
 logger = logging.getLogger(__name__)
 
@@ -142,14 +143,19 @@ def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:
 
 
 def _add_pins(app: FastAPI, gate: Gate) -> None:
+    pins = Pins(gate)
+
     @app.post(PINS_PATH)
     async def pin(request: Request) -> Response:
-        """Keep the version of an adapter that answers now until the client closes the connection.
+        """Keep the version of an adapter that answers now while the connection is open.
 
         Its only line names the version as ``lora_path`` takes it; null for the base, which has one
         version at a time and is not pinned.  Adapters are pushed meanwhile, and requests that name
-        the version are answered by it.
+        the version are answered by it.  A client that is lost has a minute to pin it again; one
+        that needs it no more deletes ``pin_id``.
         """
+        if gate.reason == JUST_STARTED:  # it does not know which versions there are
+            return error_reply(503, "unavailable", JUST_STARTED, {"retry-after": "2"})
         try:
             wanted = read_json(await request.body())["lora_path"]
         except WRONG_FORM:
@@ -157,23 +163,18 @@ def _add_pins(app: FastAPI, gate: Gate) -> None:
         if not (isinstance(wanted, str) and len(wanted) <= MAX_NAME_CHARACTERS):
             message = f"lora_path must be a text of at most {MAX_NAME_CHARACTERS} characters"
             return error_reply(400, "bad_request", message)
-        return StreamingResponse(_pinned(gate, wanted), media_type="application/x-ndjson")
+        adapters = gate.adapters or {}
+        names = resolved((wanted,), adapters)
+        if adapter_of(names[0] or "") not in adapters:  # it has no further versions
+            return JSONResponse({"lora_path": names[0], "is_pinned": False})
+        return StreamingResponse(pins.open(names), media_type="application/x-ndjson")
 
-
-async def _pinned(gate: Gate, lora_path: str) -> AsyncIterator[bytes]:
-    adapters = gate.adapters or {}
-    names = resolved((lora_path,), adapters)
-    is_pinned = adapter_of(names[0] or "") in adapters  # others have no further versions
-    line = dumps({"lora_path": names[0], "is_pinned": is_pinned}) + b"\n"
-    if not is_pinned:
-        yield line
-        return
-    gate.pin(names)
-    try:
-        yield line
-        await asyncio.Event().wait()
-    finally:
-        gate.unpin(names)
+    @app.delete(f"{PINS_PATH}/{{pin_id}}")
+    async def unpin(pin_id: str) -> JSONResponse:
+        """Keep the version no longer for this pin."""
+        if not pins.close(pin_id):
+            return error_reply(404, "not_found", "there is no such pin")
+        return JSONResponse({"pin_id": pin_id})
 
 
 def _add_no_sessions(app: FastAPI) -> None:

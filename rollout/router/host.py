@@ -26,6 +26,7 @@ from rollout.config import RouterConfig
 from rollout.core.errors import ActorLost, PhaseTimeout, RolloutError
 from rollout.core.http_thread import HttpThread
 from rollout.router.gate.gate import ConnectionFailure, Gate, GateState
+from rollout.router.gate.pins import LINGERS_S
 from rollout.router.http.engine_pool import EnginePool, check_file_descriptors
 from rollout.router.proxy.client_connection import ClientConnection
 from rollout.router.proxy.context import Proxy
@@ -103,6 +104,7 @@ class RouterHost:
         self._has_failed = asyncio.Event()
         self._owner: asyncio.AbstractEventLoop | None = None
         self._thread = HttpThread("router", loop_factory=uvloop.new_event_loop)
+        self._lacks_pins = False
         self.why_not_serving = ""
 
     # -- start and stop ---------------------------------------------------------------------
@@ -184,14 +186,22 @@ class RouterHost:
     ) -> None:
         """Serve, with the members, the gate and the metrics that the lost router had.
 
+        Clients pin again what they had pinned there: until then, any version may be one of those.
+
         Args:
             why: see ``set_gate``.
         """
+
+        def has_all_pins() -> None:
+            self._lacks_pins = False
+            self._waits.wake()
 
         async def begin() -> None:
             if members is not None:
                 self._gate.set_members(*members)
             self._set_gate(state, **why)
+            self._lacks_pins = True
+            asyncio.get_running_loop().call_later(LINGERS_S, has_all_pins)
 
         await self._thread.call(begin())
         self.why_not_serving = ""  # an earlier call could be one that these are older than
@@ -253,7 +263,7 @@ class RouterHost:
             name: as engines know it.
         """
         return await self._thread.call(
-            self._waits.wait(lambda: name in self._gate.pinned, timeout_s)
+            self._waits.wait(lambda: self._lacks_pins or name in self._gate.pinned, timeout_s)
         )
 
     async def drained(self, timeout_s: float, engine_id: str = "") -> None:

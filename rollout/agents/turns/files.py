@@ -3,6 +3,7 @@
 A session's file is ``<digest of its id>.jsonl``: a line with the format and the id, and a line for
 each turn.  A line is a JSON object that begins with the CRC-32 of all behind it; its arrays are
 base64 of unsigned 32-bit ids and of doubles, little-endian, so log-probs keep their bits, NaN too.
+Beside it, ``<digest>.pin`` has the version of an adapter that the session stays with, for a start.
 
 Always true: the lines of a file are its turns in their order, all whole but perhaps the last one,
 of which the next append takes the place.  A line is at least as long as its turn is in memory,
@@ -51,6 +52,8 @@ FORMAT = 1
 DIGEST_BYTES = 16
 _NAME = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})\.jsonl")
 _CLOSED = "closed"
+_PIN_NAME = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})\.pin")
+_MOST_PIN_BYTES = 4096
 _BEGIN = b'{"crc32":"'
 _NUM_BEGIN = len(b'%s%08x",' % (_BEGIN, 0))
 _PIECE = 3 << 18
@@ -344,17 +347,38 @@ class SessionFiles:
         return _append(self.path_of(digest_of(session_id)), pieces, at)
 
     def remove(self, digest: bytes) -> None:
-        """Remove a session's file, if there is one.
+        """Remove a session's files, if there are any.
 
         Raises:
-            OSError: it cannot be removed, or is not ours.
+            OSError: they cannot be removed, or are not ours.
         """
-        name, folder = _name(digest), self._folder.descriptor
-        with suppress(FileNotFoundError):
-            seen = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if not self._is_ours(seen):
-                raise not_ours(self.path_of(digest), seen)
-            os.unlink(name, dir_fd=folder)
+        folder = self._folder.descriptor
+        for name in (_pin_name(digest), _name(digest)):
+            with suppress(FileNotFoundError):
+                seen = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if not self._is_ours(seen):
+                    raise not_ours(f"{self._folder.path}/{name}", seen)
+                os.unlink(name, dir_fd=folder)
+
+    def write_pin(self, digest: bytes, name: str) -> None:
+        """Write down which version of an adapter a session stays with.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._folder.replace(_pin_name(digest), dumps(name))
+
+    def pins(self) -> dict[bytes, str]:
+        """All that ``write_pin`` has written; what cannot be read is left out, and logged."""
+        found = {}
+        for entry in os.listdir(self._folder.descriptor):
+            if (match := _PIN_NAME.fullmatch(entry)) is not None:
+                try:
+                    name = read_json(self._folder.read(entry, _MOST_PIN_BYTES))
+                    found[bytes.fromhex(match[1])] = str(name)
+                except (OSError, *WRONG_FORM) as error:
+                    logger.warning("%s/%s: %s", self._folder.path, entry, error)
+        return found
 
     def closed(self, most: int) -> tuple[list[bytes], int]:
         """The last digests of closed ids, and the number of all.
@@ -390,6 +414,10 @@ class SessionFiles:
 
 def _name(digest: bytes) -> str:
     return f"{digest.hex()}.jsonl"
+
+
+def _pin_name(digest: bytes) -> str:
+    return f"{digest.hex()}.pin"
 
 
 def _append(path: str, pieces: Sequence[bytes], at: int) -> int:

@@ -109,6 +109,11 @@ class SessionStore:
             self._sessions[one.digest] = session
             self.num_bytes += _BYTES_PER_SESSION
             self._set_file_bytes(session, one.num_bytes)
+        for digest, name in files.pins().items():
+            if digest in self._sessions:
+                self._sessions[digest].pinned = (name,)
+            else:  # killed before its first turn was written
+                self._remove(digest)
 
     def stop(self) -> None:
         """Write what is to be written, which blocks, and let another process have the folder."""
@@ -137,6 +142,23 @@ class SessionStore:
             f"session {session_id} was closed, so this turn would not be collected; give each "
             "conversation an id of its own"
         )
+
+    # -- versions of adapters -----------------------------------------------------------------
+
+    def staying(self) -> list[tuple[bytes, str]]:
+        """Digests of the sessions that stay with an adapter's version, and the version."""
+        stay = [(digest, one.pinned) for digest, one in self._sessions.items()]
+        return [(digest, pinned[0]) for digest, pinned in stay if pinned and pinned[0] is not None]
+
+    async def stay(self, session: Session, name: str) -> None:
+        """Write down which version a session stays with, so that ``staying`` has it at a start.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._has(session) and not self._is_stopped:
+            writing = partial(self._files.write_pin, session.digest, name)
+            await asyncio.wrap_future(self._thread.submit(writing))
 
     # -- turns --------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ def agents_app(settings: WorkerSettings, router_url: str) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await link.open()
+        await chats.open()
         sweeping = keep_task(sweep, "agents-sweep", Then.STARTS_AGAIN)
         try:
             yield

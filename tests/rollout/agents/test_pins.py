@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
+from rollout.config import AgentsConfig
 from tests.rollout.agents.conftest import USER, Agent, MakeAgentOf, answer_of
+from tests.support.agent_workers import worker_of_router
 from tests.support.chat_models import write_chat_model
+from tests.support.waits import until
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -61,6 +66,31 @@ async def test_a_session_stays_with_the_base(agent: Agent) -> None:
     await agent.ask([USER], extra_body={"lora_path": "policy"})
     assert sent(agent) == [None, None]
     assert await agent.bench.host.pinned() == {}
+
+
+async def test_a_session_stays_with_its_version_in_the_worker_behind_a_lost_one(
+    agent: Agent, tmp_path: Path
+) -> None:
+    """Which pins it as it starts: no request names the session meanwhile."""
+    history: list[Any] = [USER, answer_of(await agent.ask([USER], extra_body=STAYS))]
+    await push(agent, 4)
+    left = shutil.copytree(agent.worker.settings.folder, tmp_path / "left")
+    config = AgentsConfig(tokenizer_path=str(agent.folder))
+    async with worker_of_router(agent.bench.url, left, config) as url:
+        await until(lambda: is_pinned(agent, 2))
+        await agent.worker.stop()
+        await until(lambda: is_pinned(agent, 1))
+        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="none") as client:
+            asked: Any = [*history, USER]
+            await client.chat.completions.create(model="policy", messages=asked)
+        assert sent(agent) == ["policy@3"] * 2
+        await agent.http.delete(f"{url}/sessions/s")
+        assert await agent.bench.host.unpinned("policy@3", 10.0)
+        assert not list(left.glob("*.pin"))
+
+
+async def is_pinned(agent: Agent, num: int) -> bool:
+    return await agent.bench.host.pinned() == {"policy@3": num}
 
 
 async def test_a_worker_that_stops_pins_nothing(agent: Agent, make_agent_of: MakeAgentOf) -> None:

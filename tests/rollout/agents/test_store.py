@@ -413,3 +413,25 @@ async def test_what_a_session_stays_with_is_there_behind_a_restart(make_store: M
     store = make_store()
     found = [await store.get(name) for name in ("adapter", "base", "free")]
     assert [one and one.pinned for one in found] == [("a@5",), (None,), ()]
+
+
+async def test_the_next_worker_has_the_versions_that_sessions_stay_with(
+    make_store: MakeStore, tmp_path: Path, reads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before it reads a session; what has no turn stays with nothing."""
+    store = make_store()
+    for name in ("kept", "closed", "empty", "damaged"):
+        session = await store.begin_turn(name, 0.0)
+        await store.stay(session, f"{name}@5")
+        if name != "empty":
+            await one_turn(store, name)
+    await store.close("closed")
+    (tmp_path / "0" / f"{digest_of('damaged').hex()}.pin").write_bytes(b"{")
+    store = make_store()
+    assert store.staying() == [(digest_of("kept"), "kept@5")]
+    assert "damaged" not in caplog.text
+    assert ".pin: " in caplog.text
+    assert reads == []
+    store.stop()
+    left = {path.stem for path in (tmp_path / "0").glob("*.pin")}
+    assert left == {digest_of(name).hex() for name in ("kept", "damaged")}

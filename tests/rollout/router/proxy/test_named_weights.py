@@ -3,9 +3,13 @@
 import asyncio
 import json
 
+import aiohttp
 import pytest
 
 from engines.protocol import WorkerType
+from rollout.router import RouterHost
+from rollout.router.gate import pins
+from rollout.rules.routing import JUST_STARTED
 from tests.rollout.router.conftest import router_config
 from tests.rollout.router.counting_engine import ASK, counting
 from tests.rollout.router.stub_engine import reply, stream
@@ -242,19 +246,74 @@ async def test_a_version_is_unpinned_when_its_last_request_has_ended(make_bench)
 @pytest.mark.parametrize(
     ("wanted", "name"), [("", "policy@8"), ("judge", "judge@5"), ("judge@4", "judge@4")]
 )
-async def test_a_pin_keeps_a_version_while_its_client_wants(make_bench, wanted, name):
+async def test_a_pin_keeps_a_version_until_its_client_deletes_it(make_bench, wanted, name):
     """Adapters are pushed meanwhile, and requests that name the version get it."""
     bench = await make_bench(as_json(meta("8")))
     await open_gate(bench)
     async with bench.client.post("/pins", json={"lora_path": wanted}) as pin:
         line = json.loads(await pin.content.readline())
+        pin_id = line.pop("pin_id")
         assert line == {"lora_path": name, "is_pinned": True}
         assert await bench.host.pinned() == {name: 1}
         await open_gate(bench, weight_version=9, adapters={"": "policy@9", "judge": "judge@9"})
         await bench.ask(json={**ASK, "lora_path": name})
         assert bench.engines[0].seen[-1].json["lora_path"] == name
         assert not await bench.host.unpinned(name, 0.01)
-    assert await bench.host.unpinned(name, 10.0)
+        assert (await bench.ask(f"/pins/{pin_id}", "DELETE")).status == 200
+        assert await bench.host.unpinned(name, 10.0)
+        assert await pin.content.read() == b""
+    assert (await bench.ask(f"/pins/{pin_id}", "DELETE")).status == 404
+
+
+async def pinned(bench, name="policy@8"):
+    """A pin's id, whose client is lost."""
+    async with bench.client.post("/pins", json={"lora_path": name}) as pin:
+        return json.loads(await pin.content.readline())["pin_id"]
+
+
+async def test_a_pin_whose_client_was_lost_stays_for_its_next_process(make_bench, monkeypatch):
+    bench = await make_bench(reply())
+    await open_gate(bench)
+    pin_id = await pinned(bench)
+    assert await bench.host.pinned() == {"policy@8": 1}
+    assert (await bench.ask(f"/pins/{pin_id}", "DELETE")).status == 200
+    assert await bench.host.pinned() == {}
+    monkeypatch.setattr(pins, "LINGERS_S", 0.01)
+    await pinned(bench)
+    assert await bench.host.unpinned("policy@8", 10.0)
+
+
+async def test_so_many_pins_stay_without_a_client(make_bench, monkeypatch):
+    monkeypatch.setattr(pins, "MOST_LEFT", 2)
+    bench = await make_bench(reply())
+    await open_gate(bench)
+    for _ in range(5):
+        await pinned(bench)
+    while await bench.host.pinned() != {"policy@8": 2}:
+        pass
+
+
+async def test_a_router_that_has_just_started_pins_nothing():
+    """It does not know which version answers."""
+    host = RouterHost(router_config())
+    url = (await host.start()).url
+    try:
+        async with (
+            aiohttp.ClientSession(url) as client,
+            client.post("/pins", json={"lora_path": "policy"}) as pin,
+        ):
+            assert (pin.status, pin.headers["retry-after"]) == (503, "2")
+            assert JUST_STARTED in await pin.text()
+    finally:
+        await host.stop(0.0)
+
+
+async def test_a_router_in_the_place_of_a_lost_one_waits_for_its_pins(make_bench, monkeypatch):
+    monkeypatch.setattr("rollout.router.host.LINGERS_S", 0.3)
+    bench = await make_bench(reply())
+    await bench.host.begin_as(None, "open", {"weight_version": 8})
+    assert not await bench.host.unpinned("policy@7", 0.01)
+    assert await bench.host.unpinned("policy@7", 10.0)
 
 
 @pytest.mark.parametrize(("wanted", "name"), [("", None), ("theirs", "theirs")])
