@@ -23,6 +23,7 @@ from engines.process.background import Then, keep_task
 from rollout.agents.failures import ChatFailure, failure
 from rollout.agents.plan import Ended
 from rollout.driver.client.http_client import Outage
+from rollout.router.continuation.fast_path import loads_reply
 from rollout.router.http.fast_json import loads
 from rollout.router.http.routes import GENERATE_PATH, PINS_PATH
 from rollout.rules.contract import Contract
@@ -350,7 +351,7 @@ async def _read(
 def _read_end(content: bytes, signed: Mapping[str, str]) -> Ended:
     """Raises ChatFailure: it is no complete reply."""
     with _unusable(signed):
-        payload = loads(content)
+        payload = loads_reply(content)
         if "error" in payload:
             raise ChatFailure(502, content)
         reply = read_checked(payload, wants_logprobs=True)
@@ -391,7 +392,7 @@ async def _streamed(
 def _read_progress(content: bytes, signed: Mapping[str, str]) -> Progress | None:
     """The tokens so far; None if it is the end, or an error."""
     with _unusable(signed):
-        payload = loads(content)
+        payload = loads_reply(content)
         if "error" in payload:
             return None
         meta = payload["meta_info"]

@@ -9,6 +9,7 @@ proxy/         one request from its client to an engine and back; failover, metr
 
 host.py               the router in its own thread: start, steer, stop
 control_api.py        what can be read and aborted over HTTP
+pins.py               versions of adapters that clients keep between their requests
 engine_queries.py     what the router requests from engines itself
 """
 

@@ -30,9 +30,9 @@ from rollout.router.engine_queries import (
     tokenizer_folder,
 )
 from rollout.router.gate.gate import Gate
-from rollout.router.gate.pins import Pins
 from rollout.router.http.routes import PINS_PATH
 from rollout.router.metrics import metrics_text
+from rollout.router.pins import Pins
 from rollout.router.proxy.context import Proxy
 from rollout.router.tokenizer_file import load_tokenizer
 from rollout.rules.routing import JUST_STARTED
@@ -178,7 +178,9 @@ def _add_pins(app: FastAPI, gate: Gate) -> None:
 
 
 def _add_no_sessions(app: FastAPI) -> None:
-    @app.api_route("/sessions/{path:path}", methods=["GET", "POST", "DELETE"])
+    @app.api_route(
+        "/sessions/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False
+    )
     async def sessions(path: str) -> JSONResponse:
         """404: sessions are served by the agents' program, at other addresses."""
         message = (

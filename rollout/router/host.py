@@ -26,8 +26,8 @@ from rollout.config import RouterConfig
 from rollout.core.errors import ActorLost, PhaseTimeout, RolloutError
 from rollout.core.http_thread import HttpThread
 from rollout.router.gate.gate import ConnectionFailure, Gate, GateState
-from rollout.router.gate.pins import LINGERS_S
 from rollout.router.http.engine_pool import EnginePool, check_file_descriptors
+from rollout.router.pins import LINGERS_S
 from rollout.router.proxy.client_connection import ClientConnection
 from rollout.router.proxy.context import Proxy
 from rollout.rules.load_balancing import make_policy

@@ -235,13 +235,6 @@ def _shortened(value: Any) -> Any:
     return JsonText(text)
 
 
-def read_forwarded(body: bytes) -> TokenReader:
-    """The reader of replies that are not continued, for a client in this process."""
-    raw = loads(body)
-    is_streamed, needs_logprobs = bool(raw.get("stream")), bool(raw.get("return_logprob"))
-    return TokenReader(ForwardedReply(body, is_streamed=is_streamed, needs_logprobs=needs_logprobs))
-
-
 def read_checked(body: bytes, *, is_streamed: bool) -> TokenReader:
     """The reader of replies that are not continued, whose weight versions are checked."""
     return TokenReader(ForwardedReply(body, is_streamed=is_streamed))

@@ -78,7 +78,7 @@ async def make_worker(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 async def test_one_that_is_killed_serves_at_its_address_again(make_worker: Make) -> None:
-    """Whoever connects meanwhile waits for the next one."""
+    """The process that connects meanwhile waits for the next one."""
     worker, endpoint = await make_worker()
     assert await health(endpoint) == 200
     killed = await pid_of(worker)
