@@ -18,7 +18,7 @@ from typing import TypeVar, TypeVarTuple
 from engines.process.background import start_task
 from engines.protocol import GenerateReply
 from rollout.agents.answers import ChatAnswer, as_events
-from rollout.agents.failures import ChatFailure, failure
+from rollout.agents.failures import MOST_AT_ONCE, ChatFailure, failure
 from rollout.agents.model.answer_reader import Answer, unread_call
 from rollout.agents.model.families import ChatModel, load_chat_model
 from rollout.agents.plan import (
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_MOST_AT_ONCE = 4096
 _MOST_BYTES_AT_ONCE = 1 << 30
 _MOST_ON_LOOP = 1 << 12
 """Tokens that are read on the event loop, in a few milliseconds."""
@@ -125,8 +124,8 @@ class ChatSessions:
             raise failure(410, "session_closed", why)
         if why := self.store.why_full(session_id, self._now_s()):
             raise failure(507, "sessions_full", why)
-        if self._num_running >= _MOST_AT_ONCE:
-            raise failure(503, "unavailable", f"{_MOST_AT_ONCE} chats of sessions are under way")
+        if self._num_running >= MOST_AT_ONCE:
+            raise failure(503, "unavailable", f"{MOST_AT_ONCE} chats of sessions are under way")
         if self._num_bytes + num_bytes > _MOST_BYTES_AT_ONCE:
             message = f"chats of sessions under way take {self._num_bytes} bytes"
             raise failure(503, "unavailable", message)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from rollout.router.http.fast_json import dumps
 
+MOST_AT_ONCE = 4096
+"""Chats under way in one worker."""
+
 
 class ChatFailure(Exception):
     """A turn without an answer, and the response that says so."""

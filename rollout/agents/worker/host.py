@@ -16,10 +16,12 @@ from engines.process.locks import Hold, held
 from engines.process.own_files import make_folders
 from engines.process.process_identity import identify
 from engines.protocol import Endpoint
+from rollout.agents.failures import MOST_AT_ONCE
 from rollout.agents.worker.settings import WorkerSettings
 from rollout.config import ServerConfig
 from rollout.core.errors import PhaseTimeout, RolloutError
 from rollout.core.http_thread import HttpThread
+from rollout.router.http.engine_pool import check_file_descriptors
 
 AGENTS = "agents"
 """Names the workers in errors, and is the slice of the configuration with their port."""
@@ -115,6 +117,8 @@ class AgentsHost:
         # Here, because FastAPI takes a quarter of the time of ``import rollout``.
         from rollout.agents.worker.app import agents_app
 
+        # A chat has a connection to its client and one to the router.
+        connections = check_file_descriptors(MOST_AT_ONCE, is_default=True)
         return HttpServer(
             uvicorn.Config(
                 agents_app(self._settings, router_url),
@@ -128,5 +132,6 @@ class AgentsHost:
                 date_header=False,
                 backlog=4096,
                 timeout_keep_alive=_CLIENT_KEEPALIVE_S,
+                limit_concurrency=connections.clients,  # beyond it: 503, and closed
             )
         )
