@@ -248,7 +248,7 @@ class RouterLink:
         return loads(line), response
 
     async def end_pin(self, pin_id: str) -> None:
-        """Let the router keep it no longer, at once; else it does so in a minute."""
+        """Let the router keep it no longer, at once; else it does so half a minute later."""
         assert self._session is not None, "the end of a pin before open"
         with suppress(aiohttp.ClientError, OSError):
             timeout = aiohttp.ClientTimeout(total=_QUERY_S)

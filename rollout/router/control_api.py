@@ -151,8 +151,8 @@ def _add_pins(app: FastAPI, gate: Gate) -> None:
 
         Its only line names the version as ``lora_path`` takes it; null for the base, which has one
         version at a time and is not pinned.  Adapters are pushed meanwhile, and requests that name
-        the version are answered by it.  A client that is lost has a minute to pin it again; one
-        that needs it no more deletes ``pin_id``.
+        the version are answered by it.  A client that is lost has half a minute to pin it
+        again; one that needs it no more deletes ``pin_id``.
         """
         if gate.reason == JUST_STARTED:  # it does not know which versions there are
             return error_reply(503, "unavailable", JUST_STARTED, {"retry-after": "2"})

@@ -16,7 +16,7 @@ from engines.protocol.adapter_names import Names
 from rollout.router.gate.gate import Gate
 from rollout.router.http.fast_json import dumps
 
-LINGERS_S = 60.0
+LINGERS_S = 30.0
 MOST_LEFT = 1 << 14
 
 

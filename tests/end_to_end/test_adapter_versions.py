@@ -12,13 +12,15 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import psutil
 import pytest
 
 import rollout
@@ -30,7 +32,7 @@ from tests.support.chat_models import THINKS_FIRST
 from tests.support.engine_keys import Keys
 from tests.support.lora import make_adapter
 from tests.support.models import make_plain_model
-from tests.support.processes import wait_until
+from tests.support.processes import kill_listener, wait_until
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(180)]
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -39,7 +41,9 @@ _CLOSE = 2e-3
 
 
 @contextmanager
-def serving(folder: Path, adapters: list[str], **server: Any) -> Iterator[ServerHandle]:
+def serving(
+    folder: Path, adapters: list[str], backend: Literal["local", "ray"] = "local", **server: Any
+) -> Iterator[ServerHandle]:
     model = make_plain_model(folder / "base", seed=1)
     (model / "chat_template.jinja").write_text(THINKS_FIRST)
     options = {"enable-lora": True, "max-lora-rank": 4, "max-total-tokens": 1 << 17}
@@ -50,7 +54,7 @@ def serving(folder: Path, adapters: list[str], **server: Any) -> Iterator[Server
         **server,
     }
     config = {"log_dir": str(folder / "logs"), "servers": {"policy": policy}}
-    with rollout.launch(rollout.RolloutConfig.from_dict(config), backend="local") as deployment:
+    with rollout.launch(rollout.RolloutConfig.from_dict(config), backend=backend) as deployment:
         yield deployment["policy"]
 
 
@@ -142,7 +146,7 @@ def run(folder: Path, num_adapters: int, num_updates: int, num_sessions: int) ->
     """Push while sessions run; returns the figures."""
     adapters = [f"a{index}" for index in range(num_adapters)]
     # Sessions that end late on a busy machine make pushes wait, and none of them fail.
-    server = {"health": {"recover": False}, "lifecycle": {"drain_timeout_s": 900.0}}
+    server: dict[str, Any] = {"health": {"recover": False}, "lifecycle": {"drain_timeout_s": 900.0}}
     with serving(folder, adapters, **server) as policy:
         owners = {index + 1: name for index, name in enumerate(adapters * num_updates)}
         for version in range(1, num_adapters + 1):
@@ -239,3 +243,77 @@ def test_an_engine_that_is_killed_leaves_the_version_before_and_comes_back_with_
         metrics = httpx.get(f"{page}/metrics", trust_env=False).text
         exported = re.findall(r'^rollout_adapter_version{adapter="(\w+)".*} (\S+)$', metrics, re.M)
         assert exported == [("policy", "3.0"), ("judge", "2.0")]
+
+
+def kill_the_worker(policy: ServerHandle) -> None:
+    """Without Ray, where the program that launched it listens at its address, too."""
+    children = psutil.Process().children(recursive=True)
+    (worker,) = [one for one in children if "rollout.agents" in one.cmdline()]
+    worker.kill()
+
+
+def kill_the_worker_over_ray(policy: ServerHandle) -> None:
+    (url,) = policy.status().result(30).agents_urls
+    kill_listener(url)
+
+
+def kill_the_router(policy: ServerHandle) -> None:
+    kill_listener(policy.url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "kill"),
+    [
+        ("local", kill_the_worker),
+        pytest.param("ray", kill_the_worker_over_ray, marks=pytest.mark.ray),
+        pytest.param("ray", kill_the_router, marks=pytest.mark.ray),
+    ],
+)
+def test_a_session_stays_with_its_version_over_lost_processes(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    backend: Literal["local", "ray"],
+    kill: Callable[[ServerHandle], None],
+) -> None:
+    """A version that is superseded, and that no request has while they are away."""
+    if backend == "ray":
+        request.getfixturevalue("ray_cluster")
+    stays = {"lora_path": "policy", "stays_with_version": True, "ignore_eos": True}
+    sampling = {"model": "any", "temperature": 0, "max_tokens": _NUM_TOKENS}
+    asked = [{"role": "user", "content": "What is it?"}]
+    with serving(tmp_path, ["policy"], backend) as policy:
+        push(policy, 1, "policy")
+        with policy.session() as session, httpx.Client(timeout=60, trust_env=False) as client:
+
+            def turn() -> list[dict[str, Any]]:
+                """The same question again: a branch."""
+                body = {**sampling, **stays, "messages": asked}
+                reply = client.post(f"{session.base_url}/chat/completions", json=body)
+                assert reply.status_code == 200, reply.text
+                return session.turns().result(60)
+
+            before = turn()
+            for version in (2, 3):
+                push(policy, version, "policy")
+                kill(policy)
+                assert session.turns().result(60) == before  # it serves again
+                assert wait_until(partial(serves, policy, version), 60)
+                *others, last = turn()
+                assert others == before
+                assert {span["version"] for span in last["weight_versions"]} == {"1"}
+                assert last["output_ids"] == before[0]["output_ids"]
+                close = pytest.approx(before[0]["output_logprobs"], abs=_CLOSE)
+                assert last["output_logprobs"] == close
+                before = [*others, last]
+        push(policy, 4, "policy")
+        engines = policy.status().result(30).groups[0].engines
+        # What lost processes had pinned ends half a minute after them.
+        assert wait_until(lambda: all(loaded(one) == {"policy@4"} for one in engines), 120)
+
+
+def serves(policy: ServerHandle, version: int) -> bool:
+    try:
+        return ask(policy) == version
+    except httpx.TransportError:
+        return False
