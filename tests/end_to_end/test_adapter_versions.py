@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-import psutil
 import pytest
 
 import rollout
@@ -28,6 +27,7 @@ from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.server.journal import read
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import ServerHandle
+from tests.support.agent_workers import worker_processes
 from tests.support.chat_models import THINKS_FIRST
 from tests.support.engine_keys import Keys
 from tests.support.lora import make_adapter
@@ -247,8 +247,7 @@ def test_an_engine_that_is_killed_leaves_the_version_before_and_comes_back_with_
 
 def kill_the_worker(policy: ServerHandle) -> None:
     """Without Ray, where the program that launched it listens at its address, too."""
-    children = psutil.Process().children(recursive=True)
-    (worker,) = [one for one in children if "rollout.agents" in one.cmdline()]
+    (worker,) = worker_processes()
     worker.kill()
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 
 import rollout
 from rollout.core.types import EngineStatus
 from rollout.driver.client.agent_session import AgentSession
 from rollout.runtime.handle import ServerHandle
+from tests.support.agent_workers import worker_processes
 from tests.support.busy_engines import busy_engines
 from tests.support.chat_models import THINKS_FIRST, TOOLS
 from tests.support.models import make_plain_model
@@ -71,8 +71,7 @@ class Run:
             (url,) = self.policy.status().result(END_S).agents_urls
             kill_listener(url)
             return
-        children = psutil.Process().children(recursive=True)
-        (worker,) = [one for one in children if "rollout.agents" in one.cmdline()]
+        (worker,) = worker_processes()
         worker.kill()
 
     def kill_the_router(self) -> None:
@@ -164,7 +163,7 @@ class Conversation:
                 assert self.num_lost < 3
                 fault = _nothing
             else:
-                history.append({"role": "assistant", "content": answer})
+                history.append(answer)
                 return
 
     def _ask(self, step: Step, **options: Any) -> Any:
@@ -179,18 +178,22 @@ class Conversation:
             **options,
         )
 
-    def _whole(self, step: Step, fault: Callable[[], None]) -> str:
+    def _whole(self, step: Step, fault: Callable[[], None]) -> Any:
         with ThreadPoolExecutor(1) as thread:
             asking = thread.submit(self._ask, step)
             fault()
-            return str(asking.result(END_S).choices[0].message.content)
+            return asking.result(END_S).choices[0].message
 
-    def _streamed(self, step: Step, fault: Callable[[], None]) -> str:
-        stream = self._ask(step, stream=True)
-        text: str = next(part for chunk in stream if (part := chunk.choices[0].delta.content))
-        fault()
-        rest = [chunk.choices[0].delta.content or "" for chunk in stream]
-        return "".join([text, *rest])
+    def _streamed(self, step: Step, fault: Callable[[], None]) -> Any:
+        """It happens when the stream has begun."""
+        parts = {"content": "", "reasoning_content": ""}
+        for chunk in self._ask(step, stream=True):
+            delta, has_begun = chunk.choices[0].delta, any(parts.values())
+            for name in parts:
+                parts[name] += getattr(delta, name, None) or ""
+            if any(parts.values()) and not has_begun:
+                fault()
+        return {"role": "assistant", **parts}
 
 
 def _nothing() -> None: ...

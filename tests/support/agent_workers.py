@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import uvicorn
 import uvloop
 from fastapi import FastAPI
@@ -71,3 +72,9 @@ async def worker_of_router(
         yield await worker.start(router_url)
     finally:
         await worker.stop()
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Of the workers that this process has started, without Ray."""
+    children = psutil.Process().children(recursive=True)
+    return [one for one in children if "rollout.runtime.agents_program" in one.cmdline()]
