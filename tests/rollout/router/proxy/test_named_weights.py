@@ -7,8 +7,7 @@ import aiohttp
 import pytest
 
 from engines.protocol import WorkerType
-from rollout.router import RouterHost
-from rollout.router.gate import pins
+from rollout.router import RouterHost, pins
 from rollout.rules.routing import JUST_STARTED
 from tests.rollout.router.conftest import router_config
 from tests.rollout.router.counting_engine import ASK, counting
