@@ -52,7 +52,7 @@ async def serve_ours(ports: list[int], name: str) -> None:
 async def serve_agents(port: str, folder: str) -> None:
     tune_worker()
     with tempfile.TemporaryDirectory() as place:
-        worker = Worker(AgentsConfig(tokenizer_path=folder), Path(place))
+        worker = Worker(AgentsConfig(tokenizer_path=folder, renderer="qwen3"), Path(place))
         url = await worker.start(f"http://127.0.0.1:{port}")
         print(json.dumps(urlsplit(url).port), flush=True)
         await asyncio.Event().wait()

@@ -41,10 +41,10 @@ class Worker:
 
         def make() -> HttpServer:
             self.app = agents_app(self.settings, router_url)
+            # As in ``AgentsHost``: with uvicorn's 5 s a busy machine would find it closed.
+            options: Any = {"timeout_keep_alive": 75, "lifespan": "on", "ws": "none"}
             return HttpServer(
-                uvicorn.Config(
-                    self.app, lifespan="on", access_log=False, log_config=None, ws="none"
-                )
+                uvicorn.Config(self.app, access_log=False, log_config=None, **options)
             )
 
         return (await self._thread.start("127.0.0.1", 0, make)).url
