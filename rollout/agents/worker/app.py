@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from engines.process.background import Then, keep_task, start_task
 from rollout.agents.chats import ChatSessions, readable
@@ -179,6 +180,7 @@ def _add_chats(app: FastAPI, chats: ChatSessions, link: RouterLink, max_bytes: i
             if first.startswith(b"data:"):
                 events = _with(first, pieces)
                 return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+            await pieces.aclose()
             return Response(first, headers=headers, media_type="application/json")
         except (BadChat, RecursionError) as error:
             return _reply(failure(400, "bad_request", str(error)))
@@ -229,7 +231,7 @@ async def _body_of(request: Request, max_bytes: int) -> bytes:
     """All of a request's body; ``request.body()`` would keep it as long as the request.
 
     Raises:
-        ChatFailure: it is too long, or arrives too slowly.
+        ChatFailure: it is too long, arrives too slowly, or does not end.
     """
     parts, num_bytes = [], 0
     try:
@@ -244,6 +246,8 @@ async def _body_of(request: Request, max_bytes: int) -> bytes:
                 limit.reschedule(began_s + STALLED_S + num_bytes / LEAST_BYTES_PER_S)
     except TimeoutError:
         raise failure(408, "timeout", "the body arrives too slowly") from None
+    except ClientDisconnect:
+        raise failure(499, "client_left", "the client left") from None
     return b"".join(parts)
 
 
