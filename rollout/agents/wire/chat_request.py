@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from rollout.agents.wire.messages import BadChat, read_messages
+from rollout.agents.wire.messages import MAX_MESSAGES, TOO_MANY_MESSAGES, BadChat, read_messages
 from rollout.router.continuation.forms import (
     has_forms,
     is_flag,
@@ -146,6 +146,9 @@ def read_chat(body: bytes) -> ChatRequest:
     Raises:
         BadChat: it has another form, or requests what a session cannot do.
     """
+    # A parser makes all of them before they can be counted, and holds the interpreter's lock.
+    if len(body) > _MOST_TOOL_BYTES and body.count(b'"role"') > 2 * MAX_MESSAGES:
+        raise BadChat(TOO_MANY_MESSAGES)
     raw = read_object(body)
     if raw is None:
         raise BadChat("the body must be a JSON object")

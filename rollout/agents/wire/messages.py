@@ -17,6 +17,7 @@ from rollout.agents.wire.images import BadImage, read_image
 
 Message = Mapping[str, Any]
 MAX_MESSAGES = 1 << 14
+TOO_MANY_MESSAGES = f"messages must be a list of 1 to {MAX_MESSAGES} messages"
 _END_OF_THINKING = "</think>"
 
 
@@ -55,7 +56,7 @@ def read_messages(raw: Any) -> list[dict[str, Any]]:
         BadChat: they have another form.
     """
     if not isinstance(raw, list) or not 0 < len(raw) <= MAX_MESSAGES:
-        raise BadChat(f"messages must be a list of 1 to {MAX_MESSAGES} messages")
+        raise BadChat(TOO_MANY_MESSAGES)
     return [_read_message(index, message) for index, message in enumerate(raw)]
 
 

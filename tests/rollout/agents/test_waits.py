@@ -34,6 +34,8 @@ from tests.support.measured_waits import Waits, events_of, measuring
 pytest.importorskip("tokenizers")
 pytestmark = [pytest.mark.clock, pytest.mark.slow]
 
+WAIT_S = 0.1
+"""A parser reads 8 MiB in one piece; the router has a process for that."""
 PER_HELD_BYTE = 8.0
 NUM_SESSIONS, NUM_TOKENS, NUM_BRANCHES = 8, 65_536, 8
 LONGEST = 8 << 20
@@ -107,7 +109,7 @@ async def benches(folder: Path) -> AsyncIterator[Bench]:
             max_session_bytes=1 << 30,
         )
         await stack.enter_async_context(worker)
-        it = await stack.enter_async_context(measuring(worker))
+        it = await stack.enter_async_context(measuring(worker, WAIT_S))
         bench = Bench(it, model, router)
         use_short_answers(bench)
         yield bench
@@ -135,7 +137,7 @@ async def test_no_agent_waits_for_another(tmp_path: Path) -> None:
         await check_sessions(bench)
         await check_degenerate_answers(bench)
         await check_long_answers(bench)
-        app = agents_app(WorkerSettings(AgentsConfig(), 0, 1, ""), "")
+        app = agents_app(WorkerSettings(AgentsConfig(), 0, 1, str(tmp_path / "unused")), "")
         assert bench.it.unmeasured(app) == []
 
 
