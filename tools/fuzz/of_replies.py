@@ -699,5 +699,5 @@ def readers() -> Sequence[Reader]:
         Reader(
             "embedded_body", whole(_embedded_body), refusals, _embedded_bodies, needs=("torch",)
         ),
-        Reader("tool_calls", _tool_calls, (), _written_calls, is_split=True),
+        Reader("tool_calls", _tool_calls, (), _written_calls, is_split=True, needs=("renderers",)),
     )
