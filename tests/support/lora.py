@@ -160,7 +160,7 @@ def of_reply(one: Any) -> Answer:
     """A reply of a handle, or a sample."""
     return Answer(
         "",
-        tuple(getattr(one, "prompt_ids", _PROMPT)),
+        tuple(getattr(one, "prompt_ids", None) or _PROMPT),
         tuple(one.output_ids),
         tuple(one.output_logprobs),
         tuple(Span(int(span.version), span.start, span.end) for span in one.weight_versions),
