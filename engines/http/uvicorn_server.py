@@ -9,14 +9,39 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 
+_CLIENT_KEEPALIVE_S = 75
 _DATE_EVERY_S = 1.0
 _POLL_S = 0.01
 
 
 def _nothing() -> None: ...
+
+
+def traffic_config(app: Any, **options: Any) -> uvicorn.Config:
+    """The settings of a server for generation traffic: no log, no extra headers, many clients.
+
+    Args:
+        app: an ASGI application.
+        options: more of uvicorn's settings.
+    """
+    return uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        proxy_headers=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        date_header=False,
+        backlog=4096,
+        timeout_keep_alive=_CLIENT_KEEPALIVE_S,
+        **options,
+    )
 
 
 class HttpServer(uvicorn.Server):

@@ -16,10 +16,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import uvicorn
 import uvloop
 
-from engines.http.uvicorn_server import HttpServer
+from engines.http.uvicorn_server import HttpServer, traffic_config
 from engines.process.process_identity import identify
 from engines.protocol import Endpoint
 from rollout.config import RouterConfig
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CLIENT_KEEPALIVE_S = 75
 _STOP_GRACE_S = 5.0
 _AFFINITY_TTL_S = 3600.0
 _MAX_AFFINITIES = 100_000
@@ -308,19 +306,9 @@ class RouterHost:
         from rollout.router.control_api import control_app
 
         return HttpServer(
-            uvicorn.Config(
+            traffic_config(
                 control_app(self._proxy, connect_timeout_s=self._config.connect_timeout_s),
-                http=partial(ClientConnection, self._proxy),  # type: ignore[arg-type]
-                ws="none",
-                lifespan="on",
-                access_log=False,
-                proxy_headers=False,
-                log_config=None,
-                log_level="warning",
-                server_header=False,
-                date_header=False,
-                backlog=4096,
-                timeout_keep_alive=_CLIENT_KEEPALIVE_S,
+                http=partial(ClientConnection, self._proxy),
             )
         )
 

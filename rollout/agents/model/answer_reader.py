@@ -24,7 +24,7 @@ from rollout.agents.model.call_forms import (
 from rollout.agents.model.reply_text import Decode, Marks, ReplyText, StopStrings
 
 _BEGINS_ELSEWHERE = ("<arg_key>", " to=functions.")
-"""Of calls in other forms."""
+"""Texts of calls in other forms."""
 _MOST_MARKS = 1024
 Parse = Callable[..., Any]
 """``Renderer.parse_response``."""

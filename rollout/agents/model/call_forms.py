@@ -235,7 +235,7 @@ def _glm(tokens: Any, tools: Any) -> tuple[list[Any], str]:
 
 
 def _of_python(attempts: Any, tools: Any) -> Any:
-    """With truth values as their templates write them, which is as Python does."""
+    """Calls with truth values as their templates write them, which is as Python does."""
     parameters = {tool["name"]: tool["parameters"]["properties"] for tool in tools}
     for attempt in attempts:
         of_tool = parameters.get(attempt.name, {})
@@ -422,7 +422,7 @@ HERMES = Form(
     _hermes,
     call_ends_thinking=True,
 )
-"""Of Qwen too, and of a model whose template shows no form."""
+"""The form of Qwen too, and of a model whose template shows no form."""
 HARMONY = Form(
     "harmony",
     ("<|channel|>", "<|message|>"),
@@ -432,7 +432,7 @@ HARMONY = Form(
     stops=("<|return|>", "<|call|>"),
     closing="<|end|>",
 )
-"""Of gpt-oss: an answer is messages, each in a channel."""
+"""The form of gpt-oss: an answer is messages, each in a channel."""
 
 FORMS = (
     HARMONY,

@@ -7,10 +7,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 import uvloop
 
-from engines.http.uvicorn_server import HttpServer
+from engines.http.uvicorn_server import HttpServer, traffic_config
 from engines.process.background import Then
 from engines.process.locks import Hold, held
 from engines.process.own_files import make_folders
@@ -25,7 +24,6 @@ from rollout.router.http.engine_pool import check_file_descriptors
 
 AGENTS = "agents"
 """Names the workers in errors, and is the slice of the configuration with their port."""
-_CLIENT_KEEPALIVE_S = 75
 _STOP_GRACE_S = 5.0
 
 
@@ -120,18 +118,8 @@ class AgentsHost:
         # A chat has a connection to its client and one to the router.
         connections = check_file_descriptors(MOST_AT_ONCE, is_default=True)
         return HttpServer(
-            uvicorn.Config(
+            traffic_config(
                 agents_app(self._settings, router_url),
-                ws="none",
-                lifespan="on",
-                access_log=False,
-                proxy_headers=False,
-                log_config=None,
-                log_level="warning",
-                server_header=False,
-                date_header=False,
-                backlog=4096,
-                timeout_keep_alive=_CLIENT_KEEPALIVE_S,
                 limit_concurrency=connections.clients,  # beyond it: 503, and closed
             )
         )
