@@ -26,6 +26,7 @@ from rollout.driver.client.http_client import Outage
 from rollout.router.continuation.fast_path import loads_reply
 from rollout.router.http.fast_json import loads
 from rollout.router.http.routes import GENERATE_PATH, PINS_PATH
+from rollout.router.tokenizer_file import folder_in
 from rollout.rules.contract import Contract
 from rollout.rules.routing import JUST_STARTED
 
@@ -188,11 +189,8 @@ class RouterLink:
         if status == 404:  # of vLLM
             status, body = await self.get("/v1/models")
         try:
-            info = loads(body)
             if status == 200:
-                if "data" in info:
-                    return str(info["data"][0]["root"])
-                return str(info.get("tokenizer_path") or info["model_path"])
+                return folder_in(loads(body))
         except WRONG_FORM:
             pass
         message = "no engine names the folder of its tokenizer; set agents.tokenizer_path"

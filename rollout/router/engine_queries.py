@@ -26,6 +26,7 @@ from engines.protocol.plain_text import describe, shortened
 from rollout.router.gate.aborts import AbortOrder
 from rollout.router.gate.gate import Gate
 from rollout.router.http.headers import to_client
+from rollout.router.tokenizer_file import folder_in
 from rollout.rules.routing import Backend, BackendState
 
 logger = logging.getLogger(__name__)
@@ -205,10 +206,7 @@ async def tokenizer_folder(gate: Gate, client: EngineQueryClient) -> str:
     if reply.status_code == 404:  # of vLLM
         reply = await first_reply(gate, client, "/v1/models")
     try:
-        info = read_json(bytes(reply.body))
-        if "data" in info:
-            return str(info["data"][0]["root"])
-        return str(info.get("tokenizer_path") or info["model_path"])
+        return folder_in(read_json(bytes(reply.body)))
     except WRONG_FORM:
         return ""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SETTING = "router.tokenizer_path"
+
+
+def folder_in(info: Any) -> str:
+    """The tokenizer's folder in an engine's reply to ``/model_info``, or vLLM's ``/v1/models``.
+
+    Raises:
+        WRONG_FORM: it is no such reply.
+    """
+    if "data" in info:
+        return str(info["data"][0]["root"])
+    return str(info.get("tokenizer_path") or info["model_path"])
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
