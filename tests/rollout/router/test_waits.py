@@ -128,6 +128,8 @@ async def check_routes(it: Waits, text: str) -> None:
     assert await it.step("a session", it.post(chat, {"messages": messages})) in (404, 413)
     name = b'{"lora_path": "%s"}' % (b"x" * READ)
     await it.step(f"POST {PINS_PATH}", it.post(PINS_PATH, name))
+    pin = f"{PINS_PATH}/{'x' * 4096}"
+    assert await it.step(f"DELETE {PINS_PATH}", it.get(pin, "DELETE")) == 404
     figures = {"step": 1, "metrics": {f"{number:0200}": 1.0 for number in range(512)}}
     assert await it.step("/figures", it.post("/figures", figures)) == 200
     await it.step(
