@@ -28,8 +28,14 @@ CONTRACTS: dict[str, dict[str, str]] = {
 }
 
 
-def post(url: str, headers: dict[str, str], *, stream: bool, is_openai: bool) -> tuple[int, Any]:
-    """Status, and the reply or the last event."""
+def post(
+    url: str, headers: dict[str, str], replies: list[str], *, stream: bool, is_openai: bool
+) -> tuple[int, Any]:
+    """Status, and the reply or the last event.
+
+    Args:
+        replies: gets a path when a reply has begun.
+    """
     path, body = "/generate", {"input_ids": [1, 2, 3], "stream": stream}
     if is_openai:
         path, body = "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": NUM, "ignore_eos": True}
@@ -40,6 +46,7 @@ def post(url: str, headers: dict[str, str], *, stream: bool, is_openai: bool) ->
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=120) as reply:
+            replies.append(path)
             status, content = reply.status, reply.read()
     except urllib.error.HTTPError as error:
         status, content = error.code, error.read()
@@ -67,8 +74,11 @@ async def test_a_push_in_the_middle_breaks_no_contract(tmp_path: Path) -> None:
     ):
         server = deployment["policy"]
         ways = [(stream, is_openai) for stream in (False, True) for is_openai in (False, True)]
+        replies: list[str] = []
         pending = {
-            (name, *way): threads.submit(post, server.url, headers, stream=way[0], is_openai=way[1])
+            (name, *way): threads.submit(
+                post, server.url, headers, replies, stream=way[0], is_openai=way[1]
+            )
             for name, headers in CONTRACTS.items()
             for way in ways
         }
@@ -76,7 +86,8 @@ async def test_a_push_in_the_middle_breaks_no_contract(tmp_path: Path) -> None:
         def has_all() -> bool:
             with urllib.request.urlopen(server.url + "/engines", timeout=10) as reply:
                 found = json.loads(reply.read())
-            return found["num_in_flight"] == 12 and found["gate"]["num_held"] == 8
+            is_admitted = found["num_in_flight"] == 12 and found["gate"]["num_held"] == 8
+            return is_admitted and len(replies) == 6  # a stream that has not begun is a 409
 
         await waits.until(has_all)
         server.push(load_file(models[1] / "model.safetensors")).result(60)
