@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from rollout.runtime.ray.remote_call import RemoteCall
 logger = logging.getLogger(__name__)
 
 _MEASURE_TIMEOUT_S = 5.0
+_NAME_TIMEOUT_S = 10.0
+_NAME_POLL_S = 0.1
 # A server's actor that has no name twice in a row, at this interval, has ended for good.
 _LOOK_S = 2.0
 _MISSED = 2
@@ -61,6 +64,23 @@ class ActorName:
             return ray.get_actor(self.name, self.namespace)
         except ValueError:
             return None
+
+    def once_free(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, which creates the actor of this name.  Blocks.
+
+        Ray frees a name a moment after the kill of its actor, later on a busy host.
+
+        Raises:
+            ValueError: another actor still has the name after ``_NAME_TIMEOUT_S``.
+        """
+        until_s = time.monotonic() + _NAME_TIMEOUT_S
+        while True:
+            try:
+                return make()
+            except ValueError:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(_NAME_POLL_S)
 
 
 class EngineActor:

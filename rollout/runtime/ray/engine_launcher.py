@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 _GPU_IDS_TIMEOUT_S = 60.0
 _QUERY_TIMEOUT_S = 5.0
-_NAME_TIMEOUT_S = 10.0
-_NAME_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +68,13 @@ class EnginePlacement:
                 placement_group_capture_child_tasks=False,
             ),
         )
-        until_s = time.monotonic() + _NAME_TIMEOUT_S
-        while True:
+
+        def create() -> Any:
             if left := name.find():
                 ray.kill(left)
-            try:
-                return options.remote(self.launcher, name, self.server)
-            except ValueError:  # the name is free a moment after the kill
-                if time.monotonic() > until_s:
-                    raise
-            time.sleep(_NAME_POLL_S)
+            return options.remote(self.launcher, name, self.server)
+
+        return name.once_free(create)
 
     def kill_actors(self) -> None:
         """Kill all engine actors of the server, and with them the engines.  Blocks."""

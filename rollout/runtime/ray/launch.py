@@ -174,7 +174,8 @@ def _make_server(
     namespace = config.cluster.namespace
     make = ray.remote(**control | {"max_restarts": -1})
     owner = (namespace, full_name)
-    placement = place(ActorName(namespace, full_name))
+    actor_name = ActorName(namespace, full_name)
+    placement = place(actor_name)
     undo.placements.append(placement)
     launch = new_run()
     router = undo.owns(make(RouterActor).remote(server.router, run=launch, server=owner))
@@ -189,11 +190,19 @@ def _make_server(
         },
         placement=placement,
     )
-    return undo.owns(
-        make(RolloutServerActor)
-        .options(name=full_name, namespace=namespace)
-        .remote(name, run, server, undo.keeps_ref(ray.put(parts)), journal, terms, agents)
-    )
+    options = make(RolloutServerActor).options(name=full_name, namespace=namespace)
+    arguments = (name, run, server, undo.keeps_ref(ray.put(parts)), journal, terms, agents)
+    try:
+        actor = actor_name.once_free(lambda: options.remote(*arguments))
+    except ValueError as error:
+        raise ConfigError(
+            f"run_id = {config.run_id!r}: the actor {full_name} of another run lives in namespace "
+            f"{namespace!r} of the Ray cluster ({error}); stop that run, or choose another run_id "
+            "or cluster.namespace",
+            setting="run_id",
+            value=config.run_id,
+        ) from error
+    return undo.owns(actor)
 
 
 def _full_name(config: RolloutConfig, server: str) -> str:

@@ -3,6 +3,7 @@
 The engines are fakes that listen, so that a test can hold one and see what the others do.
 """
 
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from rollout.config import LifecycleConfig, WeightUpdate
 from rollout.control.group.server_group import GroupSettings
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import ActorLost, LifecycleError, PhaseFailed
+from rollout.core.errors import ActorLost, ConfigError, LifecycleError, PhaseFailed
 from rollout.core.pending import Pending
 from rollout.rules.lifecycle import Command
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
@@ -379,6 +380,34 @@ def test_stop_leaves_no_actor_no_name_and_no_reserved_cpu(world: World, tmp_path
     assert wait_until(lambda: world.ray.available_resources().get("CPU", 0) >= free, TIMEOUT_S)
     with pytest.raises(ValueError, match="rollout-brief-policy"):
         world.ray.get_actor("rollout-brief-policy", namespace="rollout")
+
+
+def test_a_run_of_the_same_id_that_lives_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = world.load("launch").launch_ray
+    monkeypatch.setattr(world.load("engine_handle"), "_NAME_TIMEOUT_S", 0.2)
+    with launched(launch, tmp_path / "one", ONE_ENGINE, run_id="twice") as handle:
+        with pytest.raises(ConfigError, match=r"run_id = 'twice': the actor rollout-twice-policy"):
+            launch(
+                config(tmp_path / "two", ONE_ENGINE, run_id="twice"), launcher=HttpFakeLauncher()
+            )
+        assert handle["policy"].status().result(TIMEOUT_S).gate == "open"
+
+
+def test_a_run_waits_for_its_name_that_is_free_a_moment_later(world: World, tmp_path: Path) -> None:
+    """Ray frees the name of a killed actor late when the host is busy."""
+    actor_class = world.ray.remote(num_cpus=0)(HasTheName)
+    before = actor_class.options(name="rollout-next-policy", namespace="rollout").remote()
+    timer = threading.Timer(0.5, world.ray.kill, [before])
+    timer.start()
+    with launched(world.load("launch").launch_ray, tmp_path, ONE_ENGINE, run_id="next") as handle:
+        assert handle["policy"].status().result(TIMEOUT_S).gate == "open"
+    timer.join()
+
+
+class HasTheName:
+    """An actor of a run before."""
 
 
 def test_an_engine_that_does_not_start_is_told_and_nothing_is_left(
