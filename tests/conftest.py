@@ -28,7 +28,7 @@ from tests.support.optional_packages import (
     pytest_terminal_summary,
 )
 from tests.support.processes import wait_until
-from tests.support.ray_worlds import RayWorld, ray_world
+from tests.support.ray_worlds import RayWorld, actors_of_runs, ray_world
 from tests.support.runs import FOLDER_OF_A_TEST, MARK
 
 __all__ = [
@@ -183,6 +183,14 @@ def ray_cluster() -> Iterator[RayWorld]:
     """One cluster for all tests of this process: a second one in it is not possible."""
     with ray_world() as world:
         yield world
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_actor_is_left() -> Iterator[None]:
+    """Fail the file that leaves actors, which the next one finds in their common cluster."""
+    yield
+    if actors_of_runs() and not wait_until(lambda: not actors_of_runs(), GRACE_S):
+        pytest.fail(f"actors of this file's runs are left: {actors_of_runs()}", pytrace=False)
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,6 +4,7 @@ import importlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -195,3 +196,12 @@ def ray_world() -> Iterator[RayWorld]:
         finally:
             world.ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def actors_of_runs() -> list[str]:
+    """Names of actors of this library in the cluster that this process is in."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or not hasattr(ray, "util"):
+        return []
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return [name for name in names if name.startswith(("rollout-", "engines-of-", "store-"))]
