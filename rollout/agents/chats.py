@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar, TypeVarTuple
 
@@ -129,11 +129,11 @@ class ChatSessions:
         if self._num_bytes + num_bytes > _MOST_BYTES_AT_ONCE:
             message = f"chats of sessions under way take {self._num_bytes} bytes"
             raise failure(503, "unavailable", message)
-        with readable():
-            session = await self.store.begin_turn(session_id, self._now_s())
-        self._num_running += 1
-        self._num_bytes += num_bytes
-        try:
+        with ExitStack() as counts:
+            counts.enter_context(self._counted(num_bytes))
+            with readable():
+                session = await self.store.begin_turn(session_id, self._now_s())
+            counts.callback(lambda: self.store.end_turn(session, self._now_s()))
             plan = await self._planned(session_id, session, body)
             del body
             contract = _contract_of(texts, plan.chat)
@@ -148,10 +148,16 @@ class ChatSessions:
             async with aclosing(replies), aclosing(written) as parts:
                 async for part in parts:
                     yield part
+
+    @contextmanager
+    def _counted(self, num_bytes: int) -> Iterator[None]:
+        self._num_running += 1
+        self._num_bytes += num_bytes
+        try:
+            yield
         finally:
             self._num_running -= 1
             self._num_bytes -= num_bytes
-            self.store.end_turn(session, self._now_s())
 
     async def _planned(self, session_id: str, session: Session, body: bytes) -> Plan:
         """The turn.

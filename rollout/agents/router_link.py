@@ -40,6 +40,7 @@ _MOST_AT_ONCE = 1 << 16
 _SIGNED = ("x-engine-id", "x-weight-version", "x-first-weight-version", "x-logprob-kind")
 _PIN_AGAIN_S = 3600.0
 _JUST_STARTED = JUST_STARTED.encode()
+_NO_END = "the reply ended before its last token"
 _BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 
 
@@ -352,11 +353,15 @@ def _read_end(content: bytes, signed: Mapping[str, str]) -> Ended:
         payload = loads_reply(content)
         if "error" in payload:
             raise ChatFailure(502, content)
-        reply = read_checked(payload, wants_logprobs=True)
-        if reply.finish_reason is None:
-            raise failure(502, "engine_failure", "the reply ended before its last token")
-        is_known = payload["meta_info"].get("cached_tokens") is not None
-        return Ended(reply, num_cached=reply.cached_tokens if is_known else None, signed=signed)
+        return _end_of(payload, signed)
+
+
+def _end_of(payload: Any, signed: Mapping[str, str]) -> Ended:
+    reply = read_checked(payload, wants_logprobs=True)
+    if reply.finish_reason is None:
+        raise failure(502, "engine_failure", _NO_END)
+    is_known = payload["meta_info"].get("cached_tokens") is not None
+    return Ended(reply, num_cached=reply.cached_tokens if is_known else None, signed=signed)
 
 
 @contextmanager
@@ -373,29 +378,40 @@ async def _streamed(
     response: aiohttp.ClientResponse, signed: Mapping[str, str]
 ) -> AsyncGenerator[Progress | Ended, None]:
     """Of the events that have arrived together only the last one: each has everything so far."""
-    unread, newest = b"", b""
+    reply: Progress | Ended | None = None
+    pieces: list[bytes] = []  # of a line that has not ended
     async for data in response.content.iter_any():
-        *lines, unread = (unread + data).split(b"\n")
+        before, line_end, rest = data.rpartition(b"\n")
+        pieces.append(before if line_end else data)
+        if not line_end:
+            continue
+        lines, pieces = b"".join(pieces).split(b"\n"), [rest]
         events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
         events = [event for event in events if event != DONE]
         if events:
-            newest = events[-1]
-            if (progress := await _read(_read_progress, newest, signed)) is not None:
-                yield progress
-    if not newest:
+            reply = await _read(_read_event, events[-1], signed)
+            if isinstance(reply, Progress):
+                yield reply
+    if reply is None:
         raise failure(502, "engine_failure", "the stream ended before its first token")
-    yield await _read(_read_end, newest, signed)
+    if isinstance(reply, Progress):
+        raise failure(502, "engine_failure", _NO_END)
+    yield reply
 
 
-def _read_progress(content: bytes, signed: Mapping[str, str]) -> Progress | None:
-    """The tokens so far; None if it is the end, or an error."""
+def _read_event(content: bytes, signed: Mapping[str, str]) -> Progress | Ended:
+    """The tokens so far, or the end.
+
+    Raises:
+        ChatFailure: it is an error, or no complete reply.
+    """
     with _unusable(signed):
         payload = loads_reply(content)
         if "error" in payload:
-            return None
+            raise ChatFailure(502, content)
         meta = payload["meta_info"]
         if meta.get("finish_reason") is not None:
-            return None
+            return _end_of(payload, signed)
         check_generate(payload, wants_logprobs=True)
         logprobs = meta.get("output_token_logprobs") or ()
         return Progress(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rollout.agents.turns.store import Session, SessionStore
 from rollout.config import AgentsConfig
 from rollout.core.samples import SampleStatus
 from tests.rollout.agents.conftest import USER, Agent, MakeAgentOf, answer_of
@@ -473,6 +475,29 @@ async def test_a_chat_may_be_as_long_as_a_body_that_the_router_reads(
     with pytest.raises(openai.APIStatusError, match="under way take 0 bytes") as refused:
         await agent.ask([long])
     assert refused.value.status_code == 503
+
+
+async def test_a_burst_is_bounded_while_nothing_is_read_yet(
+    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = await make_agent()
+    monkeypatch.setattr("rollout.agents.chats.MOST_AT_ONCE", 1)
+    begin_turn = SessionStore.begin_turn
+    has_entered, goes_on = threading.Event(), threading.Event()  # the worker has a loop of its own
+
+    async def slow(store: SessionStore, session_id: str, now_s: float) -> Session:
+        has_entered.set()
+        await asyncio.to_thread(goes_on.wait, 60)
+        return await begin_turn(store, session_id, now_s)
+
+    monkeypatch.setattr(SessionStore, "begin_turn", slow)
+    first = asyncio.ensure_future(agent.ask([USER]))
+    assert await asyncio.to_thread(has_entered.wait, 60)
+    with pytest.raises(openai.APIStatusError, match="1 chats of sessions") as refused:
+        await agent.ask([USER])
+    assert refused.value.status_code == 503
+    goes_on.set()
+    await first
 
 
 async def test_a_closed_gate_is_the_clients_503_and_no_turn(make_agent: MakeAgent) -> None:
