@@ -6,13 +6,13 @@ import asyncio
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from engines.protocol.plain_text import first_line, size_text
 from rollout.cli.lib import find_run
-from rollout.cli.lib.output import AsJson, print_json
+from rollout.cli.lib.output import print_json
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.engine.claim import remove_ended
 from rollout.control.server.crash_cleanup import (
@@ -25,21 +25,9 @@ from rollout.control.server.crash_cleanup import (
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError
 
-Run = Annotated[str, typer.Argument(help="The run: its folder, or its id under ./runs.")]
 
-
-def attach(
-    run: Run,
-    clean: Annotated[
-        bool, typer.Option("--clean-up", help="Stop leftover engines that the run has launched.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show the leftovers of a crashed run, and clean up.
-
-    Engines stop with the process that launched them, so usually only attached engines still run.
-    Without --clean-up nothing is changed; while the driver runs, --clean-up is refused.
-    """
+def print_leftovers(run: str, *, clean: bool, as_json: bool) -> None:
+    """Print what the launch of a run has left, and stop its engines if ``clean``."""
     found, ended = asyncio.run(_examine(journals_of(run), clean=clean))
     if as_json:
         print_json({"servers": [_as_dict(server) for server in found], "ended": ended})

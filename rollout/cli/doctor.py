@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import starmap
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Group
-from rich.markup import escape
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -18,10 +16,11 @@ from engines.kinds import kind_of
 from engines.process.cuda_runtime import runtime_text
 from engines.process.gpu_memory import memory_of_all_gpus
 from engines.protocol.plain_text import holder_text, size_text
-from rollout.cli.lib import find_run, process_info
-from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.cli.lib import process_info
+from rollout.cli.lib.find_run import RunningServer
+from rollout.cli.lib.output import framed, print_json, show
 from rollout.core.errors import RolloutError
-from rollout.rules.diagnosis import LONG_S, Finding, Severity, diagnose
+from rollout.rules.diagnosis import Finding, Severity, diagnose
 from rollout.weights.routes.nccl import nccl_of_torch
 
 _COLORS = {
@@ -34,24 +33,9 @@ _MAX_ENGINES = 3
 _TAIL_LINES = 12
 
 
-def doctor(
-    run: find_run.Run = "",
-    key: find_run.Key = "",
-    ray: find_run.OverRay = False,
-    address: find_run.Address = "auto",
-    namespace: find_run.Namespace = "rollout",
-    patience: Annotated[
-        float, typer.Option(min=0, help="Seconds after which a phase counts as stuck.")
-    ] = LONG_S,
-    as_json: AsJson = False,
-) -> None:
-    """Explain why a run is stuck, and what to do.
-
-    It names the engine and the call, since when, and shows the engine's stack and log.
-    Exit status: 0 nothing is wrong, 3 something is wrong or stuck.
-    """
-    found = find_run.find(run, key=key, ray=ray, address=address, namespace=namespace)
-    reports = [_examine(server, patience) for server in found]
+def print_diagnosis(found: Sequence[RunningServer], patience_s: float, *, as_json: bool) -> None:
+    """Print what is wrong with each server; if something is, exit status 3."""
+    reports = [_examine(server, patience_s) for server in found]
     if as_json:
         print_json(reports)
     else:
@@ -61,7 +45,7 @@ def doctor(
         raise typer.Exit(3)
 
 
-def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any]:
+def _examine(server: RunningServer, patience_s: float) -> dict[str, Any]:
     try:
         now = server.state()
     except RolloutError as error:
@@ -96,7 +80,7 @@ def _examine(server: find_run.RunningServer, patience_s: float) -> dict[str, Any
     return report
 
 
-def _examine_engine(server: find_run.RunningServer, engine: dict[str, Any]) -> dict[str, Any]:
+def _examine_engine(server: RunningServer, engine: dict[str, Any]) -> dict[str, Any]:
     pid = process_info.pid_of(engine)
     where = engine.get("node_id", "another node")
     gone = f"its process is gone, or runs on another node ({where}): use py-spy there"
@@ -122,26 +106,28 @@ def _show(report: dict[str, Any]) -> None:
                 Text("Do:" if not index else "", style="bold"), Text(f"{index + 1}. {line}")
             )
         parts = Group(Text(finding.what, style=f"bold {color}"), grid)
-        title = f"{report['server']}: {Severity(finding.severity).name}" if not number else None
-        console().print(
-            Panel(parts, title=title, title_align="left", border_style=color, expand=False)
-        )
+        title = f"{report['server']}: {Severity(finding.severity).name}" if not number else ""
+        show(framed(parts, title, color))
     for engine_id, known in report["engines"].items():
-        console().print(f"[bold]engine {escape(engine_id)}[/bold]  {escape(known['state'])}")
+        _show_line(f"engine {engine_id}", known["state"])
         if known.get("stack"):
-            console().print(Text(_indented(known["stack"])))
-        console().print("[dim]end of its log:[/dim]")
+            show(_indented(known["stack"]))
+        show(Text("end of its log:", style="dim"))
         tail = known["log_tail"].splitlines()[-_TAIL_LINES:]
-        console().print(Text(_indented("\n".join(tail) or "(empty)"), style="dim"))
+        show(Text(_indented("\n".join(tail) or "(empty)"), style="dim"))
     process = report.get("server_process")
     if process:
-        console().print(f"[bold]the server[/bold]  {escape(process['state'])}")
-        console().print(Text(_indented(process["stack"])))
+        _show_line("the server", process["state"])
+        show(_indented(process["stack"]))
     for line in gpu_lines(report):
-        console().print(f"[bold]GPU memory[/bold]  {escape(line)}")
+        _show_line("GPU memory", line)
     for group, runtime in report["cuda_runtimes"].items():
-        console().print(f"[bold]CUDA runtime[/bold]  group {escape(group)}: {escape(runtime)}")
-    console().print(f"[bold]NCCL[/bold]  {escape(report['nccl'])}")
+        _show_line("CUDA runtime", f"group {group}: {runtime}")
+    _show_line("NCCL", report["nccl"])
+
+
+def _show_line(title: str, text: str) -> None:
+    show(Text.assemble((title, "bold"), f"  {text}"))
 
 
 def cuda_runtimes(now: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""The command ``rollout``; each command is a file of ``rollout/cli``.
+"""The command ``rollout``: what a user types, and the help; the work is a file for each command.
+
+Always true: a command's file is imported when the command runs, so the help needs Typer alone.
 
 Exit status: 0 done, 2 a setting is wrong, 3 ``doctor`` found a problem, 1 any other expected error,
 130 interrupted.  An expected error (``RolloutError``) is printed as one message without a
@@ -9,15 +11,41 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import rollout
-from rollout.cli import attach, doctor, plan, report, serve, status, stop, trace
-from rollout.cli.lib.output import AsJson, console, print_json
-from rollout.cli.quickstart import quickstart
 from rollout.core.errors import ConfigError, RolloutError
+from rollout.rules.diagnosis import LONG_S
+
+if TYPE_CHECKING:
+    from rollout.cli.lib.find_run import RunningServer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML or JSON file with the configuration.")]
+Backend = Annotated[str, typer.Option(help="'local': child processes of this one; 'ray': actors.")]
+
+Run = Annotated[
+    str,
+    typer.Argument(
+        help="The run: its folder, its id under ./runs, the URL of its page, or, with --ray, its "
+        "id. Default: the only active run under ./runs."
+    ),
+]
+Key = Annotated[str, typer.Option(envvar="ROLLOUT_KEY", help="Key of the page, if it needs one.")]
+OverRay = Annotated[
+    bool, typer.Option("--ray", help="Query the actors of the run, on the cluster of --address.")
+]
+Address = Annotated[str, typer.Option(help="Ray address, with --ray.")]
+Namespace = Annotated[str, typer.Option(help="Ray namespace, with --ray.")]
+
+LaunchId = Annotated[
+    str, typer.Option("--launch", help="Id of a launch of the run; default: the last one.")
+]
+ListLaunches = Annotated[bool, typer.Option("--launches", help="Only list the launches.")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,19 +69,226 @@ def options(
 @app.command()
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
+    from rollout.cli.lib.output import print_json
+
     if as_json:
         print_json({"version": rollout.__version__})
     else:
-        console().print(rollout.__version__)
+        typer.echo(rollout.__version__)
 
 
-for command in (
-    *(plan.validate, plan.plan, plan.schema, serve.serve, status.status, status.top),
-    doctor.doctor,
-    *(stop.stop, attach.attach, trace.trace, report.report),
-):
-    app.command()(command)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(quickstart)
+@app.command()
+def validate(config: ConfigPath, as_json: AsJson = False) -> None:
+    """List all mistakes of a configuration; start nothing.
+
+    Folders that it names are checked too.
+    Exit status 2 if there is one.
+    """
+    from rollout.cli.plan import print_mistakes
+
+    print_mistakes(config, as_json=as_json)
+
+
+@app.command()
+def plan(config: ConfigPath, as_json: AsJson = False) -> None:
+    """Show where engines run and what they need; start nothing.
+
+    Also their ports, what an offload discards, its host memory, and what engines are started with:
+    variables, options and deadlines, and which of them the configuration overrides.
+
+    Exit status 2 if a group would be refused; each refusal names the setting to change.
+    """
+    from rollout.cli.plan import print_plan
+
+    print_plan(config, as_json=as_json)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    from rollout.cli.lib.output import print_json
+    from rollout.config import RolloutConfig
+
+    print_json(RolloutConfig.model_json_schema())
+
+
+@app.command()
+def serve(config: ConfigPath, backend: Backend = "local", as_json: AsJson = False) -> None:
+    """Run engines, router and page without a trainer until Ctrl-C."""
+    from rollout.cli.serve import serve_until_stopped
+
+    serve_until_stopped(config, backend, as_json=as_json)
+
+
+@app.command()
+def status(
+    run: Run = "",
+    key: Key = "",
+    ray: OverRay = False,
+    address: Address = "auto",
+    namespace: Namespace = "rollout",
+    as_json: AsJson = False,
+) -> None:
+    """Show the state of every server, group and engine of a run.
+
+    It answers also while a step runs.
+    """
+    from rollout.cli.status import print_status
+
+    print_status(_find(run, key, ray, address, namespace), as_json=as_json)
+
+
+@app.command()
+def top(
+    run: Run = "",
+    key: Key = "",
+    ray: OverRay = False,
+    address: Address = "auto",
+    namespace: Namespace = "rollout",
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two updates.")] = 1.0,
+    num: Annotated[int, typer.Option(min=0, help="Number of updates; 0: until Ctrl-C.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run in the terminal."""
+    from rollout.cli.status import watch
+
+    watch(_find(run, key, ray, address, namespace), every_s=every, num=num, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    run: Run = "",
+    key: Key = "",
+    ray: OverRay = False,
+    address: Address = "auto",
+    namespace: Namespace = "rollout",
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds after which a phase counts as stuck.")
+    ] = LONG_S,
+    as_json: AsJson = False,
+) -> None:
+    """Explain why a run is stuck, and what to do.
+
+    It names the engine and the call, since when, and shows the engine's stack and log.
+    Exit status: 0 nothing is wrong, 3 something is wrong or stuck.
+    """
+    from rollout.cli.doctor import print_diagnosis
+
+    print_diagnosis(_find(run, key, ray, address, namespace), patience, as_json=as_json)
+
+
+@app.command()
+def stop(
+    run: Run = "",
+    key: Key = "",
+    ray: OverRay = False,
+    address: Address = "auto",
+    namespace: Namespace = "rollout",
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop the engines and routers of a run.
+
+    With --ray the server actors are stopped.  Otherwise the process that runs the servers gets
+    SIGTERM; this is the training script if the script launched them.
+    """
+    from rollout.cli.stop import stop_servers
+
+    stop_servers(_find(run, key, ray, address, namespace), yes=yes, as_json=as_json)
+
+
+@app.command()
+def attach(
+    run: Annotated[str, typer.Argument(help="The run: its folder, or its id under ./runs.")],
+    clean: Annotated[
+        bool, typer.Option("--clean-up", help="Stop leftover engines that the run has launched.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the leftovers of a crashed run, and clean up.
+
+    Engines stop with the process that launched them, so usually only attached engines still run.
+    Without --clean-up nothing is changed; while the driver runs, --clean-up is refused.
+    """
+    from rollout.cli.attach import print_leftovers
+
+    print_leftovers(run, clean=clean, as_json=as_json)
+
+
+@app.command()
+def trace(
+    file: Annotated[
+        Path, typer.Argument(help="A run folder, its id under ./runs, or one .spans.jsonl file.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File for the trace; default: trace.json.")
+    ] = None,
+    otel: Annotated[
+        bool, typer.Option(help="Also export to the OTLP endpoint of the OTEL_* variables.")
+    ] = False,
+    launch: LaunchId = "",
+    list_launches: ListLaunches = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trace for Perfetto, and print the time of each phase.
+
+    Open the trace in ui.perfetto.dev or chrome://tracing. It shows one launch of the run.
+    """
+    if list_launches:
+        _list_launches(file, as_json=as_json)
+        return
+    from rollout.cli.trace import write_trace
+
+    write_trace(file, out, launch, has_otel=otel, as_json=as_json)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder, or its id under ./runs.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Default: report.html in the run folder.")
+    ] = None,
+    launch: LaunchId = "",
+    list_launches: ListLaunches = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML file of a run: curves, phases, failures.
+
+    It shows one launch of the run.
+    """
+    if list_launches:
+        _list_launches(run, as_json=as_json)
+        return
+    from rollout.cli.report import write_report
+
+    write_report(run, out, launch, as_json=as_json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def quickstart(context: typer.Context) -> None:
+    """Train a tiny model with colocated GRPO on this machine.
+
+    No GPU is needed.  Figures and model are written to runs/colocated_grpo in this folder.
+    Further options are those of examples/colocated_grpo.py, for example --steps 5;
+    `rollout quickstart -- --help` lists them.
+    """
+    from rollout.cli.quickstart import run_example
+
+    run_example(context.args)
+
+
+def _find(run: str, key: str, ray: bool, address: str, namespace: str) -> list[RunningServer]:
+    from rollout.cli.lib.find_run import find
+
+    return find(run, key=key, ray=ray, address=address, namespace=namespace)
+
+
+def _list_launches(run: Path, *, as_json: bool) -> None:
+    from rollout.cli.lib.find_run import recorded_run
+    from rollout.cli.lib.launches import show_launches
+    from rollout.observability.timeline.span_file import read_spans
+
+    show_launches(read_spans(recorded_run(run)), as_json=as_json)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``rollout validate``, ``plan`` and ``schema``: check and show a configuration; start nothing."""
+"""``rollout validate`` and ``plan``: check and show a configuration; start nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
-from rollout.cli.lib.config_file import ConfigPath, load_config
-from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.cli.lib.config_file import load_config
+from rollout.cli.lib.output import print_json, show, table
 from rollout.cli.lib.start_values import show_start, start_values
 from rollout.config import (
     EngineConfig,
@@ -50,17 +50,13 @@ from rollout.weights.store.layout.placement import node_bytes
 _STORE_NODES = (1, 2, 4, 8)
 
 
-def validate(config: ConfigPath, as_json: AsJson = False) -> None:
-    """List all mistakes of a configuration; start nothing.
-
-    Folders that it names are checked too.
-    Exit status 2 if there is one.
-    """
-    loaded, mistakes = _examined(config)
+def print_mistakes(path: Path, *, as_json: bool) -> None:
+    """Print all mistakes of a configuration; with one, exit status 2."""
+    loaded, mistakes = _examined(path)
     notes = [] if loaded is None else [*option_notes(loaded), *_draft_notes(loaded)]
     if as_json:
         values = {
-            "config": str(config),
+            "config": str(path),
             "servers": list(loaded.servers) if loaded is not None else [],
             "is_valid": not mistakes,
             "mistakes": [asdict(mistake) for mistake in mistakes],
@@ -68,17 +64,12 @@ def validate(config: ConfigPath, as_json: AsJson = False) -> None:
         }
         print_json(values)
     elif loaded is not None and not mistakes:
-        console().print(f"{config}: {len(loaded.servers)} server(s), valid")
+        show(f"{path}: {len(loaded.servers)} server(s), valid")
     if not as_json:
         for line in (*map(str, mistakes), *(f"note: {note}" for note in notes)):
             typer.echo(line, err=True)
     if mistakes:
         raise typer.Exit(2)
-
-
-def schema() -> None:
-    """Print the JSON Schema of the configuration, for editors."""
-    print_json(RolloutConfig.model_json_schema())
 
 
 def _examined(path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
@@ -92,16 +83,9 @@ def _examined(path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
     return loaded, mistakes
 
 
-def plan(config: ConfigPath, as_json: AsJson = False) -> None:
-    """Show where engines run and what they need; start nothing.
-
-    Also their ports, what an offload discards, its host memory, and what engines are started with:
-    variables, options and deadlines, and which of them the configuration overrides.
-
-    Exit status 2 if a group would be refused; each refusal names the setting to change.
-    """
-    loaded = load_config(config)
-    values = summary(loaded)
+def print_plan(path: Path, *, as_json: bool) -> None:
+    """Print what a configuration would start; with a refusal, exit status 2."""
+    values = summary(load_config(path))
     if as_json:
         print_json(values)
     else:
@@ -326,12 +310,11 @@ def _store_text(by_nodes: Mapping[str, int]) -> str:
 
 
 def _show(values: dict[str, Any]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("group", "engines", "GPUs", "at", "offloads", "weights from", "host memory"):
-        table.add_column(title, no_wrap=title == "group")
+    heads = ("group", "engines", "GPUs", "at", "offloads", "weights from", "host memory")
+    groups = table(*heads, whole=("group",))
     for group in values["groups"]:
         bundles = group["bundles"]
-        table.add_row(
+        groups.add_row(
             f"{group['server']}/{group['group']}",
             f"{group['num_engines']} {group['kind']}",
             str(group["gpus_each"]),
@@ -340,27 +323,25 @@ def _show(values: dict[str, Any]) -> None:
             group["weights_from"],
             size_text(group["host_bytes"]),
         )
-    console().print(table)
+    show(groups)
     for group in values["groups"]:
         if group["start"] is not None:
             show_start(f"{group['server']}/{group['group']}", group["start"])
     for server in values["servers"]:
-        console().print(
+        show(
             f"{server['server']}: router {server['router']}, agents "
             f"{', '.join(server['agents']) or 'none'}, page {server['page']}, weights "
             f"{size_text(server['weight_bytes'])}, {_store_text(server['store_bytes_per_node'])}"
         )
         for peaks in server["push_memory"]:
-            console().print(f"{server['server']}: {push_memory_text(PushMemory(**peaks))}")
+            show(f"{server['server']}: {push_memory_text(PushMemory(**peaks))}")
     needs = ", ".join(f"{amount:g} {name}" for name, amount in values["needs"].items()) or "nothing"
     shared = values["shared_gpu_bundles"]
     positions = f"positions {_span_text(range(shared))}" if shared else "no GPU"
-    console().print(f"needs {needs}; the trainer shares {positions}")
+    show(f"needs {needs}; the trainer shares {positions}")
     for server, below in values["stacked"].items():
-        console().print(
-            f"{server}: on GPUs of {', '.join(below)}, so it starts first and stays offloaded"
-        )
+        show(f"{server}: on GPUs of {', '.join(below)}, so it starts first and stays offloaded")
     for note in values["notes"]:
-        console().print(f"[yellow]note[/yellow] {note}")
+        show(Text.assemble(("note", "yellow"), f" {note}"))
     for refusal in values["refusals"]:
-        console().print(f"[red]refused[/red] {refusal}")
+        show(Text.assemble(("refused", "red"), f" {refusal}"))

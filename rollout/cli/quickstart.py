@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-
-import typer
 
 import rollout
 from rollout.core.errors import ConfigError
@@ -16,12 +15,11 @@ from rollout.core.optional_deps import install_command
 _NEEDED = ("torch", "transformers", "accelerate", "safetensors", "jinja2")
 
 
-def quickstart(context: typer.Context) -> None:
-    """Train a tiny model with colocated GRPO on this machine.
+def run_example(options: Sequence[str]) -> None:
+    """Become the example, with these options.
 
-    No GPU is needed.  Figures and model are written to runs/colocated_grpo in this folder.
-    Further options are those of examples/colocated_grpo.py, for example --steps 5;
-    `rollout quickstart -- --help` lists them.
+    Raises:
+        ConfigError: a package that it needs is not installed.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -32,7 +30,7 @@ def quickstart(context: typer.Context) -> None:
     script = example_folder() / "colocated_grpo.py"
     backend = [] if find_spec("ray") else ["--backend", "local"]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(script), *backend, *context.args])
+    os.execv(sys.executable, [sys.executable, str(script), *backend, *options])
 
 
 def example_folder() -> Path:

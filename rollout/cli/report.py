@@ -10,20 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.find_run import recorded_run
-from rollout.cli.lib.launches import (
-    NOT_STOPPED,
-    LaunchId,
-    ListLaunches,
-    show_launches,
-    spans_of_launch,
-)
-from rollout.cli.lib.output import AsJson, console, print_json, write_text
+from rollout.cli.lib.launches import NOT_STOPPED, spans_of_launch
+from rollout.cli.lib.output import print_json, show, write_text
 from rollout.cli.lib.push_rows import HEADS, push_rows
 from rollout.observability.recorded import read_figures
 from rollout.observability.timeline.analysis import Step, pushes, slowest_engines, steps
@@ -50,25 +42,10 @@ show();
 _Chart = dict[str, Any]
 
 
-def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, or its id under ./runs.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Default: report.html in the run folder.")
-    ] = None,
-    launch: LaunchId = "",
-    list_launches: ListLaunches = False,
-    as_json: AsJson = False,
-) -> None:
-    """Write one HTML file of a run: curves, phases, failures.
-
-    It shows one launch of the run.
-    """
+def write_report(run: Path, out: Path | None, launch: str, *, as_json: bool) -> None:
+    """Write the report of one launch of a run."""
     run = recorded_run(run)
-    recorded = read_spans(run)
-    if list_launches:
-        show_launches(recorded, as_json=as_json)
-        return
-    chosen, spans = spans_of_launch(recorded, launch)
+    chosen, spans = spans_of_launch(read_spans(run), launch)
     figures = [entry for entry in read_figures(run) if entry.get("launch", "") == chosen.launch]
     found = steps(spans)
     target = out or run / "report.html"
@@ -96,7 +73,7 @@ def report(
             }
         )
     else:
-        console().print(f"{target}: {totals}")
+        show(f"{target}: {totals}")
 
 
 def render_report(

@@ -6,18 +6,19 @@ import logging
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import rollout
-from rollout.cli.lib.config_file import Backend, ConfigPath, launch, load_config
+from rollout.cli.lib.config_file import launch, load_config
 from rollout.cli.lib.find_run import find
-from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.cli.lib.output import print_json, show
 from rollout.cli.lib.server_view import render_server
 from rollout.config.run_dir import RunFolder
 from rollout.core.errors import RolloutError
 
 
-def serve(config: ConfigPath, backend: Backend = "local", as_json: AsJson = False) -> None:
-    """Run engines, router and page without a trainer until Ctrl-C."""
+def serve_until_stopped(config: Path, backend: str, *, as_json: bool) -> None:
+    """Start what ``config`` describes, print its addresses, and wait for SIGINT or SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     loaded = load_config(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # as Ctrl-C, also while engines start
@@ -37,8 +38,8 @@ def _show(config: rollout.RolloutConfig, urls: dict[str, str]) -> None:
     folder = RunFolder.of(config).path
     try:
         for server in find(str(folder)):
-            console().print(render_server(server.state(), server.where))
+            show(render_server(server.state(), server.where))
     except RolloutError:  # the page is disabled or needs a key: show the routers
         for name, url in urls.items():
-            console().print(f"{name}: router {url}")
-    console().print(f"serving; files in {folder}; stop with Ctrl-C")
+            show(f"{name}: router {url}")
+    show(f"serving; files in {folder}; stop with Ctrl-C")

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
 
 import typer
 
 from engines.process.process_identity import terminate
 from engines.protocol import ProcessIdentity
-from rollout.cli.lib import find_run
-from rollout.cli.lib.output import AsJson, console, print_json
+from rollout.cli.lib.find_run import RunningServer
+from rollout.cli.lib.output import print_json, show
 from rollout.core.errors import RolloutError
 
 _TIMEOUT_S = 60.0
 
 
-def stop(
-    run: find_run.Run = "",
-    key: find_run.Key = "",
-    ray: find_run.OverRay = False,
-    address: find_run.Address = "auto",
-    namespace: find_run.Namespace = "rollout",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Stop the engines and routers of a run.
-
-    With --ray the server actors are stopped.  Otherwise the process that runs the servers gets
-    SIGTERM; this is the training script if the script launched them.
-    """
-    found = find_run.find(run, key=key, ray=ray, address=address, namespace=namespace)
+def stop_servers(found: Sequence[RunningServer], *, yes: bool, as_json: bool) -> None:
+    """Stop the servers, or the process that runs them, after a confirmation."""
     names = ", ".join(f"server {server.name} ({server.where})" for server in found)
     if not yes and not as_json and not typer.confirm(f"Stop {names}?"):
         raise typer.Abort
@@ -42,7 +29,7 @@ def stop(
     if as_json:
         print_json({"stopped": [server.name for server in found]})
     else:
-        console().print(f"stopped: {names}")
+        show(f"stopped: {names}")
 
 
 def _terminate(process: ProcessIdentity) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.find_run import recorded_run
-from rollout.cli.lib.launches import LaunchId, ListLaunches, show_launches, spans_of_launch
-from rollout.cli.lib.output import AsJson, console, print_json, write_text
+from rollout.cli.lib.launches import spans_of_launch
+from rollout.cli.lib.output import print_json, show, table, write_text
 from rollout.cli.lib.push_rows import HEADS, push_rows
 from rollout.core.types import PushStage
 from rollout.observability.timeline.analysis import (
@@ -31,37 +30,17 @@ _NUM_SHOWN = 20
 _REPORTED = ("server", "start_s", "lost_s", "paused_s", "trainer_s", "weight_version", "phase_s")
 
 
-def trace(
-    file: Annotated[
-        Path, typer.Argument(help="A run folder, its id under ./runs, or one .spans.jsonl file.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File for the trace; default: trace.json.")
-    ] = None,
-    otel: Annotated[
-        bool, typer.Option(help="Also export to the OTLP endpoint of the OTEL_* variables.")
-    ] = False,
-    launch: LaunchId = "",
-    list_launches: ListLaunches = False,
-    as_json: AsJson = False,
-) -> None:
-    """Write a trace for Perfetto, and print the time of each phase.
-
-    Open the trace in ui.perfetto.dev or chrome://tracing. It shows one launch of the run.
-    """
-    file = recorded_run(file)
-    recorded = read_spans(file)
-    if list_launches:
-        show_launches(recorded, as_json=as_json)
-        return
-    chosen, spans = spans_of_launch(recorded, launch)
+def write_trace(run: Path, out: Path | None, launch: str, *, has_otel: bool, as_json: bool) -> None:
+    """Write the trace of one launch of a run, and print the time of each phase."""
+    file = recorded_run(run)
+    chosen, spans = spans_of_launch(read_spans(file), launch)
     target = out or (file if file.is_dir() else file.parent) / "trace.json"
     write_text(target, json.dumps(chrome_trace(spans)))
     found = steps(spans)
-    if otel:
+    if has_otel:
         from rollout.observability.timeline.otel import export
 
-        console().print(f"sent {export(spans)} spans")
+        show(f"sent {export(spans)} spans")
     if as_json:
         reported = [_as_dict(step) for step in found]
         values = {"trace": str(target), "launch": chosen.launch, "num_spans": len(spans)}
@@ -69,7 +48,7 @@ def trace(
         pushed = [asdict(push) for push in pushes(spans, found)]
         print_json(values | {"steps": reported, "pushes": pushed, "push_stages": ranks})
         return
-    console().print(f"{target}: {len(spans)} spans; open it in ui.perfetto.dev or chrome://tracing")
+    show(f"{target}: {len(spans)} spans; open it in ui.perfetto.dev or chrome://tracing")
     _show(found, spans)
 
 
@@ -79,13 +58,13 @@ def _as_dict(step: Step) -> dict[str, Any]:
 
 
 def _show(all_steps: list[Step], spans: list[Span]) -> None:
-    table = Table(
-        "server", "version", "lost at the boundary", "paused for the push", "trainer time"
+    steps_shown = table(
+        *("server", "version", "lost at the boundary", "paused for the push", "trainer time"),
+        "longest phases",
     )
-    table.add_column("longest phases")
     for step in all_steps[-_NUM_SHOWN:]:
         longest = sorted(step.phase_s.items(), key=lambda item: -item[1])[:3]
-        table.add_row(
+        steps_shown.add_row(
             step.server,
             str(step.weight_version),
             f"{step.lost_s:.2f} s",
@@ -94,8 +73,8 @@ def _show(all_steps: list[Step], spans: list[Span]) -> None:
             ", ".join(f"{name} {took:.2f}" for name, took in longest),
         )
     if all_steps:
-        console().print(table)
-    engines = Table("phase", "slowest engine", "its seconds", "median", "others waited (engine-s)")
+        show(steps_shown, "")
+    engines = table("phase", "slowest engine", "its seconds", "median", "others waited (engine-s)")
     for phase, slowest in slowest_engines(spans).items():
         engines.add_row(
             phase,
@@ -104,20 +83,20 @@ def _show(all_steps: list[Step], spans: list[Span]) -> None:
             f"{slowest.median_s:.2f}",
             f"{slowest.waited_s:.2f}",
         )
-    console().print(engines)
+    show(engines)
     if rows := push_rows(pushes(spans, all_steps)):
-        table = Table(*HEADS)
+        pushed = table(*HEADS)
         for row in rows[-_NUM_SHOWN:]:
-            table.add_row(*row)
-        console().print(table)
+            pushed.add_row(*row)
+        show("", pushed)
     if stages := push_stages(spans):
-        console().print(_ranks(stages))
+        show("", _ranks(stages))
 
 
 def _ranks(stages: list[PushStage]) -> Table:
-    table = Table("rank", "stage of pushes", "route", "seconds", "bytes", "GiB/s")
+    ranks = table("rank", "stage of pushes", "route", "seconds", "bytes", "GiB/s")
     for stage in stages[:_NUM_SHOWN]:
-        table.add_row(
+        ranks.add_row(
             str(stage.rank),
             stage.stage,
             stage.route,
@@ -125,4 +104,4 @@ def _ranks(stages: list[PushStage]) -> Table:
             size_text(stage.num_bytes),
             f"{stage.gib_per_s:.2f}",
         )
-    return table
+    return ranks

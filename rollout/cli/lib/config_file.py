@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Literal
 
 import rollout
 from rollout.config import RolloutConfig, check_paths
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
-
-ConfigPath = Annotated[Path, typer.Argument(help="YAML or JSON file with the configuration.")]
-Backend = Annotated[str, typer.Option(help="'local': child processes of this one; 'ray': actors.")]
 
 
 def load_config(path: Path) -> RolloutConfig:

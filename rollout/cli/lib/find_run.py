@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
-
-import typer
 
 from engines.plain_json import WRONG_FORM, read_json
 from engines.process.process_identity import is_running
@@ -25,20 +23,6 @@ from rollout.core.optional_deps import optional_import
 
 _TIMEOUT_S = 15.0
 _without_proxy = build_opener(ProxyHandler({}))
-
-Run = Annotated[
-    str,
-    typer.Argument(
-        help="The run: its folder, its id under ./runs, the URL of its page, or, with --ray, its "
-        "id. Default: the only active run under ./runs."
-    ),
-]
-Key = Annotated[str, typer.Option(envvar="ROLLOUT_KEY", help="Key of the page, if it needs one.")]
-OverRay = Annotated[
-    bool, typer.Option("--ray", help="Query the actors of the run, on the cluster of --address.")
-]
-Address = Annotated[str, typer.Option(help="Ray address, with --ray.")]
-Namespace = Annotated[str, typer.Option(help="Ray namespace, with --ray.")]
 
 
 class RunningServer(Protocol):

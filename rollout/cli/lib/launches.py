@@ -5,19 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
-import typer
-from rich.table import Table
-
-from rollout.cli.lib.output import console, print_json
+from rollout.cli.lib.output import print_json, show, table
 from rollout.core.errors import ConfigError
 from rollout.observability.timeline.span import Kind, Span
-
-LaunchId = Annotated[
-    str, typer.Option("--launch", help="Id of a launch of the run; default: the last one.")
-]
-ListLaunches = Annotated[bool, typer.Option("--launches", help="Only list the launches.")]
 
 NOT_STOPPED = "not stopped: it was killed, or it runs"
 
@@ -77,16 +68,16 @@ def show_launches(spans: Sequence[Span], *, as_json: bool) -> None:
     if as_json:
         print_json([asdict(launch) for launch in found])
         return
-    table = Table("launch", "began (UTC)", "seconds", "spans", "end")
+    rows = table("launch", "began (UTC)", "seconds", "spans", "end")
     for launch in found:
-        table.add_row(
+        rows.add_row(
             launch.launch or "(no id)",
             time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.began_s)),
             f"{launch.ended_s - launch.began_s:.0f}",
             str(launch.num_spans),
             end_text(launch),
         )
-    console().print(table)
+    show(rows)
 
 
 def end_text(launch: Launch) -> str:

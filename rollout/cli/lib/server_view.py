@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from engines.protocol.plain_text import first_line, size_text
+from rollout.cli.lib.output import table
 
 _STATES = {"serving": "green", "fenced": "red", "stale": "yellow"}
 _MAX_ROWS = 40
@@ -78,13 +78,12 @@ def _deadline(span: dict[str, Any]) -> Text:
 
 
 def _engines(engines: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("engine", "state", "version", "in flight", "memory", "doing"):
-        table.add_column(name, justify="right" if name in ("in flight", "memory") else "left")
+    heads = ("engine", "state", "version", "in flight", "memory", "doing")
+    rows = table(*heads, right=("in flight", "memory"))
     order = sorted(engines, key=lambda engine: (engine["state"] == "serving", not engine["doing"]))
     for engine in order[:_MAX_ROWS]:
         doing = engine["doing"]
-        table.add_row(
+        rows.add_row(
             engine["engine_id"],
             _state(engine),
             str(engine["weight_version"] if engine["weight_version"] is not None else "-"),
@@ -93,8 +92,8 @@ def _engines(engines: list[dict[str, Any]]) -> RenderableType:
             f"{doing['name']} since {_seconds(time.time() - doing['start_s'])}" if doing else "",
         )
     if len(order) > _MAX_ROWS:
-        table.add_row(f"... and {len(order) - _MAX_ROWS} more, all serving")
-    return Group(table, *_errors(order[:_MAX_ROWS]))
+        rows.add_row(f"... and {len(order) - _MAX_ROWS} more, all serving")
+    return Group(rows, *_errors(order[:_MAX_ROWS]))
 
 
 def _state(engine: dict[str, Any]) -> Text:

@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.markup import escape
-
 from engines.launch import StartSettings, start_settings
 from engines.protocol import WorkerType
 from engines.protocol.errors import EngineError
-from rollout.cli.lib.output import console
+from rollout.cli.lib.output import show
 from rollout.config import GroupConfig, ServerConfig
 from rollout.runtime.preflight import planned_spec
 
@@ -70,10 +68,10 @@ def show_start(name: str, start: Mapping[str, Any]) -> None:
             for one in start["overrides"]
         ],
     }
-    console().print(
-        f"{escape(name)}: an engine has {start['start_timeout_s']:g} s to start and "
+    show(
+        f"{name}: an engine has {start['start_timeout_s']:g} s to start and "
         f"{start['kill_timeout_s']:g} s to end"
     )
     for title, values in lines.items():
         if values:
-            console().print(f"  {title}: {escape(', '.join(values))}")
+            show(f"  {title}: {', '.join(values)}")
