@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from engines.protocol.plain_text import first_line, size_text
-from rollout.cli.lib import find_run
 from rollout.cli.lib.output import print_json
 from rollout.config.run_dir import JOURNAL_FILE
 from rollout.control.engine.claim import remove_ended
@@ -22,13 +21,14 @@ from rollout.control.server.crash_cleanup import (
     clean_up,
     inspect,
 )
-from rollout.control.server.journal import read
-from rollout.core.errors import ConfigError
+from rollout.control.server.journal import JournalRecord
+from rollout.control.server.runs import journals_of, named_folders
+from rollout.core.errors import ConfigError, RolloutError
 
 
 def print_leftovers(run: str, *, clean: bool, as_json: bool) -> None:
     """Print what the launch of a run has left, and stop its engines if ``clean``."""
-    found, ended = asyncio.run(_examine(journals_of(run), clean=clean))
+    found, ended = asyncio.run(_examine(records_of(run), clean=clean))
     if as_json:
         print_json({"servers": [_as_dict(server) for server in found], "ended": ended})
         return
@@ -38,8 +38,9 @@ def print_leftovers(run: str, *, clean: bool, as_json: bool) -> None:
         typer.echo(f"stopped: {', '.join(ended)}" if ended else "there was nothing to stop")
 
 
-async def _examine(paths: list[Path], *, clean: bool) -> tuple[list[FoundServer], list[str]]:
-    records = [read(path) for path in paths]
+async def _examine(
+    records: Sequence[JournalRecord], *, clean: bool
+) -> tuple[list[FoundServer], list[str]]:
     found = [await inspect(record) for record in records]
     if not clean:
         return found, []
@@ -48,18 +49,24 @@ async def _examine(paths: list[Path], *, clean: bool) -> tuple[list[FoundServer]
     return [await inspect(record) for record in records], ended
 
 
-def journals_of(run: str) -> list[Path]:
-    """The journals of a run.
+def records_of(run: str) -> list[JournalRecord]:
+    """What the journals of a run's servers hold.
 
     Raises:
         ConfigError: there is none; the message names the folders.
+        RolloutError: one cannot be read.
     """
-    if files := find_run.files_of_run(run, JOURNAL_FILE, f"*/{JOURNAL_FILE}"):
-        return files
-    raise ConfigError(
-        f"no {JOURNAL_FILE} in {run} or {Path('runs', run)}; give the folder of a run, "
-        "<log_dir>/<run_id>"
-    )
+    journals = journals_of(run)
+    if not journals:
+        folder, under_runs = named_folders(run)
+        raise ConfigError(
+            f"no {JOURNAL_FILE} in {folder} or {under_runs}; give the folder of a run, "
+            "<log_dir>/<run_id>"
+        )
+    for journal in journals:
+        if journal.record is None:
+            raise RolloutError(journal.trouble)
+    return [journal.record for journal in journals if journal.record is not None]
 
 
 def _show(crashed: FoundServer) -> None:

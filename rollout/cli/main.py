@@ -284,8 +284,8 @@ def _find(run: str, key: str, ray: bool, address: str, namespace: str) -> list[R
 
 
 def _list_launches(run: Path, *, as_json: bool) -> None:
-    from rollout.cli.lib.find_run import recorded_run
     from rollout.cli.lib.launches import show_launches
+    from rollout.control.server.runs import recorded_run
     from rollout.observability.timeline.span_file import read_spans
 
     show_launches(read_spans(recorded_run(run)), as_json=as_json)

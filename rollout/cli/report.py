@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol.plain_text import size_text
-from rollout.cli.lib.find_run import recorded_run
 from rollout.cli.lib.launches import NOT_STOPPED, spans_of_launch
 from rollout.cli.lib.output import print_json, show, write_text
 from rollout.cli.lib.push_rows import HEADS, push_rows
+from rollout.control.server.runs import recorded_run
 from rollout.observability.recorded import read_figures
 from rollout.observability.timeline.analysis import Step, pushes, slowest_engines, steps
 from rollout.observability.timeline.span import Kind, Outcome, Span

@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from engines.protocol.plain_text import size_text
-from rollout.cli.lib.find_run import recorded_run
 from rollout.cli.lib.launches import spans_of_launch
 from rollout.cli.lib.output import print_json, show, table, write_text
 from rollout.cli.lib.push_rows import HEADS, push_rows
+from rollout.control.server.runs import recorded_run
 from rollout.core.types import PushStage
 from rollout.observability.timeline.analysis import (
     Step,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config.run_dir import JOURNAL_FILE
-from rollout.control.server.journal import read
+from rollout.control.server.runs import journals_of
 from rollout.control.server.server import RolloutServer
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import ConfigError
 from rollout.runtime.control_socket import ControlAddress, SocketCaller
 from rollout.runtime.handle import RunHandle, ServerHandle
 
@@ -27,14 +27,11 @@ def connect_local(run: str | Path, address: str, key: str) -> RunHandle | None:
 
 
 def _in_run_folder(run: Path) -> ControlAddress | None:
-    for folder in (run, Path("runs") / run):
-        for path in sorted(folder.glob(f"*/{JOURNAL_FILE}")):
-            try:
-                journal = read(path)
-            except RolloutError as error:
-                raise ConfigError(str(error)) from None
-            if journal.control:
-                return _parsed(journal.control, journal.key)
+    for journal in journals_of(run):
+        if journal.record is None:
+            raise ConfigError(journal.trouble)
+        if journal.record.control:
+            return _parsed(journal.record.control, journal.record.key)
     return None
 
 

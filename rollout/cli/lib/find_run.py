@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from engines.plain_json import WRONG_FORM, read_json
-from engines.process.process_identity import is_running
 from engines.protocol import ProcessIdentity
 from rollout.config.run_dir import JOURNAL_FILE
-from rollout.control.server.journal import read
+from rollout.control.server.runs import journals_here, journals_of, runs_here
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
 
@@ -104,21 +102,13 @@ def find(
     found: list[RunningServer] = []
     gone = []
     runs = set()
-    for file in _journals(run):
-        try:
-            journal = read(file)
-        except RolloutError as error:  # of another user, or of another version
-            gone.append(str(error))
-            continue
-        if journal.is_ended:
-            continue
-        if not is_running(journal.process):
-            gone.append(f"{file}: process {journal.process.pid} is gone, or elsewhere")
-        elif not journal.page:
-            gone.append(f"{file}: the server has not started yet")
-        else:
-            found.append(ServerViaPage(journal.server, journal.page, key, journal.process))
-            runs.add(str(file.parent.parent))
+    for journal in journals_of(run, has_many=True) if run else journals_here():
+        record = journal.record
+        if record is None or (journal.trouble and not record.is_ended):
+            gone.append(journal.trouble)
+        elif not record.is_ended:
+            found.append(ServerViaPage(record.server, record.page, key, record.process))
+            runs.add(str(journal.file.parent.parent))
     if not run and len(runs) > 1:
         raise ConfigError(f"several runs are active; name one: {', '.join(sorted(runs))}")
     if not found:
@@ -129,41 +119,6 @@ def find(
             "leftovers"
         )
     return found
-
-
-def recorded_run(run: Path) -> Path:
-    """The folder of a run that is named by it or by its id under ./runs, or one of its files.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for path in (run, Path("runs", run)):
-        if path.exists():
-            return path
-    raise ConfigError(f"there is no run {run}; {runs_here()}")
-
-
-def runs_here() -> str:
-    """The newest runs under ./runs, for messages."""
-    folders = [path for path in Path("runs").glob("*") if path.is_dir()]
-    newest = sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
-    more = f" and {len(newest) - 5} more" if len(newest) > 5 else ""
-    return f"runs here: {', '.join(map(str, newest[:5]))}{more}" if newest else "there is no ./runs"
-
-
-def _journals(run: str) -> list[Path]:
-    if not run:
-        return sorted(Path("runs").glob(f"**/{JOURNAL_FILE}"))
-    return files_of_run(run, JOURNAL_FILE, f"*/{JOURNAL_FILE}", f"*/*/{JOURNAL_FILE}")
-
-
-def files_of_run(run: str, *patterns: str) -> list[Path]:
-    """The files of the first pattern that has any; ``run`` is a folder, or an id under ./runs."""
-    for folder in (Path(run), Path("runs", run)):
-        for pattern in patterns:
-            if files := sorted(folder.glob(pattern)):
-                return files
-    return []
 
 
 def _over_ray(run: str, address: str, namespace: str) -> list[RunningServer]:

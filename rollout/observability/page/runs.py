@@ -8,52 +8,27 @@ servers of its own run, which its user has launched with it.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from engines.plain_json import read_json
-from engines.process.process_identity import is_running
 from engines.protocol.plain_text import describe
-from rollout.config.run_dir import FIGURES_FILE, JOURNAL_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
-from rollout.control.server.journal import JournalRecord, read
-from rollout.core.errors import RolloutError
+from rollout.config.run_dir import RunFolder
+from rollout.control.server.journal import JournalRecord
+from rollout.control.server.runs import KnownRun, KnownServer, known_runs
 from rollout.observability.page.access import error_response
 from rollout.observability.page.outgoing_http import get, outgoing_session
 from rollout.observability.recorded import recorded_curves
 
-_MAX_RUNS = 40
-_MAX_SERVERS = 64
 _TIMEOUT_S = 3.0
 _AT_ONCE = 8
 _MAX_BYTES = 64 << 10
 # One look at the folder serves all clients of the page.
 _FRESH_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class KnownServer:
-    """One server of a run; ``journal`` is None if it has no page on this machine."""
-
-    name: str
-    journal: JournalRecord | None
-    is_recorded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KnownRun:
-    """One run; ``began_s`` is the Unix second of its last launch."""
-
-    run_id: str
-    began_s: float
-    servers: tuple[KnownServer, ...]
 
 
 class RunsOfHost:
@@ -138,44 +113,6 @@ async def _summary(session: aiohttp.ClientSession, journal: JournalRecord, key: 
         raise PermissionError("its page needs its key")
     url = f"{journal.page}/api/summary"
     return read_json(await get(session, url, key=key, max_bytes=_MAX_BYTES))
-
-
-def known_runs(folder: Path, own: str) -> list[KnownRun]:
-    """The run ``own`` and the latest launched others in a folder; with servers, in order."""
-    found = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            try:
-                launched = entry.is_dir() and os.stat(Path(entry.path, LAUNCH_FILE))
-            except OSError:
-                continue  # no run, or one of another user
-            if launched:
-                found.append((entry.name != own, -launched.st_mtime, entry.name))
-    return [
-        KnownRun(name, -began, tuple(_servers(folder / name)))
-        for _, began, name in sorted(found)[:_MAX_RUNS]
-    ]
-
-
-def _servers(run: Path) -> list[KnownServer]:
-    found = []
-    for folder in sorted(one for one in run.iterdir() if one.is_dir())[:_MAX_SERVERS]:
-        files = (folder / FIGURES_FILE, folder / f"{folder.name}{SPANS_SUFFIX}")
-        is_recorded = any(file.exists() for file in files)
-        journal = _running(folder / JOURNAL_FILE)
-        if journal is not None or is_recorded:
-            found.append(KnownServer(folder.name, journal, is_recorded))
-    return found
-
-
-def _running(file: Path) -> JournalRecord | None:
-    """The journal of a server, if its page is on this machine."""
-    try:
-        journal = read(file)
-    except RolloutError:
-        return None  # no such file, or one that is broken
-    is_page = urlsplit(journal.page).scheme in ("http", "https")
-    return journal if is_page and is_running(journal.process) else None
 
 
 def run_routes(runs: RunsOfHost) -> APIRouter:

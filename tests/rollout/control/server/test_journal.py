@@ -265,7 +265,7 @@ def test_a_server_writes_down_every_phase_before_it_begins(tmp_path: Path) -> No
 
 
 def test_a_folder_without_a_journal_is_named() -> None:
-    from rollout.cli.attach import journals_of
+    from rollout.cli.attach import records_of
 
     with pytest.raises(ConfigError, match=r"no journal\.json in nowhere or runs/nowhere"):
-        journals_of("nowhere")
+        records_of("nowhere")

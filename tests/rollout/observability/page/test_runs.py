@@ -13,9 +13,9 @@ import pytest
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.config import RolloutConfig
 from rollout.config.run_dir import FIGURES_FILE, JOURNAL_FILE, RunFolder
+from rollout.control.server import runs as runs_module
 from rollout.control.server.journal import ServerJournal
-from rollout.observability.page import runs as runs_module
-from rollout.observability.page.runs import known_runs
+from rollout.control.server.runs import known_runs
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from tests.support.browser import open_page, shot
