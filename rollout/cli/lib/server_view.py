@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from engines.protocol.plain_text import first_line, size_text
-from rollout.cli.lib.output import table
+from rollout.cli.lib.output import is_terminal, table
 
 _STATES = {"serving": "green", "fenced": "red", "stale": "yellow"}
 _MAX_ROWS = 40
@@ -69,9 +69,10 @@ def _deadline(span: dict[str, Any]) -> Text:
     share = min(1.0, elapsed_s / budget_s) if budget_s else 0.0
     color = "red" if share > 0.5 else "yellow" if share > 0.2 else "green"
     filled = round(share * _BAR)
+    bar = f" {'█' * filled}{'░' * (_BAR - filled)}" if is_terminal() else ""
     return Text.assemble(
-        f"{span['source']}: {span['name']} ",
-        ("█" * filled + "░" * (_BAR - filled), color),
+        f"{span['source']}: {span['name']}",
+        (bar, color),
         f" {_seconds(elapsed_s)}" + (f" of {_seconds(budget_s)}" if budget_s else ""),
         style="bold",
     )

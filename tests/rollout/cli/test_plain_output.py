@@ -16,6 +16,7 @@ import typer
 from rich.panel import Panel
 
 from rollout.cli.lib import output
+from rollout.cli.lib.server_view import render_server
 from rollout.cli.main import app
 from rollout.config.run_dir import RunFolder
 from rollout.runtime.handle import DeploymentHandle
@@ -25,7 +26,7 @@ from tests.support.served_fakes import config, launched
 
 WIDTHS = {"pipe": 0, "80": 80, "200": 200}
 COLORS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
-BOX = re.compile(r"[\u2500-\u257f]")
+DRAWN = re.compile(r"[\u2500-\u259f]")
 ADDRESS = re.compile(r"https?://[\w.:/-]+")
 
 COMMANDS = {
@@ -87,7 +88,7 @@ def check(lines: list[str], width: int, *, is_redrawn: bool = False) -> None:
     if not is_redrawn:
         assert [line for line in lines if line.endswith(" ")] == []
     if not width:
-        assert not BOX.search(text)
+        assert not DRAWN.search(text)
         assert "\x1b" not in text
 
 
@@ -189,6 +190,17 @@ def test_a_long_address_is_not_broken(width: int, monkeypatch: pytest.MonkeyPatc
 def test_only_a_terminal_gets_a_frame(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal() if width else io.StringIO())
     assert isinstance(output.framed("what", "title", "red"), Panel) is bool(width)
+
+
+def test_only_a_terminal_gets_the_bar_of_a_phase(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdout = Terminal() if width else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    span = {"kind": "phase", "source": "policy", "name": "resume", "elapsed_s": 5, "budget_s": 10}
+    output.show(render_server({"running": [span]}, "policy"))
+    (line,) = [line for line in plain(stdout.getvalue()) if line.startswith("policy: resume")]
+    assert line == f"policy: resume {'█' * 12 + '░' * 12 + ' ' if width else ''}5.0 s of 10.0 s"
 
 
 def test_text_is_no_markup(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
