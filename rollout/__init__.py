@@ -173,7 +173,8 @@ def connect(
     ends, and only the launching process can stop it.
 
     Args:
-        run: the run's folder, or its id if the folder is ``runs/<id>``; under Ray its id.
+        run: the run's folder or that of one of its servers, or its id if the folder is
+            ``runs/<id>``; under Ray its id.
         backend: None looks for a local launch, then for actors if Ray is initialized here.
         address: of a local launch, ``host:port``, with ``key``: ``control`` and ``key`` in a
             server's ``journal.json``; or of the Ray cluster, by default the one that is found.

@@ -137,5 +137,5 @@ def _examined(file: Path) -> FoundJournal:
     elif not is_running(record.process):
         trouble = f"{file}: process {record.process.pid} is gone, or elsewhere"
     elif not str(record.page).startswith(("http://", "https://")):
-        trouble = f"{file}: the server has not started yet, or has no page"
+        trouble = f"{file}: the server has not started yet"
     return FoundJournal(file, record, trouble)

@@ -94,6 +94,11 @@ def test_the_version_is_the_servers(run: DeploymentHandle) -> None:
         other.push({"wrong": torch.zeros(1)})
 
 
+def test_the_folder_of_a_server_leads_to_its_run(run: DeploymentHandle) -> None:
+    found = rollout.connect(run_folder(run) / "policy")
+    assert found["policy"].url == run["policy"].url
+
+
 def type_of_server() -> type:
     from rollout.control.server.server import RolloutServer
 
