@@ -12,11 +12,13 @@ from contextlib import suppress
 from typing import Any, Unpack
 
 from engines.http import sglang_json
-from engines.http.base_client import BaseClient
-from engines.http.call import EngineCall
+from engines.http.call import Deadlines, EngineCall
 from engines.http.connections import HttpReply
+from engines.http.http_calls import DEFAULT_DEADLINES, HttpCalls
 from engines.plain_json import read_json
 from engines.protocol import (
+    Endpoint,
+    EngineAccess,
     GenerateReply,
     Loads,
     MemoryTag,
@@ -31,10 +33,34 @@ from engines.protocol.errors import EngineError, EngineHung
 from engines.protocol.types import GenerateArguments, UpdateGroup
 
 
-class EngineClient(BaseClient):
-    """``protocol.Engine`` over HTTP."""
+class EngineClient:
+    """``protocol.Engine`` over HTTP; as ``HttpCalls`` it belongs to one event loop.
 
-    _num_answers_late: int | None = None
+    Attributes:
+        calls: what it sends with; its deadlines may be replaced.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        engine_id: str = "",
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ) -> None:
+        self.endpoint = endpoint
+        self.calls = HttpCalls(endpoint, engine_id=engine_id, deadlines=deadlines)
+        self._num_answers_late: int | None = None
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return self.calls.deadlines
+
+    def authorize(self, access: EngineAccess) -> None:
+        """From now on calls carry this."""
+        self.calls.authorize(access)
+
+    async def aclose(self) -> None:
+        await self.calls.aclose()
 
     # Requests in flight
 
@@ -147,7 +173,7 @@ class EngineClient(BaseClient):
 
     async def weights_manifest(self) -> tuple[TensorInfo, ...]:
         """The engine's tensors.  Only the embedded engine lists them."""
-        return await self._ask(
+        return await self.calls.ask(
             "weights_manifest", "/weights_manifest", sglang_json.read_weights_manifest
         )
 
@@ -176,13 +202,13 @@ class EngineClient(BaseClient):
     # Queries
 
     async def model_info(self) -> ModelInfo:
-        return await self._ask("model_info", "/model_info", sglang_json.read_model_info)
+        return await self.calls.ask("model_info", "/model_info", sglang_json.read_model_info)
 
     async def server_info(self) -> ServerInfo:
-        return await self._server_info(self._call("server_info", self.deadlines.control_s))
+        return await self._server_info(self.calls.call("server_info", self.deadlines.control_s))
 
     async def _server_info(self, call: EngineCall) -> ServerInfo:
-        answer = await call.send(self._control.get("/server_info"))
+        answer = await call.send(self.calls.control.get("/server_info"))
         info = call.read(answer, sglang_json.read_server_info)
         self._num_answers_late = info.num_answers_late
         return info
@@ -191,19 +217,19 @@ class EngineClient(BaseClient):
         return (await self.server_info()).start
 
     async def loads(self) -> Loads:
-        return await self._ask("loads", "/v1/loads", sglang_json.read_loads)
+        return await self.calls.ask("loads", "/v1/loads", sglang_json.read_loads)
 
     async def endpoints(self) -> frozenset[str]:
         """The paths it serves: older engines lack some, ``/begin_weight_update`` among them."""
-        return await self._ask("endpoints", "/openapi.json", lambda a: frozenset(a["paths"]))
+        return await self.calls.ask("endpoints", "/openapi.json", lambda a: frozenset(a["paths"]))
 
     async def is_ready(self) -> bool:
         """Whether it takes new requests: up, healthy and not paused.  Cheap."""
-        return await self._probe("is_ready", "/ready", self.deadlines.ready_s)
+        return await self.calls.probe("is_ready", "/ready", self.deadlines.ready_s)
 
     async def is_healthy(self) -> bool:
         """Whether it generates.  On SGLang a real request: not while it is paused."""
-        return await self._probe("is_healthy", "/health", self.deadlines.health_s)
+        return await self.calls.probe("is_healthy", "/health", self.deadlines.health_s)
 
     # Generation
 
@@ -235,7 +261,9 @@ class EngineClient(BaseClient):
         if image is not None:
             body |= {"image_data": [image.data]}
             body |= {"mm_hashes": [image.digest]} if image.digest else {}
-        call, answer = await self._post("generate", "/generate", body, self.deadlines.generate_s)
+        call, answer = await self.calls.post(
+            "generate", "/generate", body, self.deadlines.generate_s
+        )
         return call.read(answer, sglang_json.read_generate)
 
     def stream_generate(
@@ -247,7 +275,7 @@ class EngineClient(BaseClient):
         An engine started with ``--incremental-streaming-output`` is not understood.
         """
         body = sglang_json.generate_body(**request)
-        return self._stream("/generate", body, sglang_json.read_generate)
+        return self.calls.stream("/generate", body, sglang_json.read_generate)
 
     # How a call is made
 
@@ -273,7 +301,7 @@ class EngineClient(BaseClient):
         self, operation: str, body: Mapping[str, Any], budget_s: float, *, query: str = ""
     ) -> EngineCall:
         """POSTs where any 2xx means done: the replies are empty, text, or unused JSON."""
-        call, answer = await self._post(operation, f"/{operation}{query}", body, budget_s)
+        call, answer = await self.calls.post(operation, f"/{operation}{query}", body, budget_s)
         with suppress(ValueError):
             reply = read_json(answer.body)
             if isinstance(reply, dict) and reply.get("success") is False:
@@ -284,7 +312,7 @@ class EngineClient(BaseClient):
         self, operation: str, body: Mapping[str, Any], budget_s: float
     ) -> tuple[EngineCall, HttpReply]:
         """POSTs where only ``{"success": true}`` means done."""
-        call, answer = await self._post(operation, f"/{operation}", body, budget_s)
+        call, answer = await self.calls.post(operation, f"/{operation}", body, budget_s)
         if call.read(answer, lambda reply: reply["success"]) is not True:
             raise call.rejected("failed", status=answer.status, body=answer.text)
         return call, answer

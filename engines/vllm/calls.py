@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from engines.http.base_client import BaseClient
 from engines.http.call import EngineCall
 from engines.http.connections import HttpReply
+from engines.http.http_calls import HttpCalls
 from engines.protocol import ServerInfo
 from engines.protocol.errors import EngineRejected
-from engines.vllm import routes
+from engines.vllm import routes, vllm_json
 from engines.vllm.server_report import (
     METHODS_OF_PLUGIN,
     has_plugin,
@@ -23,29 +23,29 @@ T = TypeVar("T")
 _NOT_FOUND, _FORBIDDEN = 404, 403
 
 
-class VllmCalls(BaseClient):
-    """Base of the client: requests whose failures say what is missing, and calls of the plugin."""
+class VllmCalls(HttpCalls):
+    """Requests whose failures say what is missing, calls of the plugin, and the server's report."""
 
-    _info: ServerInfo | None = None  # as it was reported last
     # After a 500 the server closes a kept connection without saying so: the next call would break,
     # and it would be unknown whether it was carried out.
     headers: Mapping[str, str] = {"Connection": "close"}
+    _info: ServerInfo | None = None  # as it was reported last
 
-    async def _ask(self, operation: str, path: str, read: Callable[[Any], T]) -> T:
+    async def ask(self, operation: str, path: str, read: Callable[[Any], T]) -> T:
         try:
-            return await super()._ask(operation, path, read)
+            return await super().ask(operation, path, read)
         except EngineRejected as error:
             raise explained(error, path) from None
 
-    async def _post(
+    async def post(
         self, operation: str, path: str, body: Mapping[str, Any], budget_s: float
     ) -> tuple[EngineCall, HttpReply]:
         try:
-            return await super()._post(operation, path, body, budget_s)
+            return await super().post(operation, path, body, budget_s)
         except EngineRejected as error:
             raise explained(error, path) from None
 
-    async def _rpc(
+    async def rpc(
         self,
         operation: str,
         method: str,
@@ -56,15 +56,32 @@ class VllmCalls(BaseClient):
         """Call a method of the plugin in every worker."""
         body = {"method": method, "args": [], "kwargs": dict(arguments)}
         budget_s = budget_s or self.deadlines.check_s
-        call, answer = await self._post(operation, routes.RPC, body, budget_s)
+        call, answer = await self.post(operation, routes.RPC, body, budget_s)
         return call.read(answer, read)
 
+    async def act(
+        self, operation: str, what: str, arguments: Mapping[str, Any], budget_s: float
+    ) -> None:
+        """Call a method of the plugin that returns its errors.
+
+        Raises:
+            EngineRejected: a worker has returned one.
+        """
+        method, read = METHODS_OF_PLUGIN[what], vllm_json.read_errors
+        if errors := await self.rpc(operation, method, read, arguments, budget_s):
+            raise self.call(operation, 0.0).rejected("failed", status=400, body="; ".join(errors))
+
+    async def weight_version(self) -> str:
+        return await self.ask(
+            "weight_version", routes.WEIGHT_INFO, lambda answer: str(answer["weight_version"])
+        )
+
     async def server_info(self) -> ServerInfo:
-        version = await self._ask("server_info", routes.VERSION, lambda one: str(one["version"]))
+        version = await self.ask("server_info", routes.VERSION, lambda one: str(one["version"]))
         info = await self._front_info("server_info", version)
         if has_plugin(info):
             method = METHODS_OF_PLUGIN["state"]
-            info = await self._rpc("server_info", method, info_with_state(info))
+            info = await self.rpc("server_info", method, info_with_state(info))
         self._info = info
         return info
 
@@ -74,9 +91,10 @@ class VllmCalls(BaseClient):
 
     async def _front_info(self, operation: str, version: str) -> ServerInfo:
         path = f"{routes.SERVER_INFO}?config_format=json"
-        return await self._ask(operation, path, lambda answer: read_server_info(version, answer))
+        return await self.ask(operation, path, lambda answer: read_server_info(version, answer))
 
-    async def _known_info(self) -> ServerInfo:
+    async def known_info(self) -> ServerInfo:
+        """The report that came last; the first one is fetched."""
         return self._info or await self.server_info()
 
 

@@ -2,20 +2,19 @@
 
 Always true:
 
-- the server stays paused until ``continue_generation``: vLLM resumes by itself when the last memory
-  is awake, so the client pauses it again before that call returns;
+- the server stays paused until it is resumed here: vLLM resumes by itself when the last memory is
+  awake, so it is paused again before that call returns;
+- only a pause that a push has begun ends with that push;
 - weights are woken before the KV cache, so that only verified weights can be behind that moment.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlencode
 
-from engines.http.base_client import DEFAULT_DEADLINES, Wire
-from engines.http.call import Deadlines
-from engines.protocol import Endpoint, MemoryTag, PauseMode
+from engines.protocol import MemoryTag, PauseMode
 from engines.vllm import routes
 from engines.vllm.calls import VllmCalls
 
@@ -30,97 +29,107 @@ _PAUSE = {
 _MEMORY = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 
 
-class VllmPauses(VllmCalls):
-    """Requests in flight, and memory.
+class Pauses:
+    """Pauses and resumes, and alone knows the mode of the pause and whether a push began it."""
 
-    Args:
-        weights_cpu_backup: a release keeps a host copy of the weights (sleep level 1, not 2).
-    """
+    def __init__(self, calls: VllmCalls) -> None:
+        self._calls = calls
+        self._mode = PauseMode.ABORT
+        self._is_of_push = False
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        engine_id: str = "",
-        deadlines: Deadlines = DEFAULT_DEADLINES,
-        weights_cpu_backup: bool = False,
-        wire: Wire | None = None,
-    ) -> None:
-        super().__init__(endpoint, engine_id=engine_id, deadlines=deadlines, wire=wire)
-        self._level = 1 if weights_cpu_backup else 2
-        self._pause_mode = PauseMode.ABORT
-        self._is_own_pause = False  # of a push whose caller has not paused
+    async def pause(self, operation: str, mode: PauseMode) -> None:
+        await self._post_pause(operation, mode)
+        self._mode, self._is_of_push = mode, False
 
-    async def pause_generation(self, mode: PauseMode = PauseMode.ABORT) -> None:
-        await self._pause("pause_generation", mode)
-        self._is_own_pause = False
+    async def pause_for_push(self, operation: str) -> None:
+        """Pause a server that serves; the pause ends with the push."""
+        if not await self.is_paused(operation, self._calls.deadlines.control_s):
+            await self.pause(operation, PauseMode.RETRACT)
+            self._is_of_push = True
 
-    async def _pause(self, operation: str, mode: PauseMode) -> None:
-        query = urlencode(_PAUSE[mode])
-        await self._post(operation, f"{routes.PAUSE}?{query}", {}, self.deadlines.pause_s)
-        self._pause_mode = mode
+    async def pause_again(self, operation: str) -> None:
+        """vLLM has resumed by itself.  Nothing is ended by this pause, and no cache cleared."""
+        await self._post_pause(operation, PauseMode.IN_PLACE)
 
-    async def continue_generation(self) -> None:
-        await self._continue("continue_generation")
+    async def resume(self, operation: str) -> None:
+        await self._calls.post(operation, routes.RESUME, {}, self._calls.deadlines.control_s)
+        self._is_of_push = False
 
-    async def _continue(self, operation: str) -> None:
-        await self._post(operation, routes.RESUME, {}, self.deadlines.control_s)
-        self._is_own_pause = False
+    async def resume_after_push(self, operation: str) -> None:
+        """End the pause that the push has begun, if it has."""
+        if self._is_of_push:
+            await self.resume(operation)
 
-    async def flush_cache(self, timeout_s: float | None = None) -> None:
-        """Empties the prefix cache; repeated up to ``timeout_s``, until no request holds it."""
-        await self._flush("flush_cache", timeout_s or 0.0)
-
-    async def _flush(self, operation: str, patience_s: float) -> None:
-        call = self._call(operation, patience_s + self.deadlines.flush_margin_s)
-        is_retracted = self._pause_mode is PauseMode.RETRACT
-        query = "?reset_running_requests=true" if is_retracted else ""
+    async def flush(self, operation: str, patience_s: float) -> None:
+        """Empty the prefix cache; repeated up to ``patience_s``, until no request holds it."""
+        call = self._calls.call(operation, patience_s + self._calls.deadlines.flush_margin_s)
+        query = "?reset_running_requests=true" if self._mode is PauseMode.RETRACT else ""
         while True:
-            answer = await call.send(self._control.post(routes.RESET_CACHE + query, b"{}"))
+            answer = await call.send(self._calls.control.post(routes.RESET_CACHE + query, b"{}"))
             if call.read(answer, lambda reply: reply["success"]) is True:
                 return
             if call.elapsed_s >= patience_s:
                 raise call.rejected("failed", status=400, body="requests still hold the cache")
             await asyncio.sleep(_RETRY_S)
 
-    async def abort_request(self, rid: str | None = None) -> None:
-        """Aborts all requests, or the one whose id is ``rid``."""
-        body = {} if rid is None else {"request_ids": [routes.REQUEST_PREFIX + rid]}
-        await self._post("abort_request", routes.ABORT, body, self.deadlines.control_s)
+    async def is_paused(self, operation: str, budget_s: float) -> bool:
+        call = self._calls.call(operation, budget_s)
+        async with call.bounded():
+            answer = await self._calls.probes.get(routes.IS_PAUSED)
+        call.accept(answer)
+        return call.read(answer, lambda reply: reply["is_paused"]) is True
 
-    # Memory
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether the last pause left requests in the server."""
+        return self._mode is not PauseMode.ABORT
 
-    async def release_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+    async def _post_pause(self, operation: str, mode: PauseMode) -> None:
+        path = _with_query(routes.PAUSE, _PAUSE[mode])
+        await self._calls.post(operation, path, {}, self._calls.deadlines.pause_s)
+
+
+class Memory:
+    """Weights and KV cache of a paused server.
+
+    Args:
+        weights_cpu_backup: a release keeps a host copy of the weights (sleep level 1, not 2).
+    """
+
+    def __init__(self, calls: VllmCalls, pauses: Pauses, *, weights_cpu_backup: bool) -> None:
+        self._calls = calls
+        self._pauses = pauses
+        self._level = "1" if weights_cpu_backup else "2"
+
+    async def release(self, operation: str, tags: Sequence[MemoryTag]) -> None:
         """Weights and KV cache together, or the KV cache alone.  vLLM has no CUDA graphs to give.
 
         A second release does nothing there and is answered with 200.
         """
-        operation = "release_memory_occupation"
-        wanted = [tag for tag in _MEMORY if tag in tags or not tags]
+        deadline_s = self._calls.deadlines.memory_s
+        wanted = _tags_in_order(tags)
         if MemoryTag.WEIGHTS in wanted:
-            keeps = self._pause_mode is not PauseMode.ABORT
-            query = urlencode({"level": self._level, "mode": "keep" if keeps else "abort"})
-            await self._post(operation, f"{routes.SLEEP}?{query}", {}, self.deadlines.memory_s)
+            mode = "keep" if self._pauses.keeps_requests else "abort"
+            path = _with_query(routes.SLEEP, {"level": self._level, "mode": mode})
+            await self._calls.post(operation, path, {}, deadline_s)
         elif wanted:
-            await self._post(operation, routes.RELEASE_KV, {}, self.deadlines.memory_s)
+            await self._calls.post(operation, routes.RELEASE_KV, {}, deadline_s)
 
-    async def resume_memory_occupation(self, tags: Sequence[MemoryTag]) -> None:
+    async def resume(self, operation: str, tags: Sequence[MemoryTag]) -> None:
         """Weights first.  The server is paused afterwards, as it was before."""
-        operation = "resume_memory_occupation"
-        for tag in [tag for tag in _MEMORY if tag in tags or not tags]:
-            path = f"{routes.WAKE_UP}?{urlencode({'tags': tag})}"
-            call, answer = await self._post(operation, path, {}, self.deadlines.memory_s)
+        for tag in _tags_in_order(tags):
+            path = _with_query(routes.WAKE_UP, {"tags": tag})
+            call, answer = await self._calls.post(
+                operation, path, {}, self._calls.deadlines.memory_s
+            )
             if call.read(answer, lambda reply: reply["status"]) == "awake":
-                await self._pause_again(operation)
+                await self._pauses.pause_again(operation)
 
-    async def _pause_again(self, operation: str) -> None:
-        """vLLM has resumed by itself.  Nothing is ended by this pause, and no cache cleared."""
-        path = f"{routes.PAUSE}?{urlencode(_PAUSE[PauseMode.IN_PLACE])}"
-        await self._post(operation, path, {}, self.deadlines.pause_s)
 
-    async def _is_paused(self, operation: str, budget_s: float) -> bool:
-        call = self._call(operation, budget_s)
-        async with call.bounded():
-            answer = await self._probes.get(routes.IS_PAUSED)
-        call.accept(answer)
-        return call.read(answer, lambda reply: reply["is_paused"]) is True
+def _tags_in_order(tags: Sequence[MemoryTag]) -> list[MemoryTag]:
+    """What vLLM has of these, weights first; no tag is all of them."""
+    return [tag for tag in _MEMORY if tag in tags or not tags]
+
+
+def _with_query(path: str, query: Mapping[str, str]) -> str:
+    return f"{path}?{urlencode(query)}"

@@ -377,7 +377,7 @@ def impatient(bench: Bench, expected: str | int) -> None:
         from dataclasses import replace
 
         asked: Any = bench.engine
-        asked.deadlines = replace(
+        asked.calls.deadlines = replace(
             client(bench.running, "").deadlines,
             group_s=8,
             control_s=6 if bench.kind == "sglang" else 0.5,

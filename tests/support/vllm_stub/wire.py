@@ -30,7 +30,7 @@ _STREAM = "text/event-stream; charset=utf-8"
 
 
 class StubWire:
-    """``engines.http.base_client.Wire`` to a stub in this process."""
+    """``engines.http.http_calls.Wire`` to a stub in this process."""
 
     def __init__(self, engine: StubVllm) -> None:
         self.engine = engine

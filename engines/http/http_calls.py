@@ -1,4 +1,8 @@
-"""What the clients of all kinds share: how a call is sent, and how a stream is read."""
+"""How a client of any kind makes its calls: one is sent, its reply read, a stream followed.
+
+A client has a ``HttpCalls`` and hands it to its parts.  Always true: a call ends within its
+deadline, with a reply or with an ``EngineError`` that names engine and operation.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ class Wire(Protocol):
     async def aclose(self) -> None: ...
 
 
-class BaseClient:
-    """Calls with a deadline, whose failures name engine and operation.
+class HttpCalls:
+    """The calls of one client, over the connections that it has.
 
     Belongs to the event loop that first uses it.
 
@@ -53,9 +57,9 @@ class BaseClient:
         self.engine_id = engine_id
         self.deadlines = deadlines
         self._access = NO_ACCESS
-        self._control: Wire = wire or Connections(endpoint, self._headers_of)
+        self.control: Wire = wire or Connections(endpoint, self._headers_of)
         # A probe must not wait behind the calls whose engine it checks: it has its own connections.
-        self._probes: Wire = wire or Connections(endpoint, self._headers_of)
+        self.probes: Wire = wire or Connections(endpoint, self._headers_of)
 
     def authorize(self, access: EngineAccess) -> None:
         """From now on calls carry this."""
@@ -66,47 +70,47 @@ class BaseClient:
         return {**self.headers, **self._access.headers(is_control=is_change)}
 
     async def aclose(self) -> None:
-        await self._control.aclose()
-        if self._probes is not self._control:
-            await self._probes.aclose()
+        await self.control.aclose()
+        if self.probes is not self.control:
+            await self.probes.aclose()
 
-    def _call(self, operation: str, budget_s: float) -> EngineCall:
+    def call(self, operation: str, budget_s: float) -> EngineCall:
         return EngineCall(self.engine_id or self.endpoint.url, operation, budget_s)
 
-    async def _post(
+    async def post(
         self, operation: str, path: str, body: Mapping[str, Any], budget_s: float
     ) -> tuple[EngineCall, HttpReply]:
         """POST, and wait for a 2xx."""
-        call = self._call(operation, budget_s)
+        call = self.call(operation, budget_s)
         content = call.encoded(body)
-        sending = self._control.post(path, content)
+        sending = self.control.post(path, content)
         return call, await call.send(sending, num_bytes=len(content))
 
-    async def _ask(self, operation: str, path: str, read: Callable[[Any], T]) -> T:
+    async def ask(self, operation: str, path: str, read: Callable[[Any], T]) -> T:
         """GET, and read the JSON of the reply."""
-        call = self._call(operation, self.deadlines.control_s)
-        return call.read(await call.send(self._control.get(path)), read)
+        call = self.call(operation, self.deadlines.control_s)
+        return call.read(await call.send(self.control.get(path)), read)
 
-    async def _probe(self, operation: str, path: str, budget_s: float) -> bool:
+    async def probe(self, operation: str, path: str, budget_s: float) -> bool:
         """Whether the reply is a 2xx, not a 503."""
-        call = self._call(operation, budget_s)
+        call = self.call(operation, budget_s)
         async with call.bounded():
-            answer = await self._probes.get(path)
+            answer = await self.probes.get(path)
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return False
         call.accept(answer)
         return True
 
-    async def _stream(
+    async def stream(
         self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]
     ) -> AsyncGenerator[T, None]:
         """POST a generation, and read each event.  Closed early, it closes the connection."""
-        call = self._call("generate", self.deadlines.generate_s)
+        call = self.call("generate", self.deadlines.generate_s)
         content = call.encoded({**body, "stream": True})
         async with AsyncExitStack() as stack:
             async with call.bounded():
                 status, pieces = await stack.enter_async_context(
-                    self._control.post_for_stream(path, content)
+                    self.control.post_for_stream(path, content)
                 )
                 if status != HTTPStatus.OK:
                     call.accept(HttpReply(status, b"".join([piece async for piece in pieces])))
