@@ -113,7 +113,7 @@ class CallHandler:
             fault = await self.director(call) or fault
             if self.is_dead:
                 raise self._broken(operation)
-        if fault is not None and not fault.executed and fault.tokens is None:
+        if fault is not None and fault.moment == "before":
             await self._strike(operation, fault)
             return None
         if self.is_frozen:

@@ -278,7 +278,7 @@ class FakeEngine(FakeEngineState):
                 del self.in_flight[request.rid]
                 self._notify()
             self._is_marked_unhealthy = False
-            if fault is not None and fault.executed:
+            if fault is not None and fault.moment == "after":
                 await self._strike("generate", fault)
         except FatalCall as error:
             self.die(str(error))
@@ -314,7 +314,7 @@ class FakeEngine(FakeEngineState):
     async def _step(self, request: FakeRequest) -> None:
         """One token, or the end of the request."""
         fault = request.fault
-        if fault is not None and fault.tokens == len(request.output_ids):
+        if fault is not None and fault.moment == len(request.output_ids):
             request.fault = None
             await self._strike("generate", fault)
         if self.settings.token_s:

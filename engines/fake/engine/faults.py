@@ -1,11 +1,11 @@
 """Planned faults for the calls of a fake engine, and the record of its calls.
 
-A ``Fault`` is what goes wrong; ``FaultPlan.strike`` sets at which call.  The moment is named by
-the operation, by how many calls of it come before, and by ``executed`` (before or after the call
-took effect) or ``tokens`` (of a generation).
+The plan is a table of (call, moment, act): ``FaultPlan.strike`` adds a row.  The call is the nth of
+an operation; the moment is before it takes effect, after it, or a number of tokens of a generation;
+the act is a kind of fault with its value.  ``CallHandler`` carries acts out.
 
-Always true: a planned fault is used up by as many calls as it was planned for; a gate holds every
-call of its operation until it is opened, and stays open then.
+Always true: a row is used up by as many calls as it was planned for; a gate holds every call of its
+operation until it is opened, and stays open then.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from engines.protocol import Engine
 
 # A fault of this operation strikes at calls of every operation.
 ANY = "any"
+
+Moment = Literal["before", "after"] | int
+"""When a fault strikes: before or after the call takes effect, or after so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +57,14 @@ class Fault:
     """One thing that goes wrong.  Make it with the functions below.
 
     Attributes:
-        executed: it strikes after the call took effect, and before its answer.
-        tokens: it strikes a generation after so many tokens.
+        moment: when it strikes; ``after`` is before the answer.
         status, body: the answer of a ``reject``.
         seconds: how much longer a ``slow`` call takes.
         error: raised as it is by a ``reject``, in the place of status and body.
     """
 
     kind: FaultKind
-    executed: bool = False
-    tokens: int | None = None
+    moment: Moment = "before"
     status: int = 502
     body: str = ""
     seconds: float = 0.0
@@ -77,22 +78,22 @@ def reject(status: int = 502, body: str = "Bad Gateway") -> Fault:
 
 def lose(*, executed: bool = False, tokens: int | None = None) -> Fault:
     """The connection breaks; the engine lives."""
-    return Fault(FaultKind.LOSE, executed, tokens)
+    return Fault(FaultKind.LOSE, _moment(executed, tokens))
 
 
 def die(*, executed: bool = False, tokens: int | None = None) -> Fault:
     """The engine's process ends."""
-    return Fault(FaultKind.DIE, executed, tokens)
+    return Fault(FaultKind.DIE, _moment(executed, tokens))
 
 
 def hang(*, executed: bool = False, tokens: int | None = None) -> Fault:
     """This call gets no reply; the engine answers other calls."""
-    return Fault(FaultKind.HANG, executed, tokens)
+    return Fault(FaultKind.HANG, _moment(executed, tokens))
 
 
 def freeze(*, executed: bool = False, tokens: int | None = None) -> Fault:
     """As SIGSTOP: from this call on nothing is answered, until ``thaw`` or a kill."""
-    return Fault(FaultKind.FREEZE, executed, tokens)
+    return Fault(FaultKind.FREEZE, _moment(executed, tokens))
 
 
 def slow(seconds: float) -> Fault:
@@ -103,7 +104,11 @@ def slow(seconds: float) -> Fault:
 def garble() -> Fault:
     """The call is carried out and answered, and one tensor is not what it should be afterwards:
     the same one, and the same wrong contents, on every engine."""
-    return Fault(FaultKind.GARBLE, executed=True)
+    return Fault(FaultKind.GARBLE, "after")
+
+
+def _moment(executed: bool, tokens: int | None) -> Moment:
+    return "after" if executed else "before" if tokens is None else tokens
 
 
 class CallGate:
@@ -137,7 +142,8 @@ class CallGate:
 
 
 @dataclass(slots=True)
-class _Planned:
+class _Row:
+    operation: str
     fault: Fault
     num_before: int
     num_left: int
@@ -145,10 +151,10 @@ class _Planned:
 
 @dataclass(slots=True)
 class FaultPlan:
-    """The plan of one engine, by operation."""
+    """The plan of one engine."""
 
     gates: dict[str, CallGate] = field(default_factory=dict)
-    _planned: dict[str, list[_Planned]] = field(default_factory=dict)
+    _rows: list[_Row] = field(default_factory=list)
 
     def strike(self, operation: str, fault: Fault, *, nth: int = 1, times: int = 1) -> None:
         """Plan ``fault`` for the ``nth`` call of ``operation`` from now on, and the next ones.
@@ -162,40 +168,47 @@ class FaultPlan:
         """
         if nth < 1 or times < 1:
             raise ValueError(f"nth and times count from 1, not {nth} and {times}")
-        self._planned.setdefault(operation, []).append(_Planned(fault, nth - 1, times))
+        self._rows.append(_Row(operation, fault, nth - 1, times))
 
     def clear(self) -> None:
         """Forget what is planned, and open every gate."""
-        self._planned.clear()
+        self._rows.clear()
         for gate in self.gates.values():
             gate.open()
         self.gates.clear()
 
     def for_call(self, operation: str) -> Fault | None:
-        """What strikes the call that has just arrived; that is used up now."""
-        if not self._planned:
+        """What strikes the call that has just arrived; that is used up now.
+
+        A row of its operation goes before one of any, an earlier row before a later one.
+        """
+        if not self._rows:
             return None
-        struck: Fault | None = None
-        for key in (operation, ANY):
-            for planned in list(self._planned.get(key, ())):
-                if planned.num_before:
-                    planned.num_before -= 1
-                elif struck is None:
-                    struck = planned.fault
-                    planned.num_left -= 1
-                    if not planned.num_left:
-                        self._planned[key].remove(planned)
-        return struck
+        struck: _Row | None = None
+        rows = [row for row in self._rows if row.operation in (operation, ANY)]
+        for row in sorted(rows, key=lambda row: row.operation == ANY):
+            if row.num_before:
+                row.num_before -= 1
+            elif struck is None:
+                struck = row
+                row.num_left -= 1
+        if struck is None:
+            return None
+        self._rows = [row for row in self._rows if row.num_left]
+        return struck.fault
 
 
 OPERATIONS = frozenset(name for name in vars(Engine) if not name.startswith("_")) - {
     "aclose",
     "stream_generate",
 } | {ANY}
-_TIMED = (FaultKind.REJECT, FaultKind.SLOW, FaultKind.GARBLE)
 _PATTERN = re.compile(
     r"(?P<operation>\w+)(#(?P<nth>\d+))?:(?P<kind>\w+)(=(?P<value>[\d.]+))?(@(?P<moment>\w+))?"
 )
+
+
+# They strike at no other moment than their own.
+_TIMED = (FaultKind.REJECT, FaultKind.SLOW, FaultKind.GARBLE)
 
 
 class FaultSpec(NamedTuple):
@@ -247,13 +260,13 @@ def _with_value(text: str, fault: Fault, value: str | None) -> Fault:
 
 def _at(text: str, fault: Fault, operation: str, moment: str) -> Fault:
     if fault.kind is FaultKind.GARBLE and moment in ("before", "after"):
-        return replace(fault, executed=True)
+        return replace(fault, moment="after")
     if moment == "before":
         return fault
     if fault.kind in _TIMED:
         raise ValueError(f"fault {text!r}: {fault.kind} strikes before the call, nowhere else")
     if moment == "after":
-        return replace(fault, executed=True)
+        return replace(fault, moment="after")
     if moment.isdigit() and operation == "generate":
-        return replace(fault, tokens=int(moment))
+        return replace(fault, moment=int(moment))
     raise ValueError(f"fault {text!r}: no moment {moment!r}; known: before, after, a token count")
