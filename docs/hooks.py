@@ -108,7 +108,8 @@ def _page_of(name: str) -> str:
 def folders() -> str:
     """One sentence for each folder: the first of its package's documentation."""
     lines = ["| folder | what it has |", "|---|---|"]
-    for folder in (name for row in pictures.levels() for name in row):
+    rooms = (room for row in pictures.levels() for room in row)
+    for folder in (folder for room in rooms for folder in pictures.ROOMS[room]):
         path = ROOT / folder.replace(".", "/") / "__init__.py"
         about = ast.get_docstring(ast.parse(path.read_text())) or ""
         first = " ".join(about.partition("\n\n")[0].split()).replace("``", "`")
@@ -283,7 +284,6 @@ def benchmarks() -> str:
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "lifecycle": pictures.lifecycle_picture,
-    "folders_picture": pictures.folders_picture,
     "folders": folders,
     "versions": versions,
     "transitions": transitions,

@@ -1,5 +1,7 @@
 """Pictures of the pages as SVG, drawn from the code: no script, and nothing from another host.
 
+``python docs/pictures.py`` writes the picture of the rooms.
+
 Always true: each picture has every phase, or every folder, that the code has.
 """
 
@@ -105,10 +107,30 @@ def _lanes(
         yield _words(x - side * 5, highest - 4, lane[0].command, "start" if side < 0 else "end")
 
 
-# -- the folders ----------------------------------------------------------------------------------
+# -- the rooms ------------------------------------------------------------------------------------
 
-# Recording is below the folders that are recorded, and the page is above them.
-_DIVIDED = ("rollout.observability",)
+# Each room has folders with one job; what is recorded and the page that shows it are two jobs.
+ROOMS_FILE = "docs/images/rooms.svg"
+ROOMS: Mapping[str, Sequence[str]] = {
+    "commands, trainers of other libraries": ("rollout.cli", "rollout.adapters"),
+    "handles, actors, one process": ("rollout.runtime",),
+    "page, metrics": ("rollout.observability.page",),
+    "groups, servers, recovery": ("rollout.control",),
+    "chats of agents": ("rollout.agents",),
+    "pushes, routes, store": ("rollout.weights",),
+    "requests to engines": ("rollout.router",),
+    "samples, rewards": ("rollout.driver",),
+    "what happened when": ("rollout.observability", "rollout.observability.timeline"),
+    "decisions": ("rollout.rules",),
+    "settings": ("rollout.config",),
+    "errors, values, doubles": ("rollout.core", "rollout.testing"),
+    "kinds of engines": (
+        *("engines.embedded", "engines.sglang", "engines.vllm"),
+        *("engines.vllm_plugin", "engines.fake"),
+    ),
+    "bytes of tensors": ("engines.tensors",),
+    "calls and processes of engines": ("engines.protocol", "engines.http", "engines.process"),
+}
 
 
 @cache
@@ -128,10 +150,10 @@ def imports() -> dict[str, set[str]]:
 
 def folder_of(module: str) -> str | None:
     """The folder of a module in the picture; None for a file directly in a package."""
-    folder = ".".join(module.split(".")[:2])
-    if folder in _DIVIDED:
-        part = ".".join(module.split(".")[:3])
-        folder = part if _is_folder(part) else folder
+    parts = module.split(".")
+    part, folder = ".".join(parts[:3]), ".".join(parts[:2])
+    if any(part in folders for folders in ROOMS.values()):
+        return part
     return folder if folder.startswith(("rollout.", "engines.")) and _is_folder(folder) else None
 
 
@@ -148,35 +170,61 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def below() -> dict[str, set[str]]:
+    """Each room, and the other rooms that its folders import."""
+    room_of = {folder: room for room, folders in ROOMS.items() for folder in folders}
+    return {
+        room: {room_of[name] for folder in folders for name in imports()[folder]} - {room}
+        for room, folders in ROOMS.items()
+    }
+
+
 def levels() -> list[list[str]]:
-    """The folders in rows, the highest first: each imports only from rows below its own.
-
-    Those of ``engines`` are the lower half: they import nothing of ``rollout``.
-    """
-    return [*_levels_in("rollout"), *_levels_in("engines")]
-
-
-def _levels_in(package: str) -> list[list[str]]:
-    below = {folder: names for folder, names in imports().items() if folder.startswith(package)}
+    """The rooms in rows, the highest first: each imports only from rows below its own."""
+    rooms = below()
 
     @cache
-    def level(folder: str) -> int:
-        return 1 + max((level(name) for name in below[folder] & below.keys()), default=-1)
+    def level(room: str) -> int:
+        return 1 + max((level(name) for name in rooms[room]), default=-1)
 
-    rows = sorted(below, key=lambda folder: (-level(folder), folder))
+    rows = sorted(ROOMS, key=lambda room: -level(room))
     return [list(row) for _, row in groupby(rows, key=level)]
 
 
-def folders_picture() -> str:
-    """One box for each folder, over the folders that it imports."""
-    parts, width, height, pitch = [], 168, 30, 176
+def shown(room: str) -> str:
+    """The folders of a room in one line, each package named once."""
+    folders = [folder.replace(".", "/") for folder in ROOMS[room]]
+    package = folders[0].partition("/")[0]
+    return f"{package}/ {', '.join(name.removeprefix(f'{package}/') for name in folders)}"
+
+
+def rooms_picture() -> str:
+    """One box for each room, over the rooms that it imports."""
+    parts, width, height, pitch = [], 366, 46, 376
     rows = levels()
     most = max(len(row) for row in rows)
     for number, row in enumerate(rows):
         left = (most - len(row)) * pitch / 2 + 4
-        for place, folder in enumerate(row):
-            named = ", ".join(sorted(imports()[folder])) or "nothing of this project"
-            text = folder.removeprefix("rollout.").replace(".", "/")
-            where = left + place * pitch
-            parts.append(_box(where, 8 + 46 * number, width, height, text, f"imports {named}"))
-    return _svg(most * pitch, 46 * len(rows) + 12, "the folders, each over those it imports", parts)
+        for place, room in enumerate(row):
+            named = "; ".join(sorted(below()[room])) or "nothing of this project"
+            where, top = left + place * pitch, 8 + 60 * number
+            parts.append(_box(where, top, width, height, "", f"imports {named}"))
+            parts.append(_words(where + width / 2, top + 19, room, "middle"))
+            parts.append(_words(where + width / 2, top + 37, shown(room), "middle"))
+    return _svg(most * pitch, 60 * len(rows) + 12, "the rooms, each over those it imports", parts)
+
+
+def rooms_file() -> str:
+    """The same as a file of its own, which also shows where no page is built."""
+    drawn = rooms_picture().removeprefix("<figure>").removesuffix("</figure>")
+    for old, new in (
+        ("<svg", '<svg xmlns="http://www.w3.org/2000/svg"'),
+        ("max-width: 100%", "color: #222; background: #fff"),
+        ("inherit", "sans-serif"),
+    ):
+        drawn = drawn.replace(old, new, 1)
+    return drawn + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / ROOMS_FILE).write_text(rooms_file())

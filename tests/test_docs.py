@@ -400,22 +400,33 @@ def test_each_alert_has_its_section_and_each_section_its_alert() -> None:
         assert re.findall(r"^\*\*(Means|Look at|Do)\*\*", text, re.M) == ["Means", "Look at", "Do"]
 
 
-def test_the_picture_and_the_table_of_the_architecture_have_every_folder(hooks: Any) -> None:
+def test_the_rooms_and_the_table_of_the_architecture_have_every_folder(hooks: Any) -> None:
     folders = {
         f"{path.parent.parent.name}/{path.parent.name}"
         for package in ("rollout", "engines")
         for path in (ROOT / package).glob("*/__init__.py")
     }
-    drawn = re.findall(r">([\w/]+)</text>", hooks.pictures.folders_picture())
-    names = {name if name.startswith("engines/") else f"rollout/{name}" for name in drawn}
-    assert folders <= names
+    rooms = hooks.pictures.ROOMS
+    named = [folder.replace(".", "/") for room in rooms.values() for folder in room]
+    assert folders <= set(named), "docs/pictures.py: no room has these folders"
+    assert len(named) == len(set(named))
+    assert [name for name in named if not (ROOT / name / "__init__.py").exists()] == []
+    assert len(rooms) <= 15
     assert folders <= set(re.findall(r"^\| `([\w/]+)` \| \w", hooks.folders(), re.M))
 
 
-def test_a_folder_is_drawn_over_those_it_imports(hooks: Any) -> None:
-    rows = {folder: row for row, found in enumerate(hooks.pictures.levels()) for folder in found}
-    for folder, names in hooks.pictures.imports().items():
-        assert [name for name in names if rows[name] <= rows[folder]] == [], folder
+def test_the_file_of_the_rooms_is_drawn_from_the_tree(hooks: Any) -> None:
+    pictures, drawn = hooks.pictures, text_of("docs/images/rooms.svg")
+    assert drawn == pictures.rooms_file(), "run: python docs/pictures.py"
+    for room in pictures.ROOMS:
+        assert f">{room}</text>" in drawn
+        assert f">{pictures.shown(room)}</text>" in drawn
+
+
+def test_a_room_is_drawn_over_those_it_imports(hooks: Any) -> None:
+    rows = {room: row for row, rooms in enumerate(hooks.pictures.levels()) for room in rooms}
+    for room, names in hooks.pictures.below().items():
+        assert [name for name in names if rows[name] <= rows[room]] == [], room
     assert hooks.pictures.imports()["rollout.rules"] >= {"rollout.config", "rollout.core"}
 
 
@@ -433,6 +444,17 @@ def test_the_steps_of_a_call_and_of_a_request_are_in_the_code() -> None:
         texts = [path.read_text() for path in files if f"class {name}" in path.read_text()]
         assert texts, f"no class {name} in {folder}"
         assert any(f"def {method}" in text for text in texts) or not method, f"{name}.{method}"
+
+
+def test_the_first_change_of_a_contributor_is_still_there_to_make() -> None:
+    words = section("CONTRIBUTING.md", "## The first change, in 15 minutes")
+    rule, table = text_of("rollout/rules/load_balancing.py"), "tests/rollout/rules"
+    assert (ROOT / table).is_dir()
+    assert "`_LEAST = 3`" in words
+    assert "_LEAST = 2\n" in rule
+    assert "least loaded engine: two," in rule
+    (test,) = re.findall(r"`(test_the_table_\w+)`", words)
+    assert f"def {test}(" in text_of(f"{table}/test_load_balancing.py")
 
 
 def test_the_versions_are_those_of_the_pins_and_of_the_code(hooks: Any) -> None:

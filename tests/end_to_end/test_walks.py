@@ -1,4 +1,4 @@
-"""The files that ``docs/architecture.md`` lists for a bucket and for a request do run on the way.
+"""The files that ``docs/architecture.md`` lists for each walk do run on the way.
 
 A function counts when it is called, in any thread of this process, which runs trainer, server and
 router.  What else runs is not compared: the lists are of what a reader must open.
@@ -26,6 +26,7 @@ from rollout import RolloutConfig, launch
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
 from tests.support.processes import ROOT
+from tests.support.waits import until
 
 pytestmark = pytest.mark.embedded
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -61,7 +62,6 @@ def policy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
                 "model_path": str(model),
                 "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded"}}},
                 "router": {"token_failover": "on"},
-                "health": {"recover": False},
             }
         },
     }
@@ -87,12 +87,38 @@ def called() -> Iterator[set[str]]:
     files |= {name.removeprefix(f"{ROOT}/") for name in _called if name.startswith(str(ROOT))}
 
 
+async def test_the_files_of_a_recovery(policy: ServerHandle) -> None:
+    """The first here: before a push the new engine's checkpoint is what its group serves."""
+    files = listed("The path of a recovery")
+    engine = (await policy.status()).groups[0].engines[0]
+    assert engine.pid is not None
+
+    async def is_back() -> bool:
+        status = (await policy.status()).groups[0].engines[0]
+        return status.state == "serving" and status.pid not in (None, engine.pid)
+
+    with called() as seen:
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(is_back, 120)
+    assert len(files) == 7
+    assert set(files) <= seen, sorted(set(files) - seen)
+
+
 def test_the_files_of_a_bucket(policy: ServerHandle, model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     files = listed("The path of a push")
     with policy.pusher() as pusher, called() as seen:
         pusher.push(weights)
     assert len(files) == 16
+    assert set(files) <= seen, sorted(set(files) - seen)
+
+
+def test_the_files_of_an_offload(policy: ServerHandle, model: Path) -> None:
+    files = listed("The path of an offload")
+    with called() as seen:
+        policy.offload().result(60)
+    policy.push(load_file(model / "model.safetensors")).result(60)
+    assert len(files) == 7
     assert set(files) <= seen, sorted(set(files) - seen)
 
 
