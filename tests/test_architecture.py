@@ -67,8 +67,8 @@ def test_the_order_names_every_folder_without_folders() -> None:
 
 # A line that each contract refuses, and the file of the copy that it is added to.
 PLANTED = {
-    "order": ("rollout/rules/canary.py", "from rollout.observability.timeline import export"),
-    "circles": ("rollout/rules/canary.py", "from rollout.rules import fingerprint_check"),
+    "order": ("rollout/rules/probe.py", "from rollout.observability.timeline import export"),
+    "circles": ("rollout/rules/probe.py", "from rollout.rules import fingerprint_check"),
     "engines": ("engines/launch.py", "import rollout.core.errors"),
     "kinds": ("engines/kinds.py", "import engines.embedded"),
     "decisions": ("rollout/rules/lifecycle.py", "def now():\n    import time"),
@@ -93,7 +93,7 @@ def test_an_import_that_a_contract_refuses_is_found_in_a_copy(tmp_path: Path) ->
     )
     assert done.returncode == 1, done.stderr
     for line in (
-        "rollout.rules.canary -> rollout.observability.timeline.export",
+        "rollout.rules.probe -> rollout.observability.timeline.export",
         "No cycles are allowed in rollout.rules.",
         "engines.launch -> rollout.core.errors",
         "engines.kinds -> engines.embedded",

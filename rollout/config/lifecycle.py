@@ -47,8 +47,8 @@ class LifecycleConfig(ConfigSection):
     check alone: it compares log-probabilities of fixed prompts. ``version`` compares only the
     version number."""
     canary_prompts: tuple[Annotated[tuple[int, ...], Field(min_length=2)], ...] = ()
-    """Token ids of the prompts of the log-prob check. Default: two prompts drawn from the middle of
-    the vocabulary."""
+    """Token ids of the prompts of the log-prob check. Default: the sentinel's prompt, or its first
+    64 tokens without a sentinel."""
     canary_tolerance: Annotated[float, Field(gt=0)] = 0.1
     """Largest average difference of log-probabilities, in nats; one token may differ by ten times
     as much. Equal weights differ by less on other kernels and layouts; corrupt weights differ by

@@ -20,7 +20,7 @@ from http import HTTPStatus
 
 from engines.protocol import WeightsReport
 from engines.tensors.fingerprint import BYTES, SUMS
-from rollout.rules.canary import CanaryLogprobs
+from rollout.rules.probe import CanaryLogprobs
 
 ADAPTER_PREFIX = "lora:"
 """Prefix of the names of adapter tensors; no base tensor has it."""

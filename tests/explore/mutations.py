@@ -14,9 +14,8 @@ from engines.protocol import MemoryTag
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
 from rollout.control.engine import memory
-from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.memory import CallOutcome, EngineMemory
-from rollout.control.engine.sentinel import Sentinel
+from rollout.control.engine.probe import Probe
 from rollout.control.engine.state import EngineState
 from rollout.control.group import engine_boots, engine_recovery, push_path_check, server_group
 from rollout.control.group.command_runner import CommandRunner
@@ -381,7 +380,7 @@ def _one_server_after_the_other(patch: pytest.MonkeyPatch) -> None:
 
 
 def _believe_the_canary(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogprobCheck, "verify_replies", lambda self, answers, members: answers)
+    patch.setattr(Probe, "verify_replies", lambda self, answers, members: answers)
 
 
 def _believe_a_failed_comparison(patch: pytest.MonkeyPatch) -> None:
@@ -397,14 +396,14 @@ def _believe_a_failed_comparison(patch: pytest.MonkeyPatch) -> None:
 
 
 def _ask_no_canary(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogprobCheck, "any_pending", lambda self, members: False)
+    patch.setattr(Probe, "any_pending", lambda self, members: False)
 
 
 def _ask_no_sentinel(patch: pytest.MonkeyPatch) -> None:
-    async def check(self: Sentinel, member: EngineState) -> None:
+    async def check(self: Probe, member: EngineState, *, with_logprobs: bool) -> None:
         """It is surely new."""
 
-    patch.setattr(Sentinel, "check", check)
+    patch.setattr(Probe, "_check_caches", check)
 
 
 def _guess(outcome: CallOutcome) -> Callable[[pytest.MonkeyPatch], None]:

@@ -19,7 +19,7 @@ from engines.launch import EngineSpec
 from engines.protocol import Endpoint, Engine, MemoryTag, ProcessIdentity
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from rollout.control.deployment import Deployment
-from rollout.control.engine import logprob_check, sentinel
+from rollout.control.engine import probe
 from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_recovery import LostState
 from rollout.control.group.server_group import ServerGroup
@@ -38,7 +38,7 @@ from tests.support.vllm_stub.wire import connect_to_stub
 if TYPE_CHECKING:
     from tests.explore.world import World
 
-_OURS = (logprob_check.RID_PREFIX, sentinel.RID_PREFIX)
+_OURS = probe.RID_PREFIX
 _KEPT = "kept as "
 # Seconds of each token.
 _REQUEST_S = 10.0

@@ -22,8 +22,7 @@ from rollout.agents.turns.tree import Generated, Prompt, TurnTree
 from rollout.agents.wire.messages import history_of
 from rollout.config import LifecycleConfig
 from rollout.config.run_dir import FIGURES_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
-from rollout.control.engine.logprob_check import prompts_of
-from rollout.control.engine.sentinel import _image_tokens, _number
+from rollout.control.engine.probe import prompts_of
 from rollout.control.server import journal
 from rollout.core.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.driver.stream.journal import JournalFiles
@@ -313,8 +312,11 @@ def _checkpoint(path: Path) -> Any:
         checkpoint_config.element_bytes_of(config),
         prompts_of(LifecycleConfig(), str(folder)),
     ]
-    text = checkpoint_config.text_config_of(config)
-    found += [_image_tokens(config), _number(text, "vocab_size")]
+    found += [
+        checkpoint_config.image_tokens_of(config),
+        checkpoint_config.vocabulary_of(config),
+        checkpoint_config.context_length_of(config),
+    ]
     return found if config else None
 
 

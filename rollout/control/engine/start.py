@@ -41,9 +41,8 @@ from rollout.config.compatibility import (
 from rollout.control.engine.claim import Claim
 from rollout.control.engine.drafts import DraftRecord, read_drafts
 from rollout.control.engine.group_settings import GroupSettings
-from rollout.control.engine.logprob_check import LogprobCheck, record_logprobs
 from rollout.control.engine.memory import size_of_weights
-from rollout.control.engine.sentinel import Sentinel
+from rollout.control.engine.probe import Probe, record_logprobs
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import ConfigError
 from rollout.core.types import EngineSlot
@@ -100,13 +99,11 @@ class Starter:
         launcher: EngineLauncher,
         connect: Connect,
         *,
-        logprob_check: LogprobCheck,
-        sentinel: Sentinel,
+        probe: Probe,
         memory_saver: bool,
         weights_cpu_backup: bool,
     ) -> None:
-        self._logprob_check = logprob_check
-        self._sentinel = sentinel
+        self._probe = probe
         self._settings = settings
         self._launcher = launcher
         self._connect = connect
@@ -121,7 +118,7 @@ class Starter:
         """
         process = await self._launcher.launch(self.spec(slot, process_name))
         try:
-            member = await self.admit(slot, process)
+            member = await self.admit(slot, process, is_new=True)
             member.process_name = process_name
         except BaseException:
             await process.kill()
@@ -129,7 +126,6 @@ class Starter:
         try:
             if self._settings.group.engine.is_attached:
                 await self._note_weights(member)
-            await self._sentinel.plant(member)
             return member
         except BaseException:
             await process.kill()
@@ -137,12 +133,18 @@ class Starter:
             raise
 
     async def admit(
-        self, slot: EngineSlot, process: RunningEngine, *, is_asleep: bool = False
+        self,
+        slot: EngineSlot,
+        process: RunningEngine,
+        *,
+        is_asleep: bool = False,
+        is_new: bool = False,
     ) -> EngineState:
         """Query an engine's features, and admit it.
 
         Args:
             is_asleep: its weights may be released though it does not report that.
+            is_new: it has just started, and generates.
 
         Raises:
             ConfigError: it does not fit its group.
@@ -151,7 +153,13 @@ class Starter:
             process.detached = await claimed(partial(self._claim, slot))
         engine = self._reach(process, slot.engine_id)
         try:
-            return await self._admit(slot, process, engine, is_asleep)
+            member = await self._admit(slot, process, engine, is_asleep)
+            if is_new:
+                await self._probe.plant(member)
+            # It has no adapter yet.
+            if self._weights_cpu_backup and self._probe.is_only_check_for(member):
+                record_logprobs(member, await self._probe.logprobs(member))
+            return member
         except BaseException:
             await engine.aclose()
             raise
@@ -266,9 +274,6 @@ class Starter:
             # the current ones are the reference.  A drain by retracting must know before the first
             # pause whether the checker refuses.
             member.record = await member.fingerprints()
-        # It has no adapter yet.
-        if self._weights_cpu_backup and self._logprob_check.is_only_check_for(member):
-            record_logprobs(member, await self._logprob_check.query(member))
         return member
 
     async def _note_weights(self, member: EngineState) -> None:
@@ -278,8 +283,8 @@ class Starter:
         """
         if member.record is None:
             member.record = await member.fingerprints()
-        if self._logprob_check.is_only_check_for(member):
-            record_logprobs(member, await self._logprob_check.query(member))
+        if self._probe.is_only_check_for(member):
+            record_logprobs(member, await self._probe.logprobs(member))
 
     def _check(self, engine_id: str, features: Features) -> None:
         settings = self._settings

@@ -22,16 +22,15 @@ from engines.protocol import (
 from engines.protocol.errors import EngineRejected
 from engines.protocol.logprob_kind import BEFORE_CUTS, LogprobRule
 from rollout.control.engine.drafts import DraftRecord
-from rollout.control.engine.stale_answers import Answers
 from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineSlot, EngineStatus
-from rollout.rules.canary import CanaryLogprobs
 from rollout.rules.fingerprint_check import (
     changed_adapter,
     is_checker_refusal,
     without_adapters,
     without_experts,
 )
+from rollout.rules.probe import Answers, CanaryLogprobs
 from rollout.weights.format.manifest import Manifest, TensorSpec
 
 _NO_CHECKER = "it does not report fingerprints"
@@ -70,10 +69,11 @@ class EngineState:
         adapters: the versions of adapters that it has loaded, by its names for them, and what it
             has reported of each: fingerprints by tensor, or nothing.
         expected: log-probs of the trainer's model for the canary prompts, by adapter.
-        canary: its log-probs at its last log-prob check, by adapter; see ``logprob_check``.
+        canary: its log-probs at its last log-prob check, by adapter; see ``probe``.
         sentinel: its last answers to the sentinel; None if it is not asked.
         sees_images: its model does, so the sentinel shows it one.
         names_images_by_file: the engine takes no other names of images.
+        refuses_long_prompts: it has refused the one of the sentinel.
         needs_logprob_check: fingerprints were inconclusive, so it must pass before it serves.
         is_stale: it restarted and lacks the pushed weights.  It goes through every phase with the
             others, but gets no request.
@@ -125,6 +125,7 @@ class EngineState:
     sentinel: Answers | None = None
     sees_images: bool = False
     names_images_by_file: bool = False
+    refuses_long_prompts: bool = False
     needs_logprob_check: bool = False
     is_stale: bool = False
     is_gone: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.protocol.errors import EngineRejected
 from rollout.control.engine.group_settings import GroupSettings
-from rollout.control.engine.logprob_check import LogprobCheck, check_expected
+from rollout.control.engine.probe import Probe, check_expected
 from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_set import EngineSet, format_failures
 from rollout.core.errors import EngineFailure, PhaseFailed, WeightMismatch
@@ -32,12 +32,10 @@ logger = logging.getLogger(__name__)
 class GroupAdapters:
     """Loads versions of adapters into the engines of one group."""
 
-    def __init__(
-        self, settings: GroupSettings, engines: EngineSet, logprob_check: LogprobCheck
-    ) -> None:
+    def __init__(self, settings: GroupSettings, engines: EngineSet, probe: Probe) -> None:
         self._settings = settings
         self._engines = engines
-        self._logprob_check = logprob_check
+        self._probe = probe
         self._budget_s = settings.lifecycle.update_timeout_s
         self._pushes: dict[str, WeightPush] = {}
 
@@ -53,13 +51,13 @@ class GroupAdapters:
             PhaseFailed: an engine failed, or has not loaded what was sent.
         """
         name = push.engine_adapter
-        if push.canary and self._logprob_check.prompts:
-            check_expected(push.canary, self._logprob_check.prompts)
+        if push.canary and self._probe.prompts:
+            check_expected(push.canary, self._probe.prompts)
         members = self._serving()
         answers = await self._on(members, partial(self._load, push=push))
         loaded = [one for one in members if answers[one.engine_id].failure is None]
         if len(loaded) == len(members) and self._needs_logprobs(push, loaded):
-            check = self._logprob_check.verify_adapter
+            check = self._probe.verify_adapter
             answers |= await check(loaded, name, push.canary, self._budget_s)
         failures = [answer.failure for answer in answers.values() if answer.failure is not None]
         if failures:
@@ -99,7 +97,7 @@ class GroupAdapters:
 
     def _needs_logprobs(self, push: WeightPush, members: Sequence[EngineState]) -> bool:
         is_reported = all(member.adapters[push.engine_adapter] for member in members)
-        return bool(self._logprob_check.prompts) and not (is_reported and not push.canary)
+        return bool(self._probe.prompts) and not (is_reported and not push.canary)
 
     async def _unload(self, members: Sequence[EngineState], names: Collection[str]) -> None:
         answers = await self._on(members, partial(_unload_from, names=names))

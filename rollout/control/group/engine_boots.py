@@ -24,7 +24,7 @@ from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import confirm_gone, discard
 from rollout.control.group.engine_set import EngineSet, as_failure
-from rollout.control.group.probe import has_exited
+from rollout.control.group.health_probe import has_exited
 from rollout.core.errors import EngineFailure, LifecycleError, PhaseFailed
 from rollout.core.types import EngineSlot
 from rollout.rules.health import backoff_s

@@ -26,9 +26,8 @@ from engines.launch import RunningEngine
 from engines.protocol import MemoryTag, WeightsReport
 from engines.protocol.plain_text import describe
 from rollout.control.engine.catch_up import readmit, released_in
-from rollout.control.engine.logprob_check import LogprobCheck
 from rollout.control.engine.memory import redo
-from rollout.control.engine.sentinel import Sentinel
+from rollout.control.engine.probe import Probe
 from rollout.control.engine.start import Starter
 from rollout.control.engine.state import EngineState
 from rollout.control.group.adapters import GroupAdapters
@@ -38,7 +37,6 @@ from rollout.control.group.engine_set import EngineSet
 from rollout.core.errors import (
     ActorLost,
     EngineFailure,
-    LifecycleError,
     RolloutError,
     WeightMismatch,
     WeightsUnavailable,
@@ -76,8 +74,7 @@ class EngineRecovery:
         engines: EngineSet,
         commands: CommandRunner,
         sources: Sequence[WeightSource],
-        logprob_check: LogprobCheck,
-        sentinel: Sentinel,
+        probe: Probe,
         adapters: GroupAdapters,
         *,
         is_attached: bool,
@@ -87,8 +84,7 @@ class EngineRecovery:
         self._engines = engines
         self._commands = commands
         self._sources = sources
-        self._logprob_check = logprob_check
-        self._sentinel = sentinel
+        self._probe = probe
         self._num_running = 0
         self._entry = asyncio.Lock()
 
@@ -119,7 +115,7 @@ class EngineRecovery:
 
     async def why_cannot_restore(self, version: int) -> str:
         """See ``ServerGroup.why_cannot_restore``."""
-        if version == self._logprob_check.refused_version:
+        if version == self._probe.refused_version:
             return f"engines that were given weight version {version} failed their verification"
         reasons = [await source.why_lacks(version) for source in self._sources]
         if "" in reasons:
@@ -145,7 +141,7 @@ class EngineRecovery:
     async def _readmit(
         self, member: EngineState, version: int, reference: WeightsReport | None
     ) -> bool:
-        is_refused = version == self._logprob_check.refused_version
+        is_refused = version == self._probe.refused_version
         sources = () if is_refused else self._sources
         if self._is_attached and not (reference or self._knows_answers(member, version)):
             member.weight_version = None  # its number says nothing of the weights of others
@@ -154,7 +150,7 @@ class EngineRecovery:
             return await readmit(member, version, sources, reference, self._why_wrong, complete)
         except WeightMismatch:
             if not self._verified_at(version):
-                self._logprob_check.refused_version = version
+                self._probe.refused_version = version
             raise
 
     def _knows_answers(self, member: EngineState, version: int) -> bool:
@@ -188,16 +184,10 @@ class EngineRecovery:
             before = (old.own_canary for old in self._ended_at(version) if old.own_canary)
             member.canary = member.canary or next(before, {})
         if why_inconclusive or (member.canary and not peers):
-            self._logprob_check.require(member, why_inconclusive)
+            self._probe.require(member, why_inconclusive)
         if self._commands.phase is not Phase.SERVING:
             return ""
-        try:
-            await self._sentinel.check(member)
-        except LifecycleError as error:
-            return str(error)
-        if not member.needs_logprob_check:
-            return ""
-        return await self._logprob_check.why_mismatch(member, peers)
+        return await self._probe.why_wrong(member, peers)
 
     def _reference_for(self, version: int, stale: EngineState) -> WeightsReport | None:
         """Fingerprints of an engine verified at ``version``: of ``stale`` itself, or of one that

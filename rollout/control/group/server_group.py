@@ -28,9 +28,8 @@ from rollout.control.engine.catch_up import bring_to_phase
 from rollout.control.engine.drafts import read_drafts
 from rollout.control.engine.drain import flush, pause
 from rollout.control.engine.group_settings import GroupSettings
-from rollout.control.engine.logprob_check import LogprobCheck, check_expected
 from rollout.control.engine.memory import KV_TAGS, WEIGHTS_TAGS, EngineMemory, why_no_room
-from rollout.control.engine.sentinel import Sentinel
+from rollout.control.engine.probe import Probe, check_expected
 from rollout.control.engine.start import Connect, Starter, connect_http
 from rollout.control.engine.state import EngineState
 from rollout.control.engine.stop import log_tail
@@ -44,7 +43,7 @@ from rollout.control.group.engine_recovery import (
     check_any_restored,
 )
 from rollout.control.group.engine_set import EngineSet, as_failure
-from rollout.control.group.probe import GroupProbe, probe_all
+from rollout.control.group.health_probe import GroupProbe, probe_all
 from rollout.control.group.push_path_check import PushPathCheck, check_snapshots, take_snapshot
 from rollout.control.group.scaling import EngineScaling
 from rollout.control.group.verify import (
@@ -105,21 +104,19 @@ class ServerGroup:
         self._policy = release_policy(*terms)
         self._traits = group_traits(*terms)
         self._slots = {slot.engine_id: slot for slot in slots}
-        self._logprob_check = LogprobCheck(settings)
-        self._sentinel = Sentinel(settings)
+        self._probe = Probe(settings)
         self._starter = self._make_starter(launcher, connect)
         self._engines = EngineSet(settings, slots, self._starter)
         self._commands = CommandRunner(settings, self._traits, self._engines, self.timeline)
         self._memory = EngineMemory(self._policy, settings.model_path)
         self._weight_updater = WeightUpdater(settings, self._engines)
-        self._adapters = GroupAdapters(settings, self._engines, self._logprob_check)
+        self._adapters = GroupAdapters(settings, self._engines, self._probe)
         self._path_check = PushPathCheck(settings, self._engines, self._weight_updater)
         self._recovery = EngineRecovery(
             self._engines,
             self._commands,
             settings.all_sources(),
-            self._logprob_check,
-            self._sentinel,
+            self._probe,
             self._adapters,
             is_attached=settings.group.engine.is_attached,
         )
@@ -134,7 +131,7 @@ class ServerGroup:
         self._weight_watch = WeightWatch(
             self._engines,
             self._commands,
-            self._logprob_check,
+            self._probe,
             self._recovery.exclusive,
             settings.lifecycle.command_timeout_s * _SHARE_OF_CHECK,
         )
@@ -148,8 +145,7 @@ class ServerGroup:
             self._settings,
             launcher,
             connect or _over_http(self._settings, backup),
-            logprob_check=self._logprob_check,
-            sentinel=self._sentinel,
+            probe=self._probe,
             memory_saver=self._traits.needs_offload,
             weights_cpu_backup=backup,
         )
@@ -296,7 +292,7 @@ class ServerGroup:
         started: float,
     ) -> PhaseReport:
         # The log-prob check needs an engine that generates.  If one engine needs it, all run it.
-        with_check = self._logprob_check.any_pending(self._engines.unfenced())
+        with_check = self._probe.any_pending(self._engines.unfenced())
         work: dict[Command, Callable[[EngineState], Awaitable[Any]]] = {
             Command.PAUSE_GENERATION: partial(self._pause, ends_s=ends_s),
             Command.FLUSH_CACHE: partial(self._flush, ends_s=ends_s),
@@ -322,9 +318,9 @@ class ServerGroup:
             elif command is Command.UPDATE_WEIGHTS:
                 check_any_restored(answers, self.name)
             elif command is Command.VERIFY:
-                answers = verify_group(answers, self._engines, self._logprob_check)
+                answers = verify_group(answers, self._engines, self._probe)
             elif command is Command.CONTINUE_GENERATION:
-                answers = self._logprob_check.verify_replies(answers, self._engines.members())
+                answers = self._probe.verify_replies(answers, self._engines.members())
         return await self._commands.conclude(command, target, answers, started)
 
     async def _pause(self, member: EngineState, ends_s: float) -> None:
@@ -335,7 +331,7 @@ class ServerGroup:
 
     def _drain_of(self, member: EngineState) -> Drain:
         drain = self._settings.lifecycle.drain
-        if drain is Drain.RETRACT and self._logprob_check.is_only_check_for(member):
+        if drain is Drain.RETRACT and self._probe.is_only_check_for(member):
             return Drain.ABORT  # retracted requests would continue before the log-prob check
         return drain
 
@@ -354,8 +350,8 @@ class ServerGroup:
         return await self._commands.conclude(Command.UPDATE_WEIGHTS, target, answers, started)
 
     def _check_canary(self, push: WeightPush) -> None:
-        if push.canary and self._logprob_check.prompts:
-            check_expected(push.canary, self._logprob_check.prompts)
+        if push.canary and self._probe.prompts:
+            check_expected(push.canary, self._probe.prompts)
 
     async def _restore(self, member: EngineState, version: int | None) -> None:
         assert version is not None, "update_weights needs a push or a version"
@@ -368,8 +364,7 @@ class ServerGroup:
         await member.continue_generation()
         if member.is_stale:
             return None
-        await self._sentinel.check(member)
-        return await self._logprob_check.collect(member) if with_check else None
+        return await self._probe.check(member, with_logprobs=with_check)
 
     # -- adapters, while the engines serve --------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rollout.control.engine.logprob_check import LogprobCheck
+from rollout.control.engine.probe import Probe
 from rollout.control.engine.state import EngineState
 from rollout.control.group.engine_set import EngineSet
 from rollout.core.errors import LifecycleError, WeightMismatch
@@ -50,7 +50,7 @@ async def collect_fingerprints(member: EngineState, version: int | None) -> Veri
 
 
 def verify_group(
-    answers: dict[str, EngineReply[Any]], engines: EngineSet, logprob_check: LogprobCheck
+    answers: dict[str, EngineReply[Any]], engines: EngineSet, probe: Probe
 ) -> dict[str, EngineReply[Any]]:
     """Mark the replies of engines with wrong weights as failures; the others are verified."""
     reports = {
@@ -87,7 +87,7 @@ def verify_group(
             if engines[name].expected:
                 reason = reason or "the trainer gave expected log-probs"
             if reason:
-                logprob_check.require(engines[name], reason)
+                probe.require(engines[name], reason)
     return answers
 
 

@@ -19,11 +19,11 @@ from functools import partial
 
 from engines.process.background import Then, keep_task
 from engines.protocol.plain_text import describe
-from rollout.control.engine.logprob_check import LogprobCheck
+from rollout.control.engine.probe import Probe
 from rollout.control.engine.state import EngineState
 from rollout.control.group.command_runner import CommandRunner, now
 from rollout.control.group.engine_set import EngineSet
-from rollout.control.group.probe import EngineProbe
+from rollout.control.group.health_probe import EngineProbe
 from rollout.core.errors import LifecycleError
 from rollout.core.fanout import wait_all
 from rollout.rules.fingerprint_check import first_difference
@@ -63,7 +63,7 @@ class WeightWatch:
         self,
         engines: EngineSet,
         commands: CommandRunner,
-        logprob_check: LogprobCheck,
+        probe: Probe,
         exclusive: Callable[[], AbstractAsyncContextManager[None]],
         budget_s: float,
     ) -> None:
@@ -71,7 +71,7 @@ class WeightWatch:
         self._budget_s = budget_s
         self._engines = engines
         self._commands = commands
-        self._logprob_check = logprob_check
+        self._probe = probe
         self._checks: dict[str, _Check] = {}
 
     def watch(self, probes: Sequence[EngineProbe]) -> tuple[EngineProbe, ...]:
@@ -137,7 +137,7 @@ class WeightWatch:
             name = first_difference(record, report)
             what = f"tensor {name!r} is not what it was when weight version {version} was verified"
             return f"{what}: {_BY_OTHERS}" if name else ""
-        if why := await self._logprob_check.why_changed(member):
+        if why := await self._probe.why_changed(member):
             return f"at weight version {version}, {why}: {_BY_OTHERS}"
         return ""
 

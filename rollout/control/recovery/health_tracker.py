@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engines.protocol.plain_text import describe
 from rollout.config import HealthConfig, ServerConfig
 from rollout.control.engine.start import start_deadline_s
-from rollout.control.group.probe import GroupProbe
+from rollout.control.group.health_probe import GroupProbe
 from rollout.rules.deadlines import group_margin_s, leave_timeout_s
 from rollout.rules.health import (
     EngineHealth,

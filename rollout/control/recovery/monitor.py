@@ -22,7 +22,7 @@ from typing import Protocol
 from engines.process.background import Then, keep_task
 from engines.protocol.plain_text import describe
 from rollout.config import ServerConfig
-from rollout.control.group.probe import GroupProbe
+from rollout.control.group.health_probe import GroupProbe
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.recovery.actions import RecoveryActions
 from rollout.control.recovery.health_tracker import GroupTerms, HealthTracker

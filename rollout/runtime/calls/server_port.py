@@ -11,9 +11,9 @@ from rollout.control.server.server import RolloutServer
 from rollout.core.pending import Pending
 from rollout.core.types import EngineStatus, ServerStatus, StepReport
 from rollout.observability.timeline.span import Span
-from rollout.rules.canary import Logprobs
 from rollout.rules.fingerprint_check import method_of_push
 from rollout.rules.lifecycle import Command
+from rollout.rules.probe import Logprobs
 from rollout.runtime.calls.caller import Caller
 from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.weight_push import WeightPush

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollout.config import ServerConfig
-from rollout.control.engine.logprob_check import check_expected, prompts_of
+from rollout.control.engine.probe import check_expected, prompts_of
 from rollout.control.server.server import RolloutServer
 from rollout.core.errors import WeightMismatch
 from rollout.core.pending import Pending
 from rollout.core.types import StepReport
-from rollout.rules.canary import Prompt
+from rollout.rules.probe import Prompt
 from rollout.runtime.calls.server_pushes import ServerPushes, needs_torch
 from rollout.weights.push.push import Push
 from rollout.weights.push.weight_push import WeightPush

@@ -24,6 +24,11 @@ _SIZES = (
     "intermediate_size",
 )
 _MOST = 1 << 31
+_IMAGE_TOKENS = (
+    ("vision_start_token_id", "boi_token_index", "boi_token_id"),
+    ("image_token_id", "image_token_index"),
+    ("vision_end_token_id", "eoi_token_index", "eoi_token_id"),
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -112,13 +117,30 @@ def _count(part: Mapping[str, Any], name: str) -> int:
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int:
-    """Tokens of the model; 0 if the config does not say."""
-    return next((num for part in _parts(config) if (num := _count(part, "vocab_size"))), 0)
+    """Tokens of the language model; 0 if the config does not say."""
+    return _of_language_model(config, "vocab_size")
 
 
-def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the values of its language model, if it has several models."""
-    return {**config, **_parts(config)[-1]}
+def context_length_of(config: Mapping[str, Any]) -> int:
+    """The longest sequence of the language model, in tokens; 0 if the config does not say."""
+    return _of_language_model(config, "max_position_embeddings")
+
+
+def image_tokens_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Begin, placeholder and end of one image, as far as the config names them; empty if it names
+    no placeholder."""
+    begin, placeholder, end = (
+        next((config[name] for name in names if type(config.get(name)) is int), None)
+        for names in _IMAGE_TOKENS
+    )
+    if placeholder is None:
+        return ()
+    return tuple(token for token in (begin, placeholder, end) if token is not None)
+
+
+def _of_language_model(config: Mapping[str, Any], name: str) -> int:
+    parts = reversed(_parts(config))
+    return next((num for part in parts if (num := _count(part, name))), 0)
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from rollout.rules.canary import (
+from rollout.rules.probe import (
     CanaryLogprobs,
     EngineLogprobs,
     find_logprob_mismatches,
-    prompts_for,
+    prompt_for,
 )
 
 TOLERANCE = 0.1
@@ -94,6 +94,27 @@ def test_one_token_far_off_is_a_difference_though_the_average_is_small() -> None
     assert find_logprob_mismatches({"e-0": heard(*near, before=before)}, TOLERANCE) == {}
 
 
+def test_the_end_of_a_prompt_is_held_against_the_same_tokens_of_the_whole() -> None:
+    end = {"": CanaryLogprobs("7", ((-2.0, -3.0),), start=3)}
+    whole = {"": ((-9.0, -9.0, -9.0, -2.0, -3.0),)}
+    assert find_logprob_mismatches({"e-0": EngineLogprobs(end, expected=whole)}, TOLERANCE) == {}
+    wrong = {"": ((-2.0, -3.0, -9.0, -2.0, -5.0),)}
+    found = find_logprob_mismatches({"e-0": EngineLogprobs(end, expected=wrong)}, TOLERANCE)
+    assert "prompt 0, token 5 has log-probability -3.000, and -5.000" in found["e-0"]
+
+
+@pytest.mark.parametrize(("start", "other"), [(0, 3), (3, 0)])
+def test_log_probs_of_other_tokens_confirm_nothing(start: int, other: int) -> None:
+    of_start = {"": CanaryLogprobs("7", (RIGHT,), start=start)}
+    of_other = {"": CanaryLogprobs("7", (RIGHT,), start=other)}
+    verified = {
+        "e-0": EngineLogprobs(of_start),
+        "e-1": EngineLogprobs(of_other, is_verified=True),
+    }
+    found = find_logprob_mismatches(verified, TOLERANCE)
+    assert f"canary prompt 0, token {start + 1} has no log-probability" in found["e-0"]
+
+
 def test_an_adapter_is_held_against_the_same_adapter() -> None:
     def under(base: float, adapter: float, version: str) -> dict[str, CanaryLogprobs]:
         return {"": CanaryLogprobs("0", ((base,),)), "mine": CanaryLogprobs(version, ((adapter,),))}
@@ -109,11 +130,11 @@ def test_an_adapter_is_held_against_the_same_adapter() -> None:
 
 
 def test_prompts_are_always_the_same_and_keep_away_from_the_ends_of_the_vocabulary() -> None:
-    prompts = prompts_for(1000)
-    assert prompts == prompts_for(1000)
-    assert len(set(prompts)) == len(prompts) == 2
-    assert all(250 <= token < 750 for prompt in prompts for token in prompt)
-    assert prompts_for(0) == prompts_for(3) == ()
+    prompt = prompt_for(1000, 4096)
+    assert prompt == prompt_for(1000, 4096)
+    assert len(set(prompt)) > 200
+    assert all(250 <= token < 750 for token in prompt)
+    assert prompt_for(0, 4096) == prompt_for(3, 4096) == ()
 
 
 def test_the_trainers_logprobs_come_first() -> None:

@@ -16,8 +16,8 @@ from engines.protocol import PauseMode
 from rollout.config import LifecycleConfig
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import PhaseFailed, WeightMismatch
-from rollout.rules.canary import Logprobs
 from rollout.rules.lifecycle import Command
+from rollout.rules.probe import Logprobs
 from tests.support.builders import (
     TENSOR_NAMES,
     adapter_push,
@@ -93,7 +93,7 @@ async def test_weights_that_come_back_whole_serve() -> None:
     (engine,) = engines
     # Only when it generates again, for a paused SGLang never answers.
     assert engine.operations()[-3:] == ["continue_generation", "generate", "generate"]
-    assert engine.calls[-1].arguments["rid"].startswith("canary-")
+    assert engine.calls[-1].arguments["rid"].startswith("probe-")
 
 
 async def test_the_one_that_took_a_push_wrongly_is_outvoted_and_fenced() -> None:

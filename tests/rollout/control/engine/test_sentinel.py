@@ -21,7 +21,7 @@ from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from engines.fake.launcher import FakeLauncher, make_engine, settings_of
 from engines.protocol import GenerateReply, PromptImage, TensorInfo
 from engines.protocol.old_state import FAKE, OldState, namespace
-from rollout.control.engine import sentinel
+from rollout.control.engine import probe
 from rollout.control.group.server_group import ServerGroup
 from rollout.observability.timeline.analysis import slowest_engines
 from rollout.rules.lifecycle import Command
@@ -97,7 +97,7 @@ async def answer(engine: FakeEngine, version: int) -> Any:
 
 
 def name_no_version(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sentinel, "namespace", lambda run, version: run)
+    patch.setattr(probe, "namespace", lambda run, version: run)
 
 
 def refuse_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -225,12 +225,12 @@ async def test_an_engine_that_refuses_the_prompt_is_not_asked_again(
     )
     assert "engine main-0: the sentinel does not ask it" in caplog.text
     assert not (await step(group, 1)).failures
-    assert num_asked(engine) == 1
+    assert num_asked(engine) == 2  # the other is the log-prob check, which a lone engine needs
 
 
 def num_asked(engine: FakeEngine) -> int:
     rids = [str(call.arguments.get("rid")) for call in engine.calls]
-    return sum(rid.startswith(sentinel.RID_PREFIX) for rid in rids)
+    return sum(rid.startswith(probe.RID_PREFIX) for rid in rids)
 
 
 async def test_an_engine_that_takes_no_image_is_asked_without_one(
@@ -249,7 +249,7 @@ async def test_an_engine_that_takes_no_image_is_asked_without_one(
     launcher = FakeLauncher(make_text_only)
     _, (engine,) = await started_group(1, launcher=launcher, model_path=model)
     assert "the sentinel shows it no image" in caplog.text
-    assert num_asked(engine) == 4  # two with the image that is refused
+    assert num_asked(engine) == 2  # the fake that refuses an image does not record that
 
 
 async def test_an_engine_that_claims_to_have_no_embeddings_and_has_them_is_fenced(

@@ -15,7 +15,7 @@ from engines.fake.engine.faults import hang
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag, PauseMode, ServerInfo, WorkerType
 from engines.protocol.errors import EngineNotReady, EngineRejected, EngineUnreachable
-from rollout.control.engine.logprob_check import LogprobCheck
+from rollout.control.engine.probe import Probe
 from rollout.control.group.server_group import ServerGroup
 from rollout.control.server.gate_control import member
 from rollout.core.errors import ConfigError, LifecycleError, PhaseFailed, WeightsUnavailable
@@ -719,7 +719,7 @@ async def test_a_command_asks_once_for_all_engines_whether_any_needs_the_logprob
     await group.run(Command.VERIFY, version=1)
     await group.run(Command.ONLOAD_KV)
     asked = []
-    monkeypatch.setattr(LogprobCheck, "any_pending", lambda self, members: asked.append(members))
+    monkeypatch.setattr(Probe, "any_pending", lambda self, members: asked.append(members))
     await group.run(Command.CONTINUE_GENERATION)
     assert len(asked) == 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout.config import HealthConfig
-from rollout.control.group.probe import EngineProbe, GroupProbe
+from rollout.control.group.health_probe import EngineProbe, GroupProbe
 from rollout.control.recovery.health_tracker import GroupTerms, HealthTracker
 from rollout.core.errors import RolloutError
 from rollout.rules.health import ProbeResult, RecoveryState, is_any_readmission_due

@@ -14,7 +14,7 @@ from engines.fake.launcher import make_engine
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag
 from engines.protocol.errors import EngineHung, EngineNotReady, EngineUnreachable
-from rollout.control.group.probe import EngineProbe, GroupProbe
+from rollout.control.group.health_probe import EngineProbe, GroupProbe
 from rollout.control.recovery.health_tracker import GroupTerms
 from rollout.control.recovery.monitor import RecoveryMonitor
 from rollout.control.server import server as server_module

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engines.protocol import WeightsReport
-from rollout.control.engine.stale_answers import (
-    Answer,
-    Answers,
-    find_stale,
-    prompt_for,
-    without_numbers,
-)
+from rollout.rules.probe import Answer, Answers, find_stale, first_asked, prompt_for
 
 OLD, NEW = (-1.0,) * 20, (-2.0,) * 20
 PATH = [f"model.layers.{layer}.mlp.weight" for layer in range(4)]
@@ -25,9 +20,8 @@ def report(value: str, names: list[str] = PATH, **others: str) -> WeightsReport:
 
 
 def answers(through: Any, fresh: Any, *, cached: int = 0, made_of: str = "") -> Answers:
-    return Answers(
-        {"text": Answer(tuple(through), cached)}, {"text": Answer(tuple(fresh))}, made_of
-    )
+    past = Answer(tuple(fresh))
+    return Answers(Answer(tuple(through), cached), past, past, made_of)
 
 
 EXACT = answers(OLD, OLD)
@@ -67,9 +61,11 @@ def test_how_far_answers_may_differ_depends_on_whether_an_engine_repeats_itself(
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
 def test_one_log_prob_that_is_no_number_is_named_by_its_prompt(broken: float) -> None:
-    assert without_numbers(answers(NEW, NEW)) == ""
-    assert without_numbers(answers(NEW, [*NEW[1:], broken])) == "text"
-    assert without_numbers(answers([broken] * 20, NEW)) == ""  # then the caches' are old
+    assert answers(NEW, NEW).without_numbers() == ""
+    assert answers(NEW, [*NEW[1:], broken]).without_numbers() == "text"
+    assert answers([broken] * 20, NEW).without_numbers() == ""  # then the caches' are old
+    right, wrong = Answer(NEW), Answer((*NEW[1:], broken))
+    assert Answers(right, wrong, right, "").without_numbers() == "image"
 
 
 def test_no_number_through_the_caches_alone_is_stale() -> None:
@@ -78,7 +74,7 @@ def test_no_number_through_the_caches_alone_is_stale() -> None:
 
 
 def with_report(one: Answers, of: WeightsReport | None) -> Answers:
-    return Answers(one.through, one.fresh, one.made_of, report=of)
+    return replace(one, report=of)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +111,15 @@ def test_one_log_prob_may_be_as_before_by_chance() -> None:
     [
         (1000, 4096, (), 288),
         (1000, 200, (), 199),
-        (1000, 64, (), 0),
+        (1000, 64, (), 63),  # too short for the sentinel
         (2, 4096, (), 0),
-        (1000, 0, (), 0),
+        (1000, 0, (), 64),  # likewise: how many the model takes is not known
         (0, 0, [(1, 2, 3)], 288),
     ],
 )
 def test_the_prompt_fits_the_model(size: int, length: int, given: Any, num: int) -> None:
     prompt = prompt_for(size, length, given)
     assert len(prompt) == num
+    assert first_asked(prompt) == (num - 32 if num > 64 else 0)
     assert prompt == prompt_for(size, length, given)
     assert not given or prompt[:4] == (1, 2, 3, 1)
