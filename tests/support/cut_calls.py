@@ -137,7 +137,7 @@ async def world_of(bench: ServerBench, journal: MemoryJournal) -> World:
         phases={name: phase.value for name, phase in server.phases().items()},
         version=server.base_version,
         unfinished={
-            name: command.value for name, command in server._phase_runner.unfinished.items()
+            name: command.value for name, command in server._phase_runner._unfinished.items()
         },
         groups=tuple(statuses.values()),
         router_gate=router.gate,

@@ -52,8 +52,6 @@ class PhaseRunner:
         changes: what the pushes have changed.
         doing: the command that runs; empty for none.
         expected_version: the gate stays closed until a push of this version or a newer one.
-        next_adapter: a push that is staged as soon as the engines generate, and then published.
-        unfinished: by group, the command that it may have begun and not ended.
     """
 
     def __init__(
@@ -75,9 +73,9 @@ class PhaseRunner:
         self.changes = PushChanges(frozen)
         self.doing = ""
         self.expected_version = 0
-        self.next_adapter: WeightPush | None = None
+        self._next_adapter: WeightPush | None = None
         self._adapters = adapters
-        self.unfinished: dict[str, Command] = {}
+        self._unfinished: dict[str, Command] = {}
         self._update = update
         self._margin_s = margin_s
         self._journal = journal
@@ -106,7 +104,7 @@ class PhaseRunner:
     @property
     def why_expecting(self) -> str:
         """Why the published weights must not serve; empty if they may."""
-        expected, following = self.expected_version, self.next_adapter
+        expected, following = self.expected_version, self._next_adapter
         if max(self.weight_version, following.version if following else 0) >= expected:
             return ""
         held = self.weight_version
@@ -124,6 +122,18 @@ class PhaseRunner:
         """
         is_between_steps = set(self._registry.phases.values()) == {Phase.SERVING}
         return self.expected_version if is_between_steps and self.why_expecting else None
+
+    def expect(self, version: int) -> None:
+        """Keep the gate closed until a push of this version or a newer one."""
+        self.expected_version = version
+
+    def unfinished(self, group: str) -> Command | None:
+        """The command that a group may have begun and not ended."""
+        return self._unfinished.get(group)
+
+    def note_replaced(self, group: str) -> None:
+        """Another group is in its place, which has begun nothing."""
+        self._unfinished.pop(group, None)
 
     def start_at(self, version: int) -> None:
         """The engines hold this version from the start."""
@@ -148,6 +158,18 @@ class PhaseRunner:
         return self._last_push.manifest is not None
 
     # -- several commands -------------------------------------------------------------------
+
+    async def serve_adapter(self, push: WeightPush, *commands: Command) -> StepReport:
+        """Run the commands; as soon as the engines generate, stage an adapter and publish it.
+
+        After a failure it is forgotten.
+        """
+        self._next_adapter = push
+        try:
+            return await self.advance(*commands)
+        except BaseException:
+            self._next_adapter = None
+            raise
 
     async def advance(self, *commands: Command, push: WeightPush | None = None) -> StepReport:
         """Run the commands in order, each on the groups that still need it.
@@ -211,7 +233,7 @@ class PhaseRunner:
         """
         await self._refresh_phases()
         if push.adapter:
-            self.next_adapter = push
+            self._next_adapter = push
             return self._report()
         # If only some groups took the push, they would hold weights that are never published.
         for name, phase in self._registry.phases.items():
@@ -304,8 +326,8 @@ class PhaseRunner:
     ) -> StepReport:
         self._order += 1
         for name in names:
-            before = self.unfinished.get(name)
-            self.unfinished[name] = lifecycle.least_known(before, command)
+            before = self._unfinished.get(name)
+            self._unfinished[name] = lifecycle.least_known(before, command)
         self.doing = command.value
         started = asyncio.get_running_loop().time()
         reports = await self._run_on_groups(command, names, push)
@@ -333,7 +355,7 @@ class PhaseRunner:
 
         Whatever fails, what is published stays on the engines.
         """
-        push, self.next_adapter = self.next_adapter, None
+        push, self._next_adapter = self._next_adapter, None
         if push is None:
             return ()
         with self._timeline.span(Kind.PHASE, STAGE) as span:
@@ -366,7 +388,7 @@ class PhaseRunner:
             )
             for name, report in reports.items():
                 self._registry.phases[name] = Phase(report.phase)
-                self.unfinished.pop(name, None)
+                self._unfinished.pop(name, None)
             staged = await self._stage_next() if command is Command.CONTINUE_GENERATION else ()
         return [*reports.values(), *staged]
 
@@ -433,7 +455,7 @@ class PhaseRunner:
                 phases={name: phase.value for name, phase in self._registry.phases.items()},
                 doing=self.doing,
                 gate=self._gate.state,
-                unfinished={name: command.value for name, command in self.unfinished.items()},
+                unfinished={name: command.value for name, command in self._unfinished.items()},
                 weight_version=self.weight_version,
                 has_pushed=self.has_pushed,
                 has_served=self._last_push.has_served,

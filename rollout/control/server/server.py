@@ -273,7 +273,7 @@ class RolloutServer:
             if update is WeightUpdate.FULL:
                 version = max(version, held + 1)
         if update is not WeightUpdate.FROZEN:
-            runner.expected_version = version
+            runner.expect(version)
         if why := runner.why_expecting:
             await self._gate.publish_members()
             await self._gate.shut("closed", why, "start", needs_push=runner.needs_push)
@@ -388,18 +388,9 @@ class RolloutServer:
                 return await self._check_path(push)
             await self._check_push(push)
             if push.adapter:
-                return await self._serve_adapter(push, until)
+                await self._phase_runner.check_can_restore()
+                return await self._phase_runner.serve_adapter(push, *up_to(until, SERVE))
             return await self._phase_runner.advance(*up_to(until, PUSH), push=push)
-
-    async def _serve_adapter(self, push: WeightPush, until: Command) -> StepReport:
-        runner = self._phase_runner
-        await runner.check_can_restore()
-        runner.next_adapter = push
-        try:
-            return await runner.advance(*up_to(until, SERVE))
-        except BaseException:
-            runner.next_adapter = None
-            raise
 
     async def serve(self, until: Command = Command.CONTINUE_GENERATION) -> StepReport:
         """Serve the published weights, in whatever phase the groups are.
@@ -612,11 +603,9 @@ class RolloutServer:
         Raises:
             ActorLost: there is no actor factory.
         """
-        unfinished = self._phase_runner.unfinished
-        await self._registry.replace_lost(
-            name, self._actor_factory, unfinished.get(name), self.base_version
-        )
-        unfinished.pop(name, None)
+        unfinished = self._phase_runner.unfinished(name)
+        await self._registry.replace_lost(name, self._actor_factory, unfinished, self.base_version)
+        self._phase_runner.note_replaced(name)
         await self._registry.groups[name].know_adapters(list(self._adapters.pushes.values()))
         await self.publish_members()
 
