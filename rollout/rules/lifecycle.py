@@ -212,11 +212,6 @@ def _needs(command: Command, phase: Phase, traits: GroupTraits) -> bool:
     return command in legal_commands(phase, traits)
 
 
-def has_verified_weights(phase: Phase) -> bool:
-    """Whether an engine in this phase holds verified weights, so that their version names them."""
-    return phase in _VERIFIED
-
-
 def must_finish(command: Command | None) -> bool:
     """Whether a command during which a group was lost is run again on its engines.
 

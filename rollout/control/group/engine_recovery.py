@@ -19,7 +19,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from engines.launch import RunningEngine
@@ -50,15 +51,12 @@ from rollout.rules.lifecycle import (
     Command,
     GroupTraits,
     Phase,
-    has_verified_weights,
     next_phase,
     spoils_weights,
 )
 from rollout.weights.store.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
-
-_MAY_HAVE_RELEASED = (Phase.WEIGHTS_UPDATED, Phase.VERIFIED)
 
 
 class EngineRecovery:
@@ -297,15 +295,86 @@ async def adopt_running_engines(
     await asyncio.gather(engines.fence(failures), engines.end(refused))
 
 
-def _why_unknown(lost: LostState, traits: GroupTraits) -> str:
-    """Why no engine can confirm its weights; empty if it can, or if the next push brings them."""
-    if spoils_weights(lost.unfinished):
-        return f"{lost.unfinished} had begun"
-    is_empty = lost.phase in (Phase.OFFLOADED, Phase.WEIGHTS_ONLOADED)
-    moves = lost.unfinished in MOVE_MEMORY
-    if traits.weights_survive and (is_empty or moves):
-        return "no copy of the fingerprints is left, and its weights must survive a release"
-    return ""
+@dataclass(frozen=True, slots=True)
+class _Says:
+    """What the phase of a lost group, at rest, says of its engines.
+
+    Attributes:
+        released: which memory they have released.  Between a push and the resume of its KV cache it
+            does not: the group may have been offloaded, or not.
+        weights: that those are the published ones.
+        survivors: that weights which must survive a release have done so.
+    """
+
+    released: bool = True
+    weights: bool = True
+    survivors: bool = True
+
+
+_SAYS = {
+    Phase.STARTING: _Says(weights=False),
+    Phase.SERVING: _Says(),
+    Phase.PAUSED: _Says(),
+    Phase.FLUSHED: _Says(),
+    Phase.OFFLOADED: _Says(weights=False, survivors=False),
+    Phase.WEIGHTS_ONLOADED: _Says(weights=False, survivors=False),
+    Phase.WEIGHTS_UPDATED: _Says(released=False, weights=False),
+    Phase.VERIFIED: _Says(released=False),
+    Phase.KV_ONLOADED: _Says(),
+}
+
+
+class _Unreported(Enum):
+    """What an engine has released that does not report it."""
+
+    AS_PHASE = "what the phase says"
+    REPEATED = "what the unfinished command leaves, which it gets again"
+    UNKNOWN = "unknown: it is not reused"
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What an engine of a lost group must confirm to be reused.
+
+    Attributes:
+        phase: of its group, or of one that sleeps.
+        moving: the unfinished command that moves memory, so that its report may differ.
+        is_at_rest: no command was unfinished, so that it takes requests or not by its phase.
+    """
+
+    phase: Phase
+    unreported: _Unreported
+    moving: Command | None = None
+    is_at_rest: bool = True
+
+
+def _terms(lost: LostState, traits: GroupTraits, *, is_attached: bool) -> _Terms:
+    """The terms for an engine of a lost group.
+
+    Raises:
+        RolloutError: none can confirm its weights, and the next push does not bring them.
+    """
+    says, unfinished = _SAYS[lost.phase], lost.unfinished
+    moving = unfinished if unfinished in MOVE_MEMORY else None
+    if spoils_weights(unfinished):
+        raise RolloutError(f"{unfinished} had begun")
+    if traits.weights_survive and (moving or not says.survivors):
+        raise RolloutError(
+            "no copy of the fingerprints is left, and its weights must survive a release"
+        )
+    unreported = _Unreported.REPEATED if moving else _Unreported.AS_PHASE
+    if not says.released or (moving and is_attached):
+        unreported = _Unreported.UNKNOWN
+    return _Terms(lost.phase, unreported, moving, unfinished is None)
+
+
+async def _terms_asleep(neighbor: RunningEngine) -> _Terms:
+    """The terms for a standby, which may have been woken if the engine beside it has ended."""
+    is_alive = False
+    with suppress(ActorLost):
+        is_alive = await neighbor.is_alive()
+    unreported = _Unreported.AS_PHASE if is_alive else _Unreported.UNKNOWN
+    return _Terms(Phase.OFFLOADED, unreported)
 
 
 async def _reuse(
@@ -318,19 +387,12 @@ async def _reuse(
     traits: GroupTraits,
     neighbor: RunningEngine | None,
 ) -> EngineState:
-    if neighbor is not None:
-        if (process.endpoint, tuple(process.processes)) != (known.endpoint, known.processes):
-            raise RolloutError("another process has its name")
-        lost = LostState(replace(lost.known, phase=Phase.OFFLOADED.value), None, lost.version)
-        may_have_moved = True
-        with suppress(ActorLost):
-            may_have_moved = not await neighbor.is_alive()
+    if neighbor is None:
+        terms = _terms(lost, traits, is_attached=starter.spec(slot).is_attached)
+    elif (process.endpoint, tuple(process.processes)) != (known.endpoint, known.processes):
+        raise RolloutError("another process has its name")
     else:
-        if why := _why_unknown(lost, traits):
-            raise RolloutError(why)
-        is_attached = starter.spec(slot).is_attached
-        may_have_moved = lost.phase in _MAY_HAVE_RELEASED
-        may_have_moved |= lost.unfinished in MOVE_MEMORY and is_attached
+        terms = await _terms_asleep(neighbor)
     if not await process.is_alive():
         raise RolloutError("its process has ended")
     member = await starter.admit(slot, process, is_asleep=neighbor is not None)
@@ -338,18 +400,17 @@ async def _reuse(
         if why := why_other_process(known.start, member.start):
             raise RolloutError(why)
         member.process_name = known.process_name
-        member.released = await _released(member, lost, tags, traits, may_have_moved)
-        member.is_paused = lost.phase is not Phase.SERVING
-        if lost.unfinished is None and await member.engine.is_ready() != (
-            lost.phase is Phase.SERVING
-        ):
-            takes = "no requests" if lost.phase is Phase.SERVING else "requests"
-            raise RolloutError(f"it takes {takes}, and its group is {lost.phase}")
-        has_weights = MemoryTag.WEIGHTS not in member.released and has_verified_weights(lost.phase)
+        member.released = await _released(member, terms, tags, traits)
+        serves = terms.phase is Phase.SERVING
+        member.is_paused = not serves
+        if terms.is_at_rest and await member.engine.is_ready() != serves:
+            takes = "no requests" if serves else "requests"
+            raise RolloutError(f"it takes {takes}, and its group is {terms.phase}")
         if known.is_stale:
             member.is_stale, member.is_verified = True, False
             member.know_from(None)
-        elif not has_weights:  # only a push makes them known again
+        elif MemoryTag.WEIGHTS in member.released or not _SAYS[terms.phase].weights:
+            # Only a push makes them known again.
             member.weight_version, member.is_verified = None, False
             member.changed = ALL_TENSORS
         elif member.weight_version != lost.version:
@@ -363,37 +424,27 @@ async def _reuse(
 
 
 async def _released(
-    member: EngineState,
-    lost: LostState,
-    tags: Sequence[MemoryTag],
-    traits: GroupTraits,
-    may_have_moved: bool,
+    member: EngineState, terms: _Terms, tags: Sequence[MemoryTag], traits: GroupTraits
 ) -> set[MemoryTag]:
     """The tags that an engine has released.
-
-    If it does not report them, and a command that moves memory was under way, it does that again.
-
-    Args:
-        may_have_moved: what it has released is unknown without a report.
 
     Raises:
         RolloutError: it is unknown, or the engine reports others than the phase of its group says.
     """
-    expected = set(released_in(lost.phase, tags))
+    expected = set(released_in(terms.phase, tags))
     reported = (await member.engine.server_info()).released
     if reported is not None:
-        if lost.unfinished not in MOVE_MEMORY and set(reported) != expected:
+        if terms.moving is None and set(reported) != expected:
             raise RolloutError(
                 f"it has released {', '.join(sorted(reported)) or 'nothing'}, and its group is "
-                f"{lost.phase}"
+                f"{terms.phase}"
             )
         return {tag for tag in tags if tag in reported}
-    is_moving = lost.unfinished in MOVE_MEMORY
-    if may_have_moved:
+    if terms.unreported is _Unreported.UNKNOWN:
         raise RolloutError("it does not report what memory it has released")
-    if lost.unfinished is None or not is_moving:
+    if terms.moving is None:
         return expected
-    after = set(released_in(next_phase(lost.phase, lost.unfinished, traits), tags))
+    after = set(released_in(next_phase(terms.phase, terms.moving, traits), tags))
     moved = [tag for tag in tags if tag in expected ^ after]
-    await redo(member, moved, is_release=lost.unfinished is Command.RELEASE_MEMORY_OCCUPATION)
+    await redo(member, moved, is_release=terms.moving is Command.RELEASE_MEMORY_OCCUPATION)
     return after

@@ -1,5 +1,6 @@
 """A group in the place of a lost one reuses the engines that confirm their state, and no others."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 from engines.fake import FakeLauncher
 from engines.fake.launcher import make_engine
 from engines.protocol import MemoryTag, PauseMode
-from rollout.control.group.engine_recovery import LostState
+from rollout.control.group.engine_recovery import _SAYS, LostState, _terms, _Unreported
 from rollout.control.group.server_group import ServerGroup
+from rollout.core.errors import RolloutError
 from rollout.rules.lifecycle import (
+    MOVE_MEMORY,
     OFFLOAD,
     PUSH,
     SERVE_UPDATED,
@@ -65,6 +68,32 @@ async def serves(group: ServerGroup, version: int, num_engines: int = 2) -> None
     engines = [one for one in status.engines if not one.fence_reason]
     assert [one.weight_version for one in engines] == [version] * num_engines
     assert all(one.is_verified for one in engines)
+
+
+def test_each_phase_says_something_of_the_engines() -> None:
+    assert _SAYS.keys() == set(Phase)
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+@pytest.mark.parametrize("unfinished", [None, *Command])
+@pytest.mark.parametrize("phase", Phase)
+async def test_what_was_released_is_guessed_for_no_engine(
+    phase: Phase, unfinished: Command | None, is_attached: bool
+) -> None:
+    group, _ = proving()
+    await group.start()
+    status = replace(await group.status(), phase=phase.value)
+    lost = LostState(status, unfinished, 0)
+    if unfinished in (Command.UPDATE_WEIGHTS, Command.SNAPSHOT):
+        with pytest.raises(RolloutError, match="had begun"):
+            _terms(lost, TRAITS["main"], is_attached=is_attached)
+        return
+    terms = _terms(lost, TRAITS["main"], is_attached=is_attached)
+    moves = unfinished in MOVE_MEMORY
+    may_be_either = phase in (Phase.WEIGHTS_UPDATED, Phase.VERIFIED)
+    assert (terms.unreported is _Unreported.UNKNOWN) == (may_be_either or (moves and is_attached))
+    assert terms.unreported is not _Unreported.REPEATED or moves
+    assert terms.is_at_rest == (unfinished is None)
 
 
 @virtual_time
