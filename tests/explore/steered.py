@@ -532,7 +532,8 @@ class Parts:
     def is_booting(self, engine_id: str) -> bool:
         """It starts beside the commands of its group, and is none of its engines."""
         slot = slot_of(engine_id)
-        return any(slot in group._boots._booting for group in self.groups.values())
+        boots = (group._boots._boots.get(slot) for group in self.groups.values())
+        return any(boot is not None and boot.task is not None for boot in boots)
 
     def lose_group(self, name: str) -> None:
         """What its server knows of it stays: its engines.  The rest was in its memory."""
@@ -587,8 +588,9 @@ class Successors:
 
     def make(self, name: str, lost: LostState) -> Successor:
         parts, old = self._parts, self._parts.groups[name]
-        for boot in old._boots._booting.values():
-            boot.cancel()
+        for boot in old._boots._boots.values():
+            if boot.task is not None:
+                boot.task.cancel()
         launcher = parts.launcher
         group = ServerGroup(
             old._settings, old._engines.slots, launcher, launcher.connect, timeline=old.timeline

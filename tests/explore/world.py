@@ -546,7 +546,7 @@ class World(Invariants):
                 for name, server in parts.servers.items()
             ),
             tuple(
-                (name, server._phase_runner.unfinished.get(name))
+                (name, server._phase_runner.unfinished(name))
                 for server in parts.servers.values()
                 for name in server._registry.groups
                 if parts.ports[name].is_lost
@@ -571,7 +571,7 @@ class World(Invariants):
                         for one in group._engines.members()
                     ),
                     tuple(group._engines.vacant),
-                    tuple(sorted(group._boots._booted)),
+                    tuple(sorted(group._boots._ready)),
                 )
                 for group in parts.groups.values()
             ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,11 +32,26 @@ from rollout.rules.health import backoff_s
 
 logger = logging.getLogger(__name__)
 
-_Boot = asyncio.Task[EngineState | None]
+_Task = asyncio.Task[EngineState | None]
+
+
+@dataclass(eq=False, slots=True)
+class _Boot:
+    """What boots, has booted or sleeps on one slot.
+
+    Attributes:
+        task: starts an engine; None while none boots.
+        ready: the engine that has booted or sleeps; None if there is none.
+        is_awaited: ``boot`` waits for it, in the place of an engine that is fenced or was removed.
+    """
+
+    task: _Task | None = None
+    ready: EngineState | None = None
+    is_awaited: bool = False
 
 
 class EngineBoots:
-    """The engines of one group that boot, have booted or sleep, by engine id.
+    """The engines of one group that boot, have booted or sleep; one record for each slot.
 
     Args:
         is_attached: its engines are started by their owner.
@@ -57,14 +73,18 @@ class EngineBoots:
         self._memory = memory
         self._is_attached = is_attached
         self._is_on_gpus = is_on_gpus
-        self._booting: dict[str, _Boot] = {}
-        self._booted: dict[str, EngineState] = {}
-        self._restarting: set[str] = set()
+        self._boots = {slot.engine_id: _Boot() for slot in engines.slots}
         self._standby_failures = _StandbyFailures(health)
         self._is_closed = False
 
     def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._booting or engine_id in self._booted
+        boot = self._boots[engine_id]
+        return boot.task is not None or boot.ready is not None
+
+    @property
+    def _ready(self) -> dict[str, EngineState]:
+        """The engines that have booted or sleep, by id."""
+        return {name: boot.ready for name, boot in self._boots.items() if boot.ready is not None}
 
     # -- in the place of an engine ------------------------------------------------------------
 
@@ -83,23 +103,23 @@ class EngineBoots:
         Raises:
             EngineFailure: the old engine may still run, or the new one did not start.
         """
-        old = self._engines.get(engine_id)
+        old, boot = self._engines.get(engine_id), self._boots[engine_id]
         is_in_use = old is not None and not old.fence_reason
-        if self._is_closed or is_in_use or engine_id in self._restarting:
+        if self._is_closed or is_in_use or boot.is_awaited:
             raise LifecycleError(
                 f"engine {engine_id} is not fenced, boots already, or its group was stopped"
             )
         started = asyncio.get_running_loop().time()
-        self._restarting.add(engine_id)
+        boot.is_awaited = True
         try:
-            boot = self._booting.get(engine_id)  # of its standby
-            if boot is None:
-                boot = self._begin(engine_id, self._restart(engine_id, old, is_lent=is_lent))
-            await asyncio.wait([boot])
-            self._has_ended(engine_id, boot)
-            if boot.cancelled():
+            task = boot.task  # of its standby
+            if task is None:
+                task = self._begin(engine_id, self._restart(engine_id, old, is_lent=is_lent))
+            await asyncio.wait([task])
+            _has_ended(boot, task)
+            if task.cancelled():
                 return False
-            boot.result()
+            task.result()
             await self._confirm_gone(old)
         except asyncio.CancelledError:
             await self.end([engine_id])
@@ -108,27 +128,21 @@ class EngineBoots:
             operation = "add" if old is None else "restart"
             raise as_failure(error, engine_id, operation, started) from error
         finally:
-            self._restarting.discard(engine_id)
-        return engine_id in self._booted
+            boot.is_awaited = False
+        return boot.ready is not None
 
-    def _begin(self, engine_id: str, work: Coroutine[Any, Any, EngineState | None]) -> _Boot:
-        boot = start_task(work, f"boot:{engine_id}")
-        self._booting[engine_id] = boot
-        boot.add_done_callback(partial(self._has_ended, engine_id))
-        return boot
-
-    def _has_ended(self, engine_id: str, boot: _Boot) -> None:
-        if self._booting.get(engine_id) is boot:
-            del self._booting[engine_id]
-            if not boot.cancelled() and not boot.exception() and (member := boot.result()):
-                self._booted[engine_id] = member
+    def _begin(self, engine_id: str, work: Coroutine[Any, Any, EngineState | None]) -> _Task:
+        boot = self._boots[engine_id]
+        boot.task = task = start_task(work, f"boot:{engine_id}")
+        task.add_done_callback(partial(_has_ended, boot))
+        return task
 
     async def _restart(
         self, engine_id: str, old: EngineState | None, *, is_lent: bool
     ) -> EngineState | None:
         async with asyncio.timeout(self._engines.kill_timeout_s + self._engines.start_budget_s):
             await self._confirm_gone(old)
-            ready = self._booted.get(engine_id)
+            ready = self._boots[engine_id].ready
             if ready is not None and await has_exited(ready.process):
                 await self._discard_standby(ready)
                 ready = None
@@ -163,29 +177,32 @@ class EngineBoots:
 
     def take(self, engine_id: str) -> EngineState | None:
         """The engine that has booted or sleeps there; None if there is none, or it was ended."""
-        return self._booted.pop(engine_id, None)
+        boot = self._boots[engine_id]
+        ready, boot.ready = boot.ready, None
+        return ready
 
     # -- asleep -------------------------------------------------------------------------------
 
     def add_sleeping(self, member: EngineState) -> None:
         """Keep an engine that is none of the others: paused, flushed and without its memory."""
         member.is_asleep = True
-        self._booted[member.engine_id] = member
+        self._boots[member.engine_id].ready = member
 
     def standbys(self) -> frozenset[str]:
         """The slots on which an engine sleeps."""
-        return frozenset(name for name, member in self._booted.items() if member.is_asleep)
+        return frozenset(name for name, ready in self._ready.items() if ready.is_asleep)
 
     def sleeping(self) -> list[EngineState]:
         """The engines that sleep beside one that is not fenced."""
-        names = (one.engine_id for one in self._engines.unfenced())
-        return [self._booted[name] for name in names if name in self._booted]
+        ready = (self._boots[member.engine_id].ready for member in self._engines.unfenced())
+        return [standby for standby in ready if standby is not None]
 
     def standby_state(self, engine_id: str) -> str:
         """As in ``EngineStatus``."""
-        if engine_id in self._booting:
+        boot = self._boots[engine_id]
+        if boot.task is not None:
             return "booting"
-        if engine_id in self._booted:
+        if boot.ready is not None:
             return "ready"
         return self._standby_failures.why_none.get(engine_id, "waits to boot")
 
@@ -197,8 +214,8 @@ class EngineBoots:
         Args:
             may_boot: whether a boot may use memory now.
         """
-        for ready in [one for one in self._booted.values() if one.is_asleep]:
-            if await has_exited(ready.process):
+        for ready in self._ready.values():
+            if ready.is_asleep and await has_exited(ready.process):
                 await self._discard_standby(ready)
         for member in self._engines.unfenced():
             name = member.engine_id
@@ -208,7 +225,8 @@ class EngineBoots:
             if why:
                 self._standby_failures.why_none[name] = why
             is_due = not why and self._standby_failures.may_try()
-            if is_due and may_boot() and not (self._booting or self._is_closed):
+            is_idle = not any(boot.task for boot in self._boots.values())
+            if is_due and may_boot() and is_idle and not self._is_closed:
                 self._stand_by(member.slot, member.process_name)
 
     async def stand_by_first(self) -> None:
@@ -221,10 +239,10 @@ class EngineBoots:
         if self._is_closed:
             raise PhaseFailed("its group was stopped while it started", phase="start")
 
-    def _stand_by(self, slot: EngineSlot, name_in_use: str = "") -> _Boot:
-        boot = self._begin(slot.engine_id, self._boot_asleep(slot, name_in_use))
-        boot.add_done_callback(partial(self._standby_failures.note, slot.engine_id))
-        return boot
+    def _stand_by(self, slot: EngineSlot, name_in_use: str = "") -> _Task:
+        task = self._begin(slot.engine_id, self._boot_asleep(slot, name_in_use))
+        task.add_done_callback(partial(self._standby_failures.note, slot.engine_id))
+        return task
 
     async def _boot_asleep(self, slot: EngineSlot, name_in_use: str) -> EngineState:
         name = "" if name_in_use else slot.standby_name
@@ -238,8 +256,9 @@ class EngineBoots:
         return member
 
     async def _discard_standby(self, member: EngineState) -> None:
-        if self._booted.get(member.engine_id) is member:
-            del self._booted[member.engine_id]
+        boot = self._boots[member.engine_id]
+        if boot.ready is member:
+            boot.ready = None
         logger.warning("engine %s: the process asleep on its slot has ended", member.engine_id)
         await discard(member)
 
@@ -257,29 +276,38 @@ class EngineBoots:
         Raises:
             PhaseFailed: one may still hold memory.
         """
-        known = {*self._booting, *self._booted}
-        names = known if engine_ids is None else known.intersection(engine_ids)
-        booting = {name: boot for name, boot in self._booting.items() if name in names}
-        for boot in booting.values():
-            boot.cancel()  # a start that is cancelled ends its process
-        if booting:
-            _, late = await asyncio.wait(booting.values(), timeout=self._engines.kill_timeout_s)
+        boots = self._boots
+        if engine_ids is not None:
+            boots = {name: boots[name] for name in engine_ids if name in boots}
+        tasks = {name: boot.task for name, boot in boots.items() if boot.task is not None}
+        for task in tasks.values():
+            task.cancel()  # a start that is cancelled ends its process
+        if tasks:
+            _, late = await asyncio.wait(tasks.values(), timeout=self._engines.kill_timeout_s)
             if late:
                 raise PhaseFailed(
-                    f"{', '.join(booting)}: a boot did not end within "
+                    f"{', '.join(tasks)}: a boot did not end within "
                     f"{self._engines.kill_timeout_s:g} s, and may hold memory",
                     phase="release_memory_occupation",
                 )
-        for name, boot in booting.items():
-            self._has_ended(name, boot)
-        for name in names & self._booted.keys():
-            if not (keeps_asleep and self._booted[name].is_asleep):
-                await discard(self._booted.pop(name))
+        for name, task in tasks.items():
+            _has_ended(boots[name], task)
+        for boot in boots.values():
+            if boot.ready is not None and not (keeps_asleep and boot.ready.is_asleep):
+                ready, boot.ready = boot.ready, None
+                await discard(ready)
 
     async def close(self) -> None:
         """End all of them, and start no other."""
         self._is_closed = True
         await self.end()
+
+
+def _has_ended(boot: _Boot, task: _Task) -> None:
+    if boot.task is task:
+        boot.task = None
+        if not task.cancelled() and not task.exception() and (ready := task.result()):
+            boot.ready = ready
 
 
 class _StandbyFailures:
@@ -299,11 +327,11 @@ class _StandbyFailures:
         """Whether the wait after the last failure is over."""
         return asyncio.get_running_loop().time() >= self._retry_at_s
 
-    def note(self, engine_id: str, boot: _Boot) -> None:
+    def note(self, engine_id: str, task: _Task) -> None:
         """A boot has ended."""
-        if boot.cancelled():
+        if task.cancelled():
             return
-        if (error := boot.exception()) is None:
+        if (error := task.exception()) is None:
             self._num = 0
             self.why_none.pop(engine_id, None)
             logger.info("engine %s has a standby", engine_id)
