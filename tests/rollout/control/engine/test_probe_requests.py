@@ -15,7 +15,7 @@ from engines.fake.launcher import FakeLauncher, settings_of
 from engines.kinds import KINDS
 from rollout.config import EngineConfig
 from rollout.control.group.server_group import ServerGroup
-from rollout.rules.lifecycle import Command
+from rollout.rules.lifecycle import OFFLOAD, Command
 from tests.support.builders import adapter_push, push, started_group
 
 TEXT = {"vocab_size": 1000, "max_position_embeddings": 4096}
@@ -55,10 +55,9 @@ async def group_of(
         2,
         launcher=FakeLauncher(make),
         model_path=str(model),
-        needs_offload=False,
         engine={"kind": "fake"},
         lifecycle=lifecycle,
-        **more,
+        **({"needs_offload": False} | more),
     )
 
 
@@ -137,4 +136,20 @@ async def test_an_engine_with_a_short_context_is_asked_the_beginning(tmp_path: P
         assert checked == planted[:64]
         (values,) = group._engines[engine.engine_id].canary[""].logprobs
         assert len(values) == 63
+    await group.stop()
+
+
+async def test_weights_that_a_release_lost_are_not_judged_by_an_old_answer(tmp_path: Path) -> None:
+    """Their version is as before, so the sentinel has no new answer for the log-prob check."""
+    group, (engine, _) = await group_of(tmp_path, BOTH, TEXT, update="lora", needs_offload=True)
+    for command in (*OFFLOAD, Command.ONLOAD_WEIGHTS):
+        await group.run(command)
+    engine.weights.lose()
+    await group.run(Command.VERIFY, version=0)
+    await group.run(Command.ONLOAD_KV)
+    engine.requests.clear()
+    (failed,) = (await group.run(Command.CONTINUE_GENERATION)).failures
+    assert failed.engine_id == "main-0"
+    assert "when the weights were the same" in failed.failure
+    assert len(engine.requests) == 1
     await group.stop()
