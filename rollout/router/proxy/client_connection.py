@@ -46,6 +46,7 @@ from rollout.router.proxy.local_request import (
     LocalRequest,
     UnparsableRequest,
 )
+from rollout.router.proxy.stages import Receiving
 
 _PIECE_BYTES = 1 << 13
 _MAX_UNPARSED_BYTES = 1 << 16
@@ -285,7 +286,8 @@ class ClientConnection(HttpToolsProtocol):
                 is_http_1_0=version == "1.0",
                 expects_continue=self.expect_100_continue,
             )
-            request = Exchange(self._proxy, ClientResponse(self, head), head, self._client_host)
+            response = ClientResponse(self, head)
+            request = Exchange(self._proxy, response, head, self._client_host, Receiving())
             if key and refusal is None:  # without a key there is no room in the cache
                 self._proxy.head_cache.add(key, head)
         else:

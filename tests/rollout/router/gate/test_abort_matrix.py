@@ -46,6 +46,7 @@ from rollout.router.http.engine_pool import EnginePool
 from rollout.router.proxy.client_connection import ClientConnection
 from rollout.router.proxy.context import Proxy
 from rollout.router.proxy.exchange import Exchange
+from rollout.router.proxy.stages import OnEngine
 from tests.support.virtual_time import pass_time, virtual_time
 
 TOKEN_S = 0.1
@@ -114,10 +115,11 @@ class World:
 
     def final(self) -> set[str]:
         """The ids of what the router sends to no further engine."""
+        stages = [live.stage for live in self.proxy.live if isinstance(live, Exchange)]
         return {
-            live.admission.rid
-            for live in self.proxy.live
-            if isinstance(live, Exchange) and live.is_aborted and live.admission is not None
+            stage.admission.rid
+            for stage in stages
+            if isinstance(stage, OnEngine) and stage.is_aborted
         }
 
     def ordered(self) -> set[str]:

@@ -90,8 +90,8 @@ async def test_a_body_in_tiny_chunks_takes_no_more_than_its_bytes(make_bench):
     while arrived < 2 * num:
         live = await bench.host._on_loop(lambda: list(bench.host._proxy.live))
         exchange = exchange or next(iter(live), None)
-        arrived = exchange._incoming.num_bytes if exchange else 0
-    assert exchange._incoming._data.__sizeof__() < 1.5 * arrived
+        arrived = exchange.stage.parts.num_bytes if exchange else 0
+    assert exchange.stage.parts._data.__sizeof__() < 1.5 * arrived
     writer.write(b"0\r\n\r\n")
     await reader.readuntil(b"\r\n\r\n")
     writer.close()

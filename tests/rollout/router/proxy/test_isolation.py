@@ -27,7 +27,7 @@ FOLDER = str(Path(rollout.router.__file__).parent)
 NOT_OF_A_REQUEST = frozenset(
     {
         *(
-            "_handle",
+            *("on", "_handle"),
             *("start", "start_whole", "feed", "end_of_request", "client_left", "expire", "stop"),
             *("write_paused", "write_resumed", "<lambda>"),
             "_decide",
@@ -75,7 +75,7 @@ class Fault:
 def _is_outside(frame, event) -> bool:
     if frame.f_code.co_name in NOT_OF_A_REQUEST:
         return event == "call" or frame.f_code.co_name != "data_received"
-    while frame is not None and frame.f_code.co_name not in ("_handle", "_admit_or_refuse"):
+    while frame is not None and frame.f_code.co_name not in ("on", "_handle", "_admit_or_refuse"):
         if frame.f_code.co_qualname in OUTSIDE:
             return True
         frame = frame.f_back

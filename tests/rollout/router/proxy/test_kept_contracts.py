@@ -260,7 +260,7 @@ def test_nor_do_short_runs(seed: int) -> None:
 
 
 def test_the_world_finds_a_router_that_does_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Exchange, "_why_broken", lambda self, versions: "")
+    monkeypatch.setattr(Exchange, "_why_broken", lambda self, generation, versions: "")
     with pytest.raises(AssertionError, match="a token has weight version"):
         explore(0, 1000)
 
