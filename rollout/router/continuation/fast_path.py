@@ -28,6 +28,7 @@ from engines.http.reply_check import (
     check_tokens,
     check_versions,
 )
+from engines.protocol.logprob_kind import LogprobKind, LogprobRule
 from rollout.router.continuation.core import UNUSABLE, Payload
 from rollout.router.continuation.forms import read_object, token_ids_of
 from rollout.router.continuation.reply import END, Reply
@@ -450,10 +451,12 @@ class FastReply(Reply):
 
     Attributes:
         fields: the body for the first engine, without its token ids.
+        kinds: of log-probs, by rule; requests that differ only in their ids share them.
         num_same: of the event that was parsed last, as ``GrowingLists`` has it.
     """
 
     fields: bytes = b"{}"
+    kinds: dict[LogprobRule, LogprobKind | None]
     num_same = 0
 
     # The current engine's events have all tokens so far.
@@ -478,11 +481,26 @@ class FastReply(Reply):
             new.fields = parts.with_rid(self.fields)
         return new
 
+    def kind_by(self, rule: LogprobRule) -> LogprobKind | None:
+        if rule not in self.kinds:
+            self.kinds[rule] = super().kind_by(rule)
+        return self.kinds[rule]
+
     # -- from the engine --------------------------------------------------------------------
+
+    def may_leave_out(self, data: bytes, begin: int, end: int) -> bool:
+        if not (self._is_cumulative and is_unfinished(data, begin, end)):
+            return False
+        self._has_gap = self._has_put_off = True
+        return True
 
     def take(self, data: bytes, begin: int = 0, end: int = END) -> Payload | None:
         if not self.passes_on:
-            return super().take(data, begin, end)
+            safe, has_gap, self._has_gap = self.safe_end, self._has_gap, False
+            error = super().take(data, begin, end)
+            if has_gap:  # its text may have grown in an event that was left out
+                self.safe_end = safe
+            return error
         is_put_off = self._is_cumulative and is_unfinished(data, begin, end)
         # The engine may be lost after its last event, before its reply has ended.
         if is_put_off or self._pass_on(data, begin, end):

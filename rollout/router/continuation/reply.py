@@ -61,6 +61,10 @@ class Reply(Continuation):
         self.absorb(payload)
         return None
 
+    def may_leave_out(self, data: bytes, begin: int, end: int) -> bool:
+        """Whether what this event says stands in the next ones too, of which there are several."""
+        return False
+
     def parsed(self, event: bytes) -> Payload:
         """An event.
 

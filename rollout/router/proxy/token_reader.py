@@ -242,8 +242,15 @@ class TokenReader:
         return Unusable("ended its stream without a finish reason")
 
     def _read(self, events: list[Event]) -> dict[str, Any] | None:
-        """Take these events, up to the first that is an error, which is returned."""
-        for data, begin, end in events:
+        """Take these events, up to the first that is an error, which is returned.
+
+        Of many that came together the last three are read: one of these may end at a safe token,
+        and one may be the end of the stream.
+        """
+        first_read = len(events) - 3
+        for place, (data, begin, end) in enumerate(events):
+            if place < first_read and self.reply.may_leave_out(data, begin, end):
+                continue
             if end - begin <= _LONGEST_DONE and data[begin:end].strip() == b"[DONE]":
                 continue
             if self.named is not None:

@@ -126,7 +126,7 @@ def _reply_to(
         interval = max(interval, (_UNLIMITED if budget is None else budget) // _MAX_EVENTS)
     sampling = {**sampling, "stream_interval": interval}
     reply.raw = {**raw, "stream": True, "sampling_params": sampling}
-    reply.fields = dumps(reply.raw)
+    reply.fields, reply.kinds = dumps(reply.raw), {}
     return reply
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from rollout.router.continuation import fast_path
 from rollout.router.continuation.dialects.table import ROUTES
+from rollout.router.http.fast_json import loads
 from rollout.router.http.head_cache import ReplyHead
 from rollout.router.proxy.token_reader import (
     Again,
@@ -147,3 +149,41 @@ def test_a_whole_reply_with_a_penalty_that_is_paused_starts_over() -> None:
     body = begin(reader)
     assert body["input_ids"] == [1, 2]
     assert body["sampling_params"]["max_new_tokens"] == 4
+
+
+def test_of_many_events_that_come_together_the_last_ones_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, parsed = reader_of(stream=True, sampling_params={"max_new_tokens": 26}), list[bytes]()
+    monkeypatch.setattr(fast_path, "loads", lambda data: parsed.append(data) or loads(data))
+    assert isinstance(reader.take(event(1) + event(1, 2), None), Write)
+    several = b"".join(event(*range(1, num + 1)) for num in range(3, 21))
+    written = reader.take(several, None)
+    assert payloads(written)[-1]["output_ids"] == list(range(1, 21))
+    assert len(parsed) == 5
+    assert reader.lose_engine() == ""
+    assert begin(reader)["input_ids"] == [1, 2, *range(1, 21)]
+
+
+def test_an_error_among_many_events_that_come_together_is_seen() -> None:
+    reader = reader_of(stream=True, sampling_params={"max_new_tokens": 26})
+    reader.take(event(1) + event(1, 2), None)
+    events = [event(*range(1, num + 1)) for num in range(3, 21)]
+    events[5] = b'data: {"error": {"code": 500, "message": "no"}}\n\n'
+    assert isinstance(reader.take(b"".join(events), None), Refused)
+
+
+def test_text_that_came_with_an_event_that_was_left_out_makes_no_token_safe() -> None:
+    reader = reader_of(stream=True, sampling_params={"max_new_tokens": 26})
+    reader.take(event(1) + event(1, 2), None)
+    # Behind the third token the engine holds text back, and the third is not read.
+    held_back = [
+        event(*range(1, num + 1)).replace(_text_of(num), _text_of(3)) for num in range(4, 7)
+    ]
+    reader.take(b"".join([event(1, 2, 3), *held_back]), None)
+    assert reader.lose_engine() == ""
+    assert begin(reader)["input_ids"] == [1, 2, 1, 2]
+
+
+def _text_of(num: int) -> bytes:
+    return b'"text": "%s"' % "".join(chr(96 + token) for token in range(1, num + 1)).encode()
