@@ -28,7 +28,7 @@ from rollout.rules.contract import HEADERS
 MAX_HEADS = 1024
 MAX_SEEN_ONCE = 4096
 MAX_AFFINITY_CHARACTERS = 256
-_AFFINITY = b"x-affinity"
+_AFFINITY, _FAIL_OVER = b"x-affinity", b"x-token-failover"
 _MAX_KNOWN_BYTES = 1 << 12
 _MAX_KNOWN_HEADERS = 64  # as objects they take thirty times their bytes
 _MAX_DIGITS = 9
@@ -55,6 +55,7 @@ class RequestHead:
         is_last: the connection closes after the response.
         contract_texts: fields of the request's contract that are headers, with their values.
         affinity: of the request; None: it has no such header.
+        asks_failover: its client wants its tokens kept.
     """
 
     method: bytes
@@ -66,7 +67,7 @@ class RequestHead:
     expects_continue: bool = False
     contract_texts: tuple[tuple[str, str], ...] = field(default=(), init=False)
     affinity: str | None = field(default=None, init=False)
-    _switches: frozenset[bytes] | None = field(default=None, init=False)
+    asks_failover: bool = field(default=False, init=False)
     _lines: bytes | None = field(default=None, init=False)
     _keyless: bytes | None = field(default=None, init=False)
 
@@ -76,18 +77,11 @@ class RequestHead:
             if name == _AFFINITY:
                 if self.affinity is None:
                     self.affinity = kept_affinity(value.decode("latin-1"))
+            elif name == _FAIL_OVER:
+                self.asks_failover |= value.lower() in _SWITCHED_ON
             elif name in _CONTRACT:
                 texts.append((_CONTRACT[name], value.decode("latin-1")))
         self.contract_texts = tuple(texts)
-
-    @property
-    def switched_on(self) -> frozenset[bytes]:
-        """Names of headers that the client has switched on."""
-        if self._switches is None:
-            self._switches = frozenset(
-                name for name, value in self.headers if value.lower() in _SWITCHED_ON
-            )
-        return self._switches
 
     def for_engine(
         self, endpoint: Endpoint, num_bytes: int, target: bytes = b"", key: str = ""

@@ -80,6 +80,8 @@ class ClientConnection(HttpToolsProtocol):
         self._is_advancing = False
         self._num_events = 0  # in this turn
         self._is_in_head = False
+        # The body of a request that seems to have come at once: it starts when it is whole.
+        self._at_once: list[bytes] | None = None
         # Read since the last byte of a body; less a piece where they began within one.
         self._num_framing_bytes = 0
         self._begins_piece = True
@@ -121,9 +123,11 @@ class ClientConnection(HttpToolsProtocol):
             if is_between and not self._is_surplus:
                 key, length, end = head_key(data)
                 head = self._proxy.head_cache.get(key)
+                is_whole = bool(key) and len(data) - end == int(length)
                 if head is None:
                     self._key = key
-                elif len(data) - end == int(length):
+                    self._at_once = [] if is_whole and len(data) <= _PIECE_BYTES else None
+                elif is_whole:
                     exchange = Exchange(self._proxy, ClientResponse(self, head), head)
                     self._pipeline.append(exchange)
                     self._is_started = True
@@ -131,11 +135,19 @@ class ClientConnection(HttpToolsProtocol):
                     return  # the request is complete, so the parser is not used
             self._num_events = 0
             self._parse(data)
+            self._take_apart()
             self._advance()
             if self._parsing is not None:
                 self._parsing.wait_for_more()
         except Exception as error:
             self._on_router_error(error)
+
+    def _take_apart(self) -> None:
+        """What seemed to have come at once goes on in parts."""
+        parts, self._at_once = self._at_once, None
+        if parts and self._parsing is not None:
+            for part in parts:
+                self._parsing.feed(part)
 
     def _read_more(self) -> None:
         if not self.flow.read_paused and not self.transport.is_closing():
@@ -294,9 +306,11 @@ class ClientConnection(HttpToolsProtocol):
             cycle = self._cycle(route, is_last=is_last)
             within_s = PINNED_WITHIN_S if route.path == PINS_PATH else REPLY_WITHIN_S
             request = ControlRequest(self, self._proxy, self._client_host, cycle, within_s)
+        if refusal is not None or self.expect_100_continue or not route.is_generation:
+            self._at_once = None
         self._parsing = request
         self._pipeline.append(request)
-        if len(self._pipeline) == 1:
+        if len(self._pipeline) == 1 and self._at_once is None:
             self._advance()
 
     def _why_refused(self, method: bytes, route: Route) -> responses.RouterResponse | None:
@@ -322,12 +336,18 @@ class ClientConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_events += 1
         self._num_framing_bytes = -_PIECE_BYTES
-        if self._parsing is not None:
+        if self._at_once is not None:
+            self._at_once.append(body)
+        elif self._parsing is not None:
             self._parsing.feed(body)
 
     def on_message_complete(self) -> None:
         request, self._parsing = self._parsing, None
-        if request is not None:
+        parts, self._at_once = self._at_once, None
+        if parts is not None and isinstance(request, Exchange):
+            self._is_started = True
+            request.start_whole(b"".join(parts))
+        elif request is not None:
             request.end_of_request()
 
     def _cycle(self, route: Route, *, is_last: bool) -> RequestResponseCycle:

@@ -220,6 +220,7 @@ class Exchange:
     def start_whole(self, body: bytes) -> None:
         """The same, with all of the request's body, as most requests come."""
         try:  # as ``on`` does, at less cost
+            self.stage = ARRIVED
             if self._may_start(None):
                 self._begin(body)
         except Exception as error:
@@ -240,6 +241,7 @@ class Exchange:
 
     def _start(self, receiving: Receiving) -> None:
         if receiving.is_whole:
+            self.stage = ARRIVED
             self._begin(receiving.body)
         elif self._head.expects_continue:
             self.response.send_continue()
@@ -290,6 +292,7 @@ class Exchange:
             receiving.body, receiving.parts = receiving.parts.take(), None
         receiving.is_whole = True
         if receiving.is_turn:
+            self.stage = ARRIVED
             self._begin(receiving.body)
 
     def client_left(self) -> None:
@@ -325,7 +328,6 @@ class Exchange:
 
     def _begin(self, body: bytes) -> None:
         """All of the request has arrived, and it is its turn."""
-        self.stage = ARRIVED
         proxy, head = self._proxy, self._head
         wanted, is_post = wanted_of(proxy, head), head.method == b"POST"
         if len(body) > proxy.config.max_body_bytes:

@@ -43,7 +43,6 @@ most 64 times."""
 _LONG = 1 << 16
 _FIELDS = frozenset(field.encode() for field in FIELDS)
 _STOP_IDS = b"stop_token_ids"
-_FAIL_OVER = b"x-token-failover"
 _LACKING = (
     "not all engines that serve here have %s; send /generate, which engines of both kinds take"
 )
@@ -110,7 +109,7 @@ def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
         FAILOVER_INTERVAL,
         config.max_read_bytes,
         gate.adapters is not None and head.method in WITH_BODY,
-        keeps == "on" or (keeps == "asked" and _FAIL_OVER in head.switched_on),
+        keeps == "on" or (keeps == "asked" and head.asks_failover),
         bool(gate.members.prefill.members),
         gate.members.vocabulary,
     )
