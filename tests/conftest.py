@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from engines.process import guarded_process
-from rollout.weights.store.node.private_folder import base_folder
+from rollout.weights.store.node.base_folder import base_folder
 from tests.support import kinds, optional_packages
 from tests.support.cpu_property import (  # hooks of pytest
     pytest_runtest_logstart,

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
-from rollout.weights.store.node.private_folder import base_folder
+from rollout.weights.store.node.base_folder import base_folder
 from tests import conftest
 from tests.support.processes import wait_until
 

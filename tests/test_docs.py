@@ -559,7 +559,7 @@ def test_what_is_generated_names_every_setting_every_command_and_every_metric(ho
     for setting in (
         "servers.<name>.groups.<name>.engine.kind",
         "page.control_key",
-        "store.lease_s",
+        "store.spare_bytes",
     ):
         assert setting in made["configuration"]
     for command in typer.main.get_command(app).commands:  # type: ignore[attr-defined]

@@ -41,8 +41,7 @@ EFFECTS = {
     "rollout/weights/routes/disk.py": "in weights.disk_path, and in a folder of the helper there",
     "rollout/weights/store/node/assembly.py": "in the store's folder",
     "rollout/weights/store/node/files.py": "in the store's folder",
-    "rollout/weights/store/node/lease.py": "in the store's folder",
-    "rollout/weights/store/node/private_folder.py": "the store's folder, opened by the helper",
+    "rollout/weights/store/node/base_folder.py": "the store's folder, opened by the helper",
     "engines/fake/engine/fake_weights.py": "in the folder that a test names",
 }
 _METHODS = {

@@ -77,8 +77,6 @@ class StoreConfig(ConfigSection):
     it on private networks only. If it fails, ``tcp`` is used."""
     spare_bytes: Annotated[int, Field(ge=0)] = 2 << 30
     """Memory that stays free on each node; if a push would leave less, it is not stored."""
-    lease_s: Seconds = 600.0
-    """The stored weights of a run are deleted if the run is not heard from for this long."""
     max_failures: Annotated[int, Field(ge=1)] = 3
     """Failures in a row after which the store switches itself off."""
 

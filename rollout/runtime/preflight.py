@@ -47,7 +47,7 @@ from rollout.weights.format.manifest import read_checkpoint_manifest, wrong_patt
 from rollout.weights.format.stacked_experts import stacked_bytes
 from rollout.weights.format.tied_head import tied_head
 from rollout.weights.push.push_memory import PushSizes, why_too_small
-from rollout.weights.store.node.private_folder import base_folder, why_not_private
+from rollout.weights.store.node.base_folder import base_folder, why_not_private
 
 logger = logging.getLogger(__name__)
 

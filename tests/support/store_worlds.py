@@ -203,7 +203,7 @@ class World:
         self.base = base
         self.manifest = manifest or moe_manifest()
         self.nodes = {
-            name: Node(AgentSettings(name, str(base), "run", spare_bytes=0))
+            name: Node(AgentSettings(name, str(base), "run", returns=True, spare_bytes=0))
             for name in (f"node-{index}" for index in range(num_nodes))
         }
         self._options = {

@@ -74,7 +74,7 @@ def drive(model: str, folder: str, run_id: str, scale: str) -> None:
                     "groups": {"main": {"num_engines": 1, "engine": {"cpus": 0.5}}},
                     "health": {"probe_interval_s": 0.5, "probe_timeout_s": 5.0},
                     "weights": {
-                        "store": {"spare_bytes": 0, "unit_bytes": 20_000, "lease_s": 10},
+                        "store": {"spare_bytes": 0, "unit_bytes": 20_000},
                         "transport": "shared_memory",
                     },
                 }

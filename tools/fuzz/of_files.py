@@ -35,7 +35,6 @@ from rollout.weights.format import checkpoint_config
 from rollout.weights.format.checkpoint_files import why_not_whole
 from rollout.weights.format.manifest import Manifest, TensorSpec, read_checkpoint_manifest
 from rollout.weights.format.plain_adapter import plain_adapter
-from rollout.weights.store.node import lease
 from rollout.weights.store.node.slots import _read_committed
 from tools.fuzz.reader import Reader, Refused, whole
 
@@ -265,18 +264,6 @@ def _locks() -> Iterator[bytes]:
     yield from _DAMAGED
 
 
-def _lease(path: Path) -> Any:
-    found = lease.read_lease(path.parent)
-    return found and (found, found.holds("b", 1.0))
-
-
-def _leases() -> Iterator[bytes]:
-    yield b'{"boot_id": "b", "until_s": 5}'
-    for value in _values(b"1e999", b"NaN", b"null", b"[]", b'"x"', b"9" * 400):
-        yield b'{"boot_id": "b", "until_s": ' + value + b"}"
-    yield from _DAMAGED
-
-
 def _committed(data: bytes) -> Any:
     if (found := _read_committed(data)) is None:
         raise Refused
@@ -441,7 +428,6 @@ def readers() -> Sequence[Reader]:
         Reader("engine_record", _at(RECORD, _engine_record), (), _engine_records),
         Reader("session_file", whole(_session_file), (files.UnreadableSession,), _session_files),
         Reader("file_lock", _at("lock", _lock), (), _locks),
-        Reader("store_lease", _at(f"lease/{lease.LEASE}", _lease), (), _leases),
         Reader("store_commit", whole(_committed), (), _commits),
         Reader("checkpoint_config", _at("model/config.json", _checkpoint), (), _checkpoints),
         Reader("checkpoint_index", _at("index/model.safetensors.index.json", _index), (), _indices),

@@ -20,8 +20,12 @@ from engines.process.own_files import SHARED_MEMORY
 from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
 from rollout.core.errors import ConfigError, WeightsUnavailable
-from rollout.weights.store.node.lease import locked, remove_if_empty
-from rollout.weights.store.node.private_folder import base_folder, make_private_folder
+from rollout.weights.store.node.base_folder import (
+    base_folder,
+    locked,
+    make_private_folder,
+    remove_if_empty,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -83,6 +83,22 @@ class ActorName:
             time.sleep(_NAME_POLL_S)
 
 
+async def ended_for_good(server: ActorName, appears_s: float = 0.0) -> None:
+    """Returns when this actor has ended for good, also if another one has its name by then.
+
+    Args:
+        appears_s: how long it may not have been created yet.
+    """
+    num_missed, ours = 0, None
+    while num_missed < (_MISSED if ours else max(_MISSED, appears_s / _LOOK_S)):
+        with suppress(Exception):  # the cluster does not answer
+            found = await asyncio.to_thread(server.find)
+            ours = ours or found
+            # Another actor of that name is of a later launch.
+            num_missed = 0 if found is not None and found == ours else num_missed + 1
+        await asyncio.sleep(_LOOK_S)
+
+
 class EngineActor:
     """Owns the process of one engine, or of its part on one node, on the node of its slot.
 
@@ -142,14 +158,7 @@ class EngineActor:
             await self._engine.kill()
 
     async def _end_with(self, server: ActorName, name: ActorName) -> None:
-        num_missed, ours = 0, None
-        while num_missed < _MISSED:
-            with suppress(Exception):  # the cluster does not answer
-                found = await asyncio.to_thread(server.find)
-                ours = ours or found
-                # Another actor of that name is of a later launch.
-                num_missed = 0 if found is not None and found == ours else num_missed + 1
-            await asyncio.sleep(_LOOK_S)
+        await ended_for_good(server)
         logger.warning("actor %s has ended, and the engine of %s ends", server.name, name.name)
         try:
             await self.kill()

@@ -160,22 +160,21 @@ def _make_server(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     control: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
     full_name = _full_name(config, name)
+    own_name = ActorName(config.cluster.namespace, full_name)
     terms = store_terms(config, name)
     agents: RemoteAgents | None = None
     sources: Sequence[WeightSource] = ()
     if terms is not None:
         nodes = store_nodes(slots, name)
-        agents = place_agents(terms, nodes, config.cluster.namespace, undo.owns)
+        agents = place_agents(terms, nodes, own_name, undo.owns)
         undo.agents.append(agents)
         sources = (StoreSource(terms, agents, server.model_path),)
     run = RunFolder.of(config)
     journal = server_journal(config, name, "ray")
     undo.journals.append(journal.path)
-    namespace = config.cluster.namespace
     make = ray.remote(**control | {"max_restarts": -1})
-    owner = (namespace, full_name)
-    actor_name = ActorName(namespace, full_name)
-    placement = place(actor_name)
+    owner = (own_name.namespace, full_name)
+    placement = place(own_name)
     undo.placements.append(placement)
     launch = new_run()
     router = undo.owns(make(RouterActor).remote(server.router, run=launch, server=owner))
@@ -190,14 +189,14 @@ def _make_server(
         },
         placement=placement,
     )
-    options = make(RolloutServerActor).options(name=full_name, namespace=namespace)
+    options = make(RolloutServerActor).options(name=full_name, namespace=own_name.namespace)
     arguments = (name, run, server, undo.keeps_ref(ray.put(parts)), journal, terms, agents)
     try:
-        actor = actor_name.once_free(lambda: options.remote(*arguments))
+        actor = own_name.once_free(lambda: options.remote(*arguments))
     except ValueError as error:
         raise ConfigError(
             f"run_id = {config.run_id!r}: the actor {full_name} of another run lives in namespace "
-            f"{namespace!r} of the Ray cluster ({error}); stop that run, or choose another run_id "
+            f"{own_name.namespace!r} of the Ray cluster ({error}); stop that run, or choose another run_id "
             "or cluster.namespace",
             setting="run_id",
             value=config.run_id,

@@ -14,8 +14,8 @@ from rollout.config import StoreConfig
 from rollout.core import wire
 from rollout.weights.store.coordinator import Agent, Coordinator
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+from rollout.weights.store.node.base_folder import base_folder
 from rollout.weights.store.node.files import Files, MappedSegments
-from rollout.weights.store.node.private_folder import base_folder
 from rollout.weights.store.transfer.unit_client import AgentClient
 
 
@@ -37,15 +37,15 @@ class StoreTerms:
         """Terms of a new run of a server."""
         return cls(config, f"{run_id}.{server}.{uuid.uuid4().hex[:8]}", uuid.uuid4().hex)
 
-    def settings(self, node: str) -> AgentSettings:
-        """Settings of the agent on one node."""
+    def settings(self, node: str, *, returns: bool = False) -> AgentSettings:
+        """Settings of the agent on one node; see ``AgentSettings``."""
         return AgentSettings(
             node=node,
             base=str(base_folder(self.config.path)),
             run=self.run,
             token=self.token,
             transfer=self.config.transfer,
-            lease_s=self.config.lease_s,
+            returns=returns,
             spare_bytes=self.config.spare_bytes,
         )
 

@@ -265,10 +265,6 @@ class Coordinator:
 
     # -- nodes ------------------------------------------------------------------------------
 
-    def renew(self) -> dict[str, str]:
-        """Renew the leases; returns the nodes that failed, and why."""
-        return self._call_all({node: agent.renew for node, agent in self._agents.items()})[1]
-
     def num_bytes(self) -> dict[str, int]:
         """Bytes on each node that replies."""
         return self._call_all({node: agent.num_bytes for node, agent in self._agents.items()})[0]
@@ -279,7 +275,7 @@ class Coordinator:
             {node: partial(agent.close, clear=True) for node, agent in self._agents.items()}
         )[1]
         for node, why in failed.items():
-            logger.warning("store: node %s keeps its bytes until its lease ends: %s", node, why)
+            logger.warning("store: node %s keeps its bytes until its agent ends: %s", node, why)
 
     def _each(
         self, nodes: Iterable[str], failed: dict[str, str], call: Callable[[Agent], None]

@@ -116,7 +116,6 @@ class WeightStore:
     ) -> None:
         self._update = update
         self._terms = terms
-        self._config = terms.config
         self._agents = agents
         self._coordinator: Coordinator | None = None
         self._next: _Taken | None = None
@@ -126,31 +125,28 @@ class WeightStore:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
         self._outcomes = _Outcomes(terms.config.max_failures)
 
     # -- start and stop ---------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start to write the offered pushes."""
-        if self._tasks:
+        if self._task is not None:
             return
         try:
             self._coordinator = await asyncio.to_thread(self._terms.coordinator, self._agents)
         except AGENT_ERRORS as error:
             self._outcomes.switch_off(f"could not begin: {describe(error)}")
             return
-        self._tasks = [
-            keep_task(self._write_offered, "store:write", Then.STARTS_AGAIN),
-            keep_task(self._keep_lease, "store:lease", Then.STARTS_AGAIN),
-        ]
+        self._task = keep_task(self._write_offered, "store:write", Then.STARTS_AGAIN)
 
     async def stop(self) -> None:
         """Stop, and free the memory on every reachable node."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
+        task, self._task = self._task, None
+        if task is not None:
             task.cancel()
-        await wait_all(tasks)
+            await wait_all([task])
         self._drop()
         await self._release_dropped()
         if self._coordinator is None:
@@ -158,8 +154,8 @@ class WeightStore:
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await asyncio.to_thread(self._coordinator.close)
-        except Exception as error:  # the leases expire
-            logger.error("store: its memory is freed when its lease expires: %s", describe(error))
+        except Exception as error:  # the agents end with the server
+            logger.error("store: its memory is freed when its agents end: %s", describe(error))
 
     # -- pushes ----------------------------------------------------------------------------
 
@@ -170,7 +166,7 @@ class WeightStore:
         buckets are gone or have payloads by name: the trainer offers copies of them.
         """
         is_whole = push.contents_under(self._update) is WeightUpdate.FULL and not push.routes
-        if self._outcomes.is_off or not self._tasks or not is_whole or not push.buckets:
+        if self._outcomes.is_off or self._task is None or not is_whole or not push.buckets:
             return
         if self._drop():
             self._outcomes.num_dropped += 1
@@ -274,24 +270,16 @@ class WeightStore:
 
         return await _in_own_thread(write, buckets.give_up)
 
-    # -- lease, status -----------------------------------------------------------------------
-
-    async def _keep_lease(self) -> None:
-        assert self._coordinator is not None
-        while True:
-            await asyncio.sleep(self._config.lease_s / 4)
-            failed = await asyncio.to_thread(self._coordinator.renew)
-            for node, why in failed.items():
-                logger.warning("store: lease of node %s is not renewed: %s", node, why)
+    # -- status ------------------------------------------------------------------------------
 
     async def status(self) -> StoreStatus:
         """State of the store, with the bytes on each node."""
         nodes: dict[str, int] = {}
-        if self._coordinator is not None and self._tasks:
+        if self._coordinator is not None and self._task is not None:
             nodes = await asyncio.to_thread(self._coordinator.num_bytes)
         done = self._outcomes
         return StoreStatus(
-            is_on=not done.is_off and bool(self._tasks),
+            is_on=not done.is_off and self._task is not None,
             reason=done.reason,
             version=done.kept.version if done.kept else None,
             node_bytes=nodes,

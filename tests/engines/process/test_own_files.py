@@ -27,7 +27,7 @@ from engines.process.own_files import (
     remove_unused_file,
 )
 from rollout.core.errors import WeightsUnavailable
-from rollout.weights.store.node.private_folder import make_private_folder
+from rollout.weights.store.node.base_folder import make_private_folder
 from tests.support.processes import wait_until
 
 STRANGER = 12345

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.core.errors import ConfigError
-from rollout.weights.store.node.private_folder import base_folder
+from rollout.weights.store.node.base_folder import base_folder
 from tests.support.builders import write_checkpoint
 
 S, G, E = "servers.policy", "servers.policy.groups.main", "servers.policy.groups.main.engine"

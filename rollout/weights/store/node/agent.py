@@ -1,31 +1,27 @@
-"""The agent of one node: its slots, its lease, and the calls that the coordinator makes.
+"""The agent of one node: its slots, and the calls that the coordinator makes.
 
 Always true: it can be killed at any moment, and its successor continues with the files it finds;
-one call at a time changes the slots; when the lease expires, or the agent is closed with
-``clear``, all the node's files are removed.
+one call at a time changes the slots; all the node's files are removed when the agent is closed with
+``clear``, or by another run's agent when no process holds their folder any more.
 
 Its methods block on file operations: call them in a thread.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.process.background import Then, keep_thread
 from engines.process.locks import own_folder
-from engines.process.process_identity import boot_id
 from rollout.core.errors import WeightsUnavailable
-from rollout.core.machine import room_on, since_boot_s, why_no_room
+from rollout.core.machine import room_on, why_no_room
 from rollout.weights.store.layout.commit import NodeState, Write
 from rollout.weights.store.layout.placement import tensor_ranges
 from rollout.weights.store.layout.record import StoreRecord
-from rollout.weights.store.node import lease
 from rollout.weights.store.node.assembly import (
     AssembledFolder,
     Assembler,
@@ -33,11 +29,10 @@ from rollout.weights.store.node.assembly import (
     Peer,
     ReadUnit,
 )
+from rollout.weights.store.node.base_folder import RETURNS, Leftovers, locked, remove_if_empty
 from rollout.weights.store.node.files import Files
 from rollout.weights.store.node.slots import Slots
 from rollout.weights.store.node.writer import FileSink
-
-logger = logging.getLogger(__name__)
 
 _MARK = "mark"
 
@@ -50,7 +45,7 @@ class AgentSettings:
         base: folder of all runs on the node, in tmpfs; ``run``: name of this run's folder in it.
         token: needed to call it from another process.
         transfer: transport between agents; ``tcp`` also always works.
-        lease_s: how long its files stay if the lease is not renewed.
+        returns: it is started again when its process has ended.
         spare_bytes: memory of the node that stays free.
     """
 
@@ -59,7 +54,7 @@ class AgentSettings:
     run: str
     token: str = ""
     transfer: str = "tcp"
-    lease_s: float = 600.0
+    returns: bool = False
     spare_bytes: int = 1 << 30
 
     @property
@@ -75,63 +70,39 @@ class AgentSettings:
 class StoreAgent:
     """Keeps one node's files; adopts those of an earlier agent of the same run.
 
-    Args:
-        on_end: called when it has closed because its lease expired.
-
     Raises:
         WeightsUnavailable: its folder would not be in tmpfs, or is not this user's alone.
     """
 
-    def __init__(
-        self,
-        settings: AgentSettings,
-        files: Files | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, settings: AgentSettings, files: Files | None = None) -> None:
         self.settings = settings
         self.node = settings.node
         self._files = files or Files()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._on_end = on_end
-        base = Path(settings.base)
+        self._base = base = Path(settings.base)
         if not base.parent.is_dir():  # made, it would be a folder on the root disk
             raise WeightsUnavailable(
                 f"weights.store.path = {str(base.parent)!r}: it does not exist on node "
                 f"{settings.node}; mount a tmpfs there, or use /dev/shm"
             )
-        with lease.locked(base):
+        self._leftovers = Leftovers(base)
+        with locked(base):
             for folder in (settings.folder.parent, settings.folder):
                 self._files.make_folder(folder)
             self._hold = own_folder(settings.folder)
-            self.renew()
-            lease.sweep(base)
+            if settings.returns:
+                self._files.write(settings.folder / RETURNS, b"")
+            self._leftovers.sweep()
         self._slots = Slots(
             settings.node, settings.folder, files=self._files, why_no_room=settings.why_no_room
         )
         self._files.write(settings.folder / _MARK, secrets.token_hex(8).encode())
         self._assembler = Assembler(self._slots, settings.why_no_room)
-        keep_thread(self._reap, "store-lease", Then.STARTS_AGAIN)
-
-    # -- lease ------------------------------------------------------------------------------
-
-    def renew(self) -> None:
-        lease.renew(self._files, self.settings.folder, self.settings.lease_s)
-
-    def _reap(self) -> None:
-        while not self._is_closed.wait(min(self.settings.lease_s / 8, 30.0)):
-            held = lease.read_lease(self.settings.folder)
-            if held is None or not held.holds(boot_id(), since_boot_s()):
-                logger.error(
-                    "store: lease of run %s expired, deleting its weights", self.settings.run
-                )
-                self.close(clear=True)
-                self._on_end()
 
     def close(self, *, clear: bool) -> None:
         """Close; with ``clear``, also remove the files."""
         self._is_closed.set()
-        base = Path(self.settings.base)
         with self._lock:
             self._assembler.close()
             if clear:
@@ -141,9 +112,9 @@ class StoreAgent:
             self._hold.release()
         if not clear:
             return
-        with lease.locked(base):
-            lease.remove_if_empty(self.settings.folder.parent)
-            lease.remove_if_empty(base)
+        with locked(self._base):
+            remove_if_empty(self.settings.folder.parent)
+            remove_if_empty(self._base)
 
     @property
     def is_closed(self) -> bool:
@@ -172,6 +143,8 @@ class StoreAgent:
     def begin(self, record: StoreRecord, current: Write | None) -> dict[str, str]:
         """Allocate the space for a write; segment name -> path."""
         with self._exclusive():
+            with locked(self._base):
+                self._leftovers.sweep()  # their memory may be needed
             return {name: str(path) for name, path in self._slots.begin(record, current).items()}
 
     def sink(

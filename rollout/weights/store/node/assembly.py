@@ -33,7 +33,8 @@ from rollout.weights.store.layout.placement import (
     tensor_ranges,
 )
 from rollout.weights.store.layout.record import StoreRecord
-from rollout.weights.store.node.files import MappedSegment, create_link, remove_link, remove_links
+from rollout.weights.store.node.base_folder import create_link, remove_link, remove_links
+from rollout.weights.store.node.files import MappedSegment
 from rollout.weights.store.node.slots import Slots
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from engines.tensors import bulk_copy
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.file_space import take_space
 from engines.tensors.fingerprint import Buffer
-from rollout.weights.store.node.private_folder import make_private_folder
+from rollout.weights.store.node.base_folder import make_private_folder
 
 
 class PendingCopy(NamedTuple):
@@ -197,32 +196,3 @@ class MappedSegments:
     def close(self) -> None:
         while self._mapped:
             self._mapped.popitem()[1].close()
-
-
-# -- links ----------------------------------------------------------------------------------------
-
-# An engine over several nodes gets one path, and every rank reads it on its own node.  Links give
-# the assembled folders, whose paths differ, the same path on every node.  A link's name is used
-# once, for one engine and one version, so it points to the right folder, whichever node created
-# it; it is removed before its folder.
-
-
-def create_link(path: Path, folder: Path) -> None:
-    """Link ``path`` to ``folder``. An existing link is kept: then another node shares the file
-    system, and its folder has the same contents."""
-    with suppress(FileExistsError):
-        path.symlink_to(folder, target_is_directory=True)
-
-
-def remove_link(path: Path, folder: Path) -> None:
-    """Remove ``path`` if it points to ``folder`` or below."""
-    with suppress(OSError):  # it does not exist, or is no link
-        if Path(os.readlink(path)).is_relative_to(folder):
-            path.unlink()
-
-
-def remove_links(run: Path, folder: Path) -> None:
-    """Remove all links in ``run`` that point to ``folder`` or below; ``run`` itself is no link."""
-    for path in run.iterdir() if run.is_dir() and not run.is_symlink() else ():
-        if path.is_symlink():
-            remove_link(path, folder)

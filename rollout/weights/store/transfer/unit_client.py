@@ -254,9 +254,6 @@ class AgentClient:
     def give_back(self, path: str) -> None:
         self.connections.call("give_back", {"path": path})
 
-    def renew(self) -> None:
-        self.connections.call("renew")
-
     def num_bytes(self) -> int:
         reply: int = self.connections.call("num_bytes")[0]["value"]
         return reply

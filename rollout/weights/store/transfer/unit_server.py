@@ -78,7 +78,6 @@ class _AgentConnection:
             "commit": lambda fields, _: agent.commit(Write(*fields["write"])),
             "assemble": self._assemble,
             "give_back": lambda fields, _: agent.give_back(fields["path"]),
-            "renew": lambda *_: agent.renew(),
             "num_bytes": lambda *_: agent.num_bytes(),
             "mark": lambda *_: agent.mark(),
             "close": lambda fields, _: agent.close(clear=fields["clear"]),

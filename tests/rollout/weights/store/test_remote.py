@@ -64,7 +64,7 @@ def test_a_node_that_goes_down_while_it_is_written_to_is_left_out(served: Served
 def test_whoever_does_not_know_the_token_is_told_nothing(served: Served) -> None:
     served.world.write(1)
     stranger = served.client("node-0", token="guess")
-    for call in (stranger.state, stranger.renew, lambda: stranger.close(clear=True)):
+    for call in (stranger.state, stranger.num_bytes, lambda: stranger.close(clear=True)):
         with pytest.raises(WeightsUnavailable, match="wrong token"):
             call()
     stranger.connections.disconnect()

@@ -8,10 +8,9 @@ import pytest
 from rollout.config import StoreConfig
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.agents import StoreTerms
-from rollout.weights.store.node import lease
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
-from rollout.weights.store.node.files import Files, remove_links
-from rollout.weights.store.node.private_folder import why_not_private
+from rollout.weights.store.node.base_folder import Leftovers, locked, remove_links, why_not_private
+from rollout.weights.store.node.files import Files
 
 STRANGER = 12345
 
@@ -19,7 +18,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give fi
 
 
 def start(base: Path) -> StoreAgent:
-    return StoreAgent(AgentSettings("node-0", str(base), "run", lease_s=60, spare_bytes=0))
+    return StoreAgent(AgentSettings("node-0", str(base), "run", spare_bytes=0))
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ def test_a_link_inside_our_folder_is_not_followed(shared_memory: Path, home: Pat
     assert is_whole(home)
     assert (base / "x").is_symlink()
     assert (base / "crashed" / "node-0").is_symlink()
-    (base / ".lock").unlink()
+    (base / ".held").unlink()
 
 
 @pytest.mark.parametrize("link", ["run", "run/node-0", "run/node-0/slotA"])
@@ -119,11 +118,11 @@ def test_a_run_of_another_user_in_our_folder_is_not_swept(shared_memory: Path) -
     base.chmod(0o700)
     for name in ("theirs", "theirs/node-0", "ours/node-1"):
         os.chown(base / name, STRANGER, STRANGER)
-    with lease.locked(base):
-        assert lease.sweep(base) == ["ours/node-0"]
+    with locked(base):
+        assert Leftovers(base).sweep() == ["ours/node-0"]
     assert (base / "theirs" / "node-0").is_dir()
     assert (base / "ours" / "node-1").is_dir()
-    (base / ".lock").unlink()
+    (base / ".held").unlink()
 
 
 def test_links_behind_a_link_are_not_removed(shared_memory: Path, home: Path) -> None:
@@ -138,14 +137,14 @@ def test_links_behind_a_link_are_not_removed(shared_memory: Path, home: Path) ->
 def test_the_lock_is_no_link(shared_memory: Path, home: Path) -> None:
     base = shared_memory / "base"
     base.mkdir(mode=0o700)
-    (base / ".lock").symlink_to(home / "made")
-    with pytest.raises(OSError, match="symbolic links"), lease.locked(base):
+    (base / ".held").symlink_to(home / "made")
+    with pytest.raises(OSError, match="symbolic links"), locked(base):
         pass
     assert not (home / "made").exists()
 
 
 def test_a_parent_that_is_gone_ends_the_lock_with_an_error(shared_memory: Path) -> None:
-    with pytest.raises(FileNotFoundError), lease.locked(shared_memory / "gone" / "base"):
+    with pytest.raises(FileNotFoundError), locked(shared_memory / "gone" / "base"):
         pass
 
 

@@ -1,18 +1,22 @@
 """A store over several nodes that loses one, is damaged, or is full: never a wrong version."""
 
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
-from rollout.weights.store.node import lease
+from rollout.weights.store.node import base_folder
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
 from rollout.weights.store.node.assembly import AssemblyRequest
+from rollout.weights.store.node.base_folder import locked, remove_if_empty
 from rollout.weights.store.node.files import Files
-from tests.support.processes import wait_until
 from tests.support.store_worlds import Node, World, contents, flip, slot_of
 
 
@@ -246,46 +250,79 @@ def test_memory_is_reused_from_the_third_version_on(made: World) -> None:
     made.close()
 
 
-# -- leases: files of an expired lease are removed --------------------------------------------
+# -- what ended agents leave --------------------------------------------------------------------
 
 
-def agent(base: Path, run: str, **options: float) -> StoreAgent:
+def agent(base: Path, run: str, **options: Any) -> StoreAgent:
     return StoreAgent(AgentSettings("node-0", str(base), run, spare_bytes=0, **options))
 
 
-def test_a_run_that_nobody_renews_loses_its_bytes(shared_memory: Path) -> None:
-    made = World(shared_memory / "base", 1)
-    made.write(1)
-    crashed = made.nodes["node-0"].agent
-    assert crashed is not None
-    object.__setattr__(crashed.settings, "lease_s", 0.1)
-    crashed.close(clear=False)  # killed: it cleans nothing up
-    again = agent(shared_memory / "base", "run", lease_s=0.2)
-    assert again.num_bytes() > 0
-    assert wait_until(lambda: again.is_closed, 10)
-    assert wait_until(lambda: made.left() == [], 10)
+HOLD = """
+import sys
+from rollout.weights.store.node.agent import AgentSettings, StoreAgent
+agent = StoreAgent(AgentSettings("node-0", sys.argv[1], "killed", returns=sys.argv[2] == "returns"))
+print("holds", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_the_next_agent_of_a_node_removes_what_crashed_runs_left(shared_memory: Path) -> None:
+@contextmanager
+def another_run(base: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with an agent."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(base), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holds\n"
+        yield process
+        process.kill()
+
+
+def runs(base: Path) -> list[str]:
+    return sorted(path.name for path in base.iterdir() if path.is_dir())
+
+
+def test_the_next_agent_of_a_node_removes_what_a_killed_run_left(shared_memory: Path) -> None:
     base = shared_memory / "base"
-    ended, alive = agent(base, "ended"), agent(base, "alive")
-    earlier = agent(base, "earlier-boot")
-    for one in (ended, alive, earlier):
-        one.close(clear=False)
-    held = lease.read_lease(ended.settings.folder)
-    assert held is not None
-    for folder, changed in (
-        (ended.settings.folder, {"boot_id": held.boot_id, "until_s": 1.0}),
-        (earlier.settings.folder, {"boot_id": "another", "until_s": held.until_s}),
-    ):
-        import json
-
-        (folder / lease.LEASE).write_text(json.dumps(changed))
-    new = agent(base, "new")
-    assert sorted(path.name for path in base.iterdir() if path.is_dir()) == ["alive", "new"]
-    new.close(clear=True)
-    agent(base, "alive").close(clear=True)
+    with another_run(base, "ends") as process:
+        while_it_lives = agent(base, "second")
+        assert runs(base) == ["killed", "second"]
+        process.kill()
+        process.wait(30)
+        third = agent(base, "third")
+        assert runs(base) == ["second", "third"]
+    for one in (while_it_lives, third):
+        one.close(clear=True)
     assert not base.exists()
+
+
+def test_an_agent_that_is_started_again_finds_its_files_for_a_while(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(base_folder.time, "monotonic", lambda: now_s)
+    base = shared_memory / "base"
+    made = World(shared_memory / "base", 1)
+    with another_run(base, "returns") as process:
+        process.kill()
+        process.wait(30)
+    made.write(1)
+    now_s = 29.0
+    made.write(2)
+    back = agent(base, "killed", returns=True)
+    now_s = 60.0
+    made.write(3)
+    assert runs(base) == ["killed", "run"]
+    back.close(clear=False)
+    made.write(4)
+    now_s = 91.0
+    made.write(5)
+    assert runs(base) == ["run"]
+    assert made.restorable(range(7)) == [5]
+    made.close()
 
 
 class GoneAgain(type(Path())):  # type: ignore[misc]
@@ -302,10 +339,10 @@ class GoneAgain(type(Path())):  # type: ignore[misc]
 
 def test_a_folder_that_is_removed_while_it_is_made_is_made_again(shared_memory: Path) -> None:
     base = GoneAgain(shared_memory / "base")
-    with lease.locked(base):
+    with locked(base):
         assert base.num_left == 0
         assert base.is_dir()
-    lease.remove_if_empty(base)
+    remove_if_empty(base)
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
@@ -316,7 +353,7 @@ def test_what_is_no_folder_is_an_error(kind: str, shared_memory: Path) -> None:
     else:
         base.symlink_to(shared_memory / "nowhere")
     what = {"file": "a file", "dangling link": "a link"}[kind]
-    with pytest.raises(WeightsUnavailable, match=f"base is {what}"), lease.locked(base):
+    with pytest.raises(WeightsUnavailable, match=f"base is {what}"), locked(base):
         pass
     base.unlink()
 

@@ -20,8 +20,8 @@ from rollout.config import StoreConfig
 from rollout.core.errors import WeightsUnavailable
 from rollout.core.types import EngineSlot, NodeShare
 from rollout.weights.store.agents import StoreTerms
-from rollout.weights.store.node import lease
 from rollout.weights.store.node.assembly import AssembledFolder
+from rollout.weights.store.node.base_folder import Leftovers, locked
 from rollout.weights.store.restore import StoreSource
 from rollout.weights.store.transfer.unit_client import AgentClient
 from tests.support.store_worlds import Served, World, contents, read_folder
@@ -222,12 +222,12 @@ def test_an_agent_that_was_killed_takes_its_paths_away_when_it_is_back(world: Wo
     assert not world.coordinator.give_back_on_nodes(made)
 
 
-def test_a_run_whose_lease_is_over_leaves_no_path_behind(world: World) -> None:
+def test_a_run_whose_agents_have_ended_leaves_no_path_behind(world: World) -> None:
     world.coordinator.assemble_on_nodes(world.coordinator.record_of(1), ["node-0", "node-1"])
     for node in world.nodes.values():
         node.kill()
-    with lease.locked(world.base):
-        gone = lease.sweep(world.base, boot=lambda: "another boot")
+    with locked(world.base):
+        gone = Leftovers(world.base).sweep(return_s=0.0)
     assert gone == [f"run/node-{index}" for index in range(3)]
     assert not (world.base / "run").exists()
     for node in world.nodes.values():
