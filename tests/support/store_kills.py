@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rollout.weights.store.node.files import Files, MappedSegment, PendingCopy
-from rollout.weights.store.node.slots import Slots
 from tests.support.store_worlds import World, copy_one_by_one, moe_manifest
 
 MANIFEST = moe_manifest(num_layers=1, num_experts=3)
-# The last bytes say that the version counts: there every second kill is to come.
+# A rename writes none, but a kill may come before each; the last ones say that the version counts:
+# there every second kill is to come.
+RENAME_BYTES = 100
 LAST_BYTES = 250
 
 
@@ -50,15 +51,18 @@ class CountedFiles(Files):
     def write_at(self, path: Path, offset: int, data: Any) -> None:
         self._budget.spend(data, lambda some: Files.write_at(self, path, offset, some))
 
+    def rename(self, old: Path, new: Path) -> None:
+        self._budget.spend(bytes(RENAME_BYTES), lambda some: None)
+        Files.rename(self, old, new)
+
 
 def write(made: World, version: int, budget: Budget) -> None:
     """Agents, writer and coordinator are all in this process, and die together."""
     files = CountedFiles(budget)
-    for name, node in made.nodes.items():
+    for node in made.nodes.values():
         node.start()
         assert node.agent is not None
-        node.agent._files = files
-        node.agent._slots = Slots(name, node.settings.folder, files=files)
+        node.agent.files = node.agent.mapped_files._files = files
     made.new_coordinator()
     made.write(version)
 

@@ -122,9 +122,6 @@ class DyingFiles(Files):
     def allocate(self, path: Path, num_bytes: int) -> None:
         self._whole(lambda: Files.allocate(self, path, num_bytes))
 
-    def sync(self, path: Path) -> None:
-        self._whole(lambda: Files.sync(self, path))
-
 
 class Node:
     """An agent in a process of its own, as others see it: it answers, or it cannot be reached."""
@@ -344,5 +341,7 @@ def slot_of(made: World, node: str) -> Path:
     """The folder of the committed slot of a node."""
     agent = made.nodes[node].agent
     assert agent is not None
-    segment = agent.record(made.coordinator.current_write()).segments_of(node)[0]
-    return agent._slots.segment_path(made.coordinator.current_write(), segment).parent
+    write = made.coordinator.current_write()
+    assert write is not None
+    with agent.pinned(write) as kept:
+        return kept.folder

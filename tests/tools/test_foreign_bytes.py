@@ -116,7 +116,6 @@ READ_BY = {
     "rollout/weights/format/checkpoint_config.py": "checkpoint_config",
     "rollout/weights/format/checkpoint_files.py": "checkpoint_index",
     "rollout/weights/store/layout/record.py": "store_record",
-    "rollout/weights/store/node/slots.py": "store_commit",
 }
 """Who reads JSON of others, and the reader of the table that does, or why none has to."""
 

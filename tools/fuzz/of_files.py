@@ -35,7 +35,6 @@ from rollout.weights.format import checkpoint_config
 from rollout.weights.format.checkpoint_files import why_not_whole
 from rollout.weights.format.manifest import Manifest, TensorSpec, read_checkpoint_manifest
 from rollout.weights.format.plain_adapter import plain_adapter
-from rollout.weights.store.node.slots import _read_committed
 from tools.fuzz.reader import Reader, Refused, whole
 
 _DEEP = b"[" * 5000
@@ -264,25 +263,6 @@ def _locks() -> Iterator[bytes]:
     yield from _DAMAGED
 
 
-def _committed(data: bytes) -> Any:
-    if (found := _read_committed(data)) is None:
-        raise Refused
-    return found
-
-
-def _commits() -> Iterator[bytes]:
-    yield b'{"write": [1, 2, "x"], "slot": 0}'
-    for value in _values(
-        b"[1, 2]",
-        b"null",
-        b"[1e999, NaN, 5]",
-        b'["9", [], {}]',
-        b"[" + b"9" * 5000 + b",1,1]",
-    ):
-        yield b'{"write": ' + value + b"}"
-    yield from _DAMAGED
-
-
 # -- checkpoints --------------------------------------------------------------------------------
 
 
@@ -428,7 +408,6 @@ def readers() -> Sequence[Reader]:
         Reader("engine_record", _at(RECORD, _engine_record), (), _engine_records),
         Reader("session_file", whole(_session_file), (files.UnreadableSession,), _session_files),
         Reader("file_lock", _at("lock", _lock), (), _locks),
-        Reader("store_commit", whole(_committed), (), _commits),
         Reader("checkpoint_config", _at("model/config.json", _checkpoint), (), _checkpoints),
         Reader("checkpoint_index", _at("index/model.safetensors.index.json", _index), (), _indices),
         Reader(

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from rollout.weights.store.layout.placement import (
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node.base_folder import create_link, remove_link, remove_links
 from rollout.weights.store.node.files import MappedSegment
-from rollout.weights.store.node.slots import Slots
+from rollout.weights.store.node.slots import Kept, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +152,10 @@ class Assembler:
             stack.callback(files.remove_folder, folder)
             for path in (folder.parent, folder):
                 files.make_folder(path)
-            local: Sequence[Segment] = ()
-            if record.write in self._slots.state.sealed:
-                stack.enter_context(self._slots.pinned(record.write))
-                local = record.segments_of(self._slots.node)
-            assembly = _Assembly(self._slots, record, local, peers, self._why_no_room)
+            kept: Kept | None = None
+            with suppress(WeightsUnavailable):  # all of it comes from other nodes
+                kept = stack.enter_context(self._slots.pinned(record.write))
+            assembly = _Assembly(self._slots, record, kept, peers, self._why_no_room)
             assembled = assembly.into(folder, is_verified=wanted.is_verified)
             if not wanted.is_verified:
                 fingerprints = json.dumps(dict(record.fingerprints)).encode()
@@ -199,13 +198,14 @@ class _Assembly:
         self,
         slots: Slots,
         record: StoreRecord,
-        local: Sequence[Segment],
+        kept: Kept | None,
         peers: Mapping[str, Peer],
         why_no_room: Callable[[int], str],
     ) -> None:
         self._slots = slots
         self._record = record
-        self._local = local
+        self._local = kept.record.segments_of(slots.node) if kept else ()
+        self._slot = kept.folder if kept else Path()
         self._peers = peers
         self._why_no_room = why_no_room
         self._troubles: list[str] = []
@@ -217,9 +217,7 @@ class _Assembly:
         good, whole = self._local_units(is_verified=is_verified)
         units = {unit for segment in whole for unit in segment.units}
         for segment in whole:
-            self._slots.files.link(
-                self._slots.segment_path(self._record.write, segment), folder / segment.file
-            )
+            self._slots.files.link(self._slot / segment.file, folder / segment.file)
         missing = [unit for unit in range(len(self._record.units)) if unit not in units]
         if missing:
             self._fetch(missing, good, folder)
@@ -236,9 +234,7 @@ class _Assembly:
     def _local_units(self, *, is_verified: bool) -> tuple[dict[int, memoryview], list[Segment]]:
         """Intact units on this node, with their bytes; segments in which all units are intact."""
         mapped_files = {
-            segment.file: self._slots.mapped_files.of(
-                self._slots.segment_path(self._record.write, segment)
-            )
+            segment.file: self._slots.mapped_files.of(self._slot / segment.file)
             for segment in self._local
         }
         bad = self._bad_units(mapped_files) if is_verified else set()

@@ -1,7 +1,8 @@
 """All file operations of the store, as small steps.
 
 Always true: a step happens completely or not at all, except steps that write bytes: they may stop
-anywhere, because a process can be killed.  Tests use another object that stops at a chosen step.
+anywhere, because a process can be killed.  Nothing is flushed: what is in tmpfs outlives every
+process, and no boot.  Tests use another object that stops at a chosen step.
 """
 
 from __future__ import annotations
@@ -57,14 +58,6 @@ class Files:
         """Replace a small file; its bytes may stop anywhere."""
         with os.fdopen(open_or_new_file(str(path), os.O_TRUNC), "wb") as file:
             file.write(data)
-
-    def sync(self, path: Path) -> None:
-        """Flush a file, or a folder's list of names, to the device."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)
@@ -135,9 +128,7 @@ class Files:
         """Replace a small file, completely or not at all."""
         beside = path.with_name(f"{path.name}.new")
         self.write(beside, data)
-        self.sync(beside)
         self.rename(beside, path)
-        self.sync(path.parent)
 
 
 class MappedSegment:

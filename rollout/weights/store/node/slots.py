@@ -1,26 +1,25 @@
-"""The files of one node: two slots, and which of them is committed.
+"""The files of one node: two slots, each with one record, whose name says what it counts for.
 
     <node>/slotA/seg_000.safetensors ...    the node's share of one version
-    <node>/slotA/record.json                exists only when all segments are written
-    <node>/committed.json                   the committed slot
+    <node>/slotA/sealed.json                the record: all segments are written
+    <node>/slotA/committed.json             the same file, renamed: the version counts
 
-Always true: the committed slot is never written to; a slot without a valid record is empty; a new
-process finds the completed steps of the old one.  So if all processes are killed at any moment, the
-version that was committed last is complete.
+Always true: the slot of the last committed write is never written to; a slot without a valid record
+is empty; one call at a time changes the slots; a new process finds the completed steps of the old
+one.  So if all processes are killed at any moment, the version that was committed last is complete.
 
 This module uses no other nodes, clocks or sockets.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol.plain_text import size_text
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.layout.commit import NodeState, Write
@@ -31,8 +30,19 @@ from rollout.weights.store.node.files import Files, MappedSegments
 logger = logging.getLogger(__name__)
 
 _SLOTS = ("slotA", "slotB")
-_RECORD = "record.json"
-_COMMITTED = "committed.json"
+_SEALED, _COMMITTED = "sealed.json", "committed.json"
+
+
+class Kept(NamedTuple):
+    """One version in a slot.
+
+    Attributes:
+        folder: of its segments.
+    """
+
+    record: StoreRecord
+    folder: Path
+    is_committed: bool
 
 
 class Slots:
@@ -56,28 +66,28 @@ class Slots:
         self.files = files or Files()
         self.mapped_files = MappedSegments(self.files)
         self._why_no_room = why_no_room
-        self._records: dict[str, StoreRecord] = {}
-        self._committed: Write | None = None
-        self._exclusive = threading.Lock()
-        self._pins: dict[str, int] = dict.fromkeys(_SLOTS, 0)
-        self._adopt()
-
-    def _adopt(self) -> None:
+        self._kept: dict[str, Kept] = {}
+        self._one_call = threading.Lock()
+        self._pinning = threading.Lock()
+        self._pins = dict.fromkeys(_SLOTS, 0)
+        self._is_closed = threading.Event()
         self.files.make_folder(self.folder)
         for slot in _SLOTS:
-            data = self.files.read(self.folder / slot / _RECORD)
-            if data is None:
-                continue
-            try:
-                record = load(data, where=f"{self.node}/{slot}/{_RECORD}")
-                self._check_sizes(slot, record)
-            except WeightsUnavailable as error:
-                logger.error("store: %s; the slot counts as empty", error)
-                continue
-            self._records[slot] = record
-        data = self.files.read(self.folder / _COMMITTED)
-        if data is not None:
-            self._committed = _read_committed(data)
+            for name in (_COMMITTED, _SEALED):
+                self._adopt(slot, name)
+
+    def _adopt(self, slot: str, name: str) -> None:
+        path = self.folder / slot / name
+        data = self.files.read(path)
+        if data is None:
+            return
+        try:
+            record = load(data, where=f"{self.node}/{slot}/{name}")
+            self._check_sizes(slot, record)
+        except WeightsUnavailable as error:
+            logger.error("store: %s; the slot counts as empty", error)
+            return
+        self._kept[slot] = Kept(record, path.parent, name == _COMMITTED)
 
     def _check_sizes(self, slot: str, record: StoreRecord) -> None:
         for segment in record.segments_of(self.node):
@@ -87,12 +97,33 @@ class Slots:
                     f"{self.node}/{slot}/{segment.file} has {size} bytes, not {segment.num_bytes}"
                 )
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed.is_set()
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise WeightsUnavailable(f"the store of node {self.node} is closed")
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with self._one_call:
+            self.check_open()
+            try:
+                yield
+            except OSError as error:
+                raise WeightsUnavailable(f"node {self.node}: {error}") from error
+
     # -- state, records ---------------------------------------------------------------------
 
-    @property
     def state(self) -> NodeState:
-        sealed = frozenset(record.write for record in self._records.values())
-        return NodeState(self._committed, sealed)
+        with self._exclusive():
+            return self._state()
+
+    def _state(self) -> NodeState:
+        kept = tuple(self._kept.values())
+        committed = max((one.record.write for one in kept if one.is_committed), default=None)
+        return NodeState(committed, frozenset(one.record.write for one in kept))
 
     def record(self, write: Write) -> StoreRecord:
         """The record of a sealed write.
@@ -100,29 +131,26 @@ class Slots:
         Raises:
             WeightsUnavailable: this node does not keep it.
         """
-        return self._records[self._slot_of(write)]
+        with self._exclusive():
+            return self._kept[self._slot_of(write)].record
 
     def _slot_of(self, write: Write) -> str:
-        for slot, record in self._records.items():
-            if record.write == write:
+        for slot, kept in self._kept.items():
+            if kept.record.write == write:
                 return slot
         raise WeightsUnavailable(f"node {self.node} does not keep {write}")
 
-    def segment_path(self, write: Write, segment: Segment) -> Path:
-        """Path of a segment of a sealed write."""
-        return self.folder / self._slot_of(write) / segment.file
-
     @contextmanager
-    def pinned(self, write: Write) -> Iterator[StoreRecord]:
-        """Meanwhile the slot of ``write`` is not overwritten; yields its record."""
-        with self._exclusive:
+    def pinned(self, write: Write) -> Iterator[Kept]:
+        """Meanwhile the slot of ``write`` is not overwritten."""
+        with self._pinning:
             slot = self._slot_of(write)
-            record = self._records[slot]
+            kept = self._kept[slot]
             self._pins[slot] += 1
         try:
-            yield record
+            yield kept
         finally:
-            with self._exclusive:
+            with self._pinning:
                 self._pins[slot] -= 1
 
     def num_bytes(self) -> int:
@@ -134,7 +162,7 @@ class Slots:
 
     # -- writing, in the order of a write ---------------------------------------------------
 
-    def begin(self, record: StoreRecord, current: Write | None) -> dict[str, Path]:
+    def begin(self, record: StoreRecord, current: Write | None) -> dict[str, str]:
         """Allocate this node's share of a write; segment name -> path to fill.
 
         Args:
@@ -144,33 +172,31 @@ class Slots:
         Raises:
             WeightsUnavailable: there is no space, or the slot is being read.
         """
-        if current is not None and current in self.state.sealed:
-            self.commit(current)
-        segments = record.segments_of(self.node)
-        self._check_room(segments)
-        with self._exclusive:  # without a record no reader can start
-            slot = self._free_slot()
-            self._records.pop(slot, None)
-        folder = self.folder / slot
-        if self.files.size(folder / _RECORD) is not None:
-            self.files.remove(folder / _RECORD)
-            self.files.sync(folder)
-        self._lay_out(slot, segments)
-        for segment in segments:
-            self.files.write_at(folder / segment.file, 0, segment.header)
-        for other in _SLOTS:  # it is next; the free space may be used by then
-            if other not in self._records:
-                self._lay_out(other, segments)
-        return {segment.file: folder / segment.file for segment in segments}
+        with self._exclusive():
+            if current is not None and current in self._state().sealed:
+                self._commit(current)
+            segments = record.segments_of(self.node)
+            self._check_room(segments)
+            with self._pinning:  # without a record no reader can start
+                slot = self._free_slot()
+                self._kept.pop(slot, None)
+            folder = self.folder / slot
+            for name in (_COMMITTED, _SEALED):
+                self.files.remove(folder / name)
+            self._lay_out(slot, segments)
+            for segment in segments:
+                self.files.write_at(folder / segment.file, 0, segment.header)
+            for other in _SLOTS:  # it is next; the free space may be used by then
+                if other not in self._kept:
+                    self._lay_out(other, segments)
+            return {segment.file: str(folder / segment.file) for segment in segments}
 
     def _free_slot(self) -> str:
         """The slot to write to: the one that is not committed."""
+        committed = self._state().committed
         slot = _SLOTS[0]
-        committed = [
-            name for name, record in self._records.items() if record.write == self._committed
-        ]
-        if committed:
-            slot = next(name for name in _SLOTS if name not in committed)
+        if committed is not None and self._slot_of(committed) == slot:
+            slot = _SLOTS[1]
         if self._pins[slot]:
             raise WeightsUnavailable(f"node {self.node}: {slot} is being read; not overwritten")
         return slot
@@ -207,15 +233,14 @@ class Slots:
 
     def seal(self, record: StoreRecord) -> None:
         """Write the record: all bytes of the write are there. Idempotent."""
-        slot = self._free_slot()
-        if self._records.get(slot) == record:
-            return
-        self._check_sizes(slot, record)
-        folder = self.folder / slot
-        for segment in record.segments_of(self.node):
-            self.files.sync(folder / segment.file)
-        self.files.replace(folder / _RECORD, dump(record))
-        self._records[slot] = record
+        with self._exclusive():
+            if record in (kept.record for kept in self._kept.values()):
+                return
+            slot = self._free_slot()
+            self._check_sizes(slot, record)
+            folder = self.folder / slot
+            self.files.replace(folder / _SEALED, dump(record))
+            self._kept[slot] = Kept(record, folder, is_committed=False)
 
     def commit(self, write: Write) -> None:
         """Make this write the committed one. Idempotent.
@@ -223,31 +248,14 @@ class Slots:
         Raises:
             WeightsUnavailable: it is not sealed here, or a later one has been committed.
         """
-        if self._committed == write:
-            return
-        slot = self._slot_of(write)
-        if self._committed is not None and self._committed > write:
-            raise WeightsUnavailable(
-                f"node {self.node} has {self._committed} committed, so not {write}"
-            )
-        body = {"write": write.to_json(), "slot": slot}
-        self.files.replace(self.folder / _COMMITTED, json.dumps(body).encode())
-        self._committed = write
+        with self._exclusive():
+            self._commit(write)
 
-    def clear(self) -> None:
-        """Remove all files."""
-        self._records = {}
-        self._committed = None
-        self.mapped_files.close()
-        self.files.remove_folder(self.folder)
-
-
-def _read_committed(data: bytes) -> Write | None:
-    try:
-        body = read_json(data)
-        number, version, write_id = body["write"]
-        return Write(int(number), int(version), str(write_id))
-    except WRONG_FORM as error:
-        # It is replaced atomically, so another program wrote it.
-        logger.error("store: %s is damaged (%s); no write counts as committed", _COMMITTED, error)
-        return None
+    def _commit(self, write: Write) -> None:
+        slot, committed = self._slot_of(write), self._state().committed
+        if committed is not None and committed > write:
+            raise WeightsUnavailable(f"node {self.node} has {committed} committed, so not {write}")
+        kept = self._kept[slot]
+        if not kept.is_committed:
+            self.files.rename(kept.folder / _SEALED, kept.folder / _COMMITTED)
+            self._kept[slot] = kept._replace(is_committed=True)

@@ -139,7 +139,7 @@ def test_a_unit_that_is_damaged_everywhere_is_not_served(made: World) -> None:
 
 
 def test_a_damaged_record_costs_one_node_and_not_the_store(made: World) -> None:
-    flip(slot_of(made, "node-1") / "record.json", 100)
+    flip(slot_of(made, "node-1") / "committed.json", 100)
     made.nodes["node-1"].kill()
     made.nodes["node-1"].start()
     assert made.restore(2, "node-1") == contents(made.manifest, 2)

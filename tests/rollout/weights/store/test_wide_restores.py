@@ -138,7 +138,7 @@ def test_a_node_without_room_means_none(world: World, caplog: pytest.LogCaptureF
 
 def test_a_unit_that_is_damaged_on_one_node_is_mended_there(world: World) -> None:
     record = world.coordinator.record_of(1)
-    (written,) = world.base.glob("run/node-1/slot?/record.json")
+    (written,) = world.base.glob("run/node-1/slot?/committed.json")
     with written.with_name("seg_000.safetensors").open("r+b") as stream:
         stream.seek(record.segments_of("node-1")[0].num_bytes - 1)
         byte = stream.read(1)[0]
