@@ -216,6 +216,7 @@ class WeightStore:
         await self._idle.wait()
 
     async def _write_offered(self) -> None:
+        self._wake.set()  # a push may wait since an error ended this
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -276,7 +277,10 @@ class WeightStore:
         """State of the store, with the bytes on each node."""
         nodes: dict[str, int] = {}
         if self._coordinator is not None and self._task is not None:
-            nodes = await asyncio.to_thread(self._coordinator.num_bytes)
+            try:
+                nodes = await asyncio.to_thread(self._coordinator.num_bytes)
+            except Exception as error:  # it must not reach the server
+                logger.warning("store: its bytes are not known: %s", describe(error))
         done = self._outcomes
         return StoreStatus(
             is_on=not done.is_off and self._task is not None,
