@@ -54,7 +54,6 @@ from rollout.weights.tensors.delta_base import DeltaBase, DeltaEncoder
 from rollout.weights.tensors.sources import Pairs
 
 SHAPES = ("dense", "experts")
-_VERIFIED = AssemblyRequest()
 SHARED_MEMORY = os.environ.get("BENCH_SHM", "/dev/shm")
 
 
@@ -224,8 +223,7 @@ def _local(model: Model, coordinator: Coordinator, repeats: int, rows: Rows) -> 
     rows["write_first"] = rate(write, model.num_bytes, 1)
     write()  # into the other slot, whose pages are mapped for the first time too
     rows["write_reused"] = rate(write, model.num_bytes, repeats)
-    verified_by_engine = AssemblyRequest(is_verified=False)
-    rows["restore_local"] = _restore(model, coordinator, repeats, [], wanted=verified_by_engine)
+    rows["restore_local"] = _restore(model, coordinator, repeats, [], is_verified=False)
     rows["restore_local_verified_before"] = _restore(model, coordinator, repeats, [])
     rows["restore_local_safe_open"] = _restore(
         model, coordinator, repeats, [], model.load_by_safe_open
@@ -239,10 +237,11 @@ def _restore(
     repeats: int,
     others: list[int],
     load: Callable[[Path], object] | None = None,
-    wanted: AssemblyRequest = _VERIFIED,
+    *,
+    is_verified: bool = True,
 ) -> Row:
     def restore() -> None:
-        _assemble(coordinator, load or model.load, wanted)
+        _assemble(coordinator, load or model.load, is_verified=is_verified)
 
     row = rate(restore, model.num_bytes, repeats, others=others)
     model.check()
@@ -252,15 +251,16 @@ def _restore(
 def _assemble(
     coordinator: Coordinator,
     use: Callable[[Path], object] = lambda _: None,
-    wanted: AssemblyRequest = _VERIFIED,
+    *,
+    is_verified: bool = True,
 ) -> None:
-    write = coordinator.current_write()
+    write, wanted = coordinator.current_write(), AssemblyRequest(is_verified=is_verified)
     assert write is not None
-    assembled = coordinator.assemble(coordinator.record_of(write.version), "here", wanted)
+    assembled = coordinator.assemble(coordinator.record_of(write.version), ["here"], wanted)
     try:
         use(Path(assembled.path))
     finally:
-        coordinator.give_back("here", assembled.path)
+        coordinator.give_back(assembled)
 
 
 class _Replica:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.weights.store.node.files import Files, MappedSegment, PendingCopy
+from engines.tensors.file_mapping import FileMapping
+from rollout.weights.store.node.files import Files, PendingCopy
 from tests.support.store_worlds import World, copy_one_by_one, moe_manifest
 
 MANIFEST = moe_manifest(num_layers=1, num_experts=3)
@@ -39,7 +40,7 @@ class CountedFiles(Files):
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
 
-    def put(self, region: MappedSegment, offset: int, data: memoryview) -> None:
+    def put(self, region: FileMapping, offset: int, data: memoryview) -> None:
         self._budget.spend(data, lambda some: Files.put(self, region, offset, some))
 
     def copy(self, incoming: Sequence[PendingCopy]) -> list[str]:

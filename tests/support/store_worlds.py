@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.tensors.file_mapping import FileMapping
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.store.coordinator import Coordinator
 from rollout.weights.store.node.agent import AgentSettings, StoreAgent
-from rollout.weights.store.node.assembly import AssembledFolder
-from rollout.weights.store.node.files import Files, MappedSegment, PendingCopy
+from rollout.weights.store.node.assembly import FoldersOnNodes
+from rollout.weights.store.node.files import Files, PendingCopy
 from rollout.weights.store.transfer.rdma import RdmaTransfer
 from rollout.weights.store.transfer.unit_client import AgentClient
 from rollout.weights.store.transfer.unit_server import AgentServer
@@ -104,7 +105,7 @@ class DyingFiles(Files):
     def write_at(self, path: Path, offset: int, data: Any) -> None:
         self._bytes(lambda some: Files.write_at(self, path, offset, some), data)
 
-    def put(self, region: MappedSegment, offset: int, data: memoryview) -> None:
+    def put(self, region: FileMapping, offset: int, data: memoryview) -> None:
         self._bytes(lambda some: Files.put(self, region, offset, some), data)
 
     def copy(self, incoming: Sequence[PendingCopy]) -> list[str]:
@@ -226,11 +227,11 @@ class World:
         try:
             return read_folder(Path(assembled.path), self.manifest)
         finally:
-            self.coordinator.give_back(node, assembled.path)
+            self.coordinator.give_back(assembled)
             assert record.write.version == version
 
-    def assemble(self, version: int, node: str = "node-0") -> AssembledFolder:
-        return self.coordinator.assemble(self.coordinator.record_of(version), node)
+    def assemble(self, version: int, node: str = "node-0") -> FoldersOnNodes:
+        return self.coordinator.assemble(self.coordinator.record_of(version), [node])
 
     def restart_all(self) -> None:
         """Every process is killed and comes back."""

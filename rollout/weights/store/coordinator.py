@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -36,7 +35,6 @@ from rollout.weights.store.transfer.unit_client import AgentClient
 
 logger = logging.getLogger(__name__)
 
-_VERIFIED = AssemblyRequest()
 T = TypeVar("T")
 # Here or behind a connection; every call ends within its deadline.
 Agent = StoreAgent | AgentClient
@@ -103,38 +101,19 @@ class Coordinator:
         raise WeightsUnavailable(f"no node has the record of {write}{failure_text(failed)}")
 
     def assemble(
-        self, record: StoreRecord, node: str, wanted: AssemblyRequest = _VERIFIED
-    ) -> AssembledFolder:
-        """A folder on ``node`` with all of ``record``."""
-        agent = self._agents.get(node)
-        if agent is None:
-            names = ", ".join(sorted(self._agents))
-            raise WeightsUnavailable(f"node {node} is not in the store; it has {names}")
-        peers = {name: peer for name, peer in self._agents.items() if name != node}
-        try:
-            return agent.assemble(record, peers, wanted)
-        except OSError as error:
-            raise WeightsUnavailable(f"the agent of node {node}: {error}") from error
-
-    def give_back(self, node: str, path: str) -> None:
-        """Release the folder; the engine has loaded it."""
-        self._agents[node].give_back(path)
-
-    def assemble_on_nodes(
-        self, record: StoreRecord, nodes: Sequence[str], wanted: AssemblyRequest = _VERIFIED
+        self, record: StoreRecord, nodes: Sequence[str], wanted: AssemblyRequest | None = None
     ) -> FoldersOnNodes:
-        """Folders with the same path on all of these nodes.
+        """Folders with all of ``record``, with the same path on all of these nodes.
 
         Raises:
             WeightsUnavailable: a node failed; the folders on the others are removed.
         """
-        name = f"for-{uuid.uuid4().hex}"
-        wanted = replace(wanted, name=name)
+        wanted = wanted or AssemblyRequest()
         with ExitStack() as stack:
             # Also on nodes without a reply: they may have made the folder.
-            stack.callback(self._give_back_on, nodes, name)
+            stack.callback(self._give_back, nodes, wanted.name)
             made, failed = self._call_all(
-                {node: partial(self.assemble, record, node, wanted) for node in nodes}
+                {node: partial(self._assemble, record, node, wanted) for node in nodes}
             )
             paths = {node: folder.path for node, folder in made.items()}
             if failed or len(set(paths.values())) > 1:
@@ -143,17 +122,22 @@ class Coordinator:
             stack.pop_all()
             return FoldersOnNodes(paths[nodes[0]], made)
 
-    def give_back_on_nodes(self, made: FoldersOnNodes) -> dict[str, str]:
-        """Release the folders; returns the nodes that failed, and why."""
-        return self._give_back_on(list(made.folders), made.path)
+    def _assemble(self, record: StoreRecord, node: str, wanted: AssemblyRequest) -> AssembledFolder:
+        agent = self._agents.get(node)
+        if agent is None:
+            names = ", ".join(sorted(self._agents))
+            raise WeightsUnavailable(f"node {node} is not in the store; it has {names}")
+        peers = {name: peer for name, peer in self._agents.items() if name != node}
+        return agent.assemble(record, peers, wanted)
 
-    def _give_back_on(self, nodes: Sequence[str], path: str) -> dict[str, str]:
+    def give_back(self, made: FoldersOnNodes) -> dict[str, str]:
+        """Release the folders, which are loaded; returns the nodes that failed, and why."""
+        return self._give_back(made.folders, made.path)
+
+    def _give_back(self, nodes: Iterable[str], name: str) -> dict[str, str]:
+        agents = {node: self._agents[node] for node in nodes if node in self._agents}
         return self._call_all(
-            {
-                node: partial(self._agents[node].give_back, path)
-                for node in nodes
-                if node in self._agents
-            }
+            {node: partial(agent.give_back, name) for node, agent in agents.items()}
         )[1]
 
     # -- writing ----------------------------------------------------------------------------

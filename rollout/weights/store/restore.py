@@ -114,7 +114,7 @@ class StoreSource:
 
         def assemble() -> FoldersOnNodes:
             nonlocal made  # a cancelled call returns nothing, and its folders must be released
-            made = coordinator.assemble_on_nodes(record, nodes, wanted)
+            made = coordinator.assemble(record, nodes, wanted)
             return made
 
         try:
@@ -129,7 +129,7 @@ class StoreSource:
             return origin
         finally:
             if made is not None:
-                failed = await asyncio.to_thread(coordinator.give_back_on_nodes, made)
+                failed = await asyncio.to_thread(coordinator.give_back, made)
                 # A restarted agent removes it itself.
                 for node, why in failed.items():
                     logger.warning(

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ from typing import Protocol
 from engines.protocol import FINGERPRINTS
 from engines.protocol.plain_text import size_text
 from engines.tensors import bulk_copy
+from engines.tensors.file_mapping import FileMapping
 from engines.tensors.fingerprint import head_of
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.layout.commit import Write
@@ -34,7 +36,6 @@ from rollout.weights.store.layout.placement import (
 )
 from rollout.weights.store.layout.record import StoreRecord
 from rollout.weights.store.node.base_folder import create_link, remove_link, remove_links
-from rollout.weights.store.node.files import MappedSegment
 from rollout.weights.store.node.slots import Kept, Slots
 
 logger = logging.getLogger(__name__)
@@ -65,12 +66,12 @@ class AssemblyRequest:
 
     Attributes:
         model_path: a checkpoint, for the files beside the weights.
-        name: unique; the folder's path is then the same on every node.
+        name: unique; the folder's path has it, and is the same on every node.
         is_verified: False if the engine that loads the folder verifies this node's units.
     """
 
     model_path: str | None = None
-    name: str = ""
+    name: str = field(default_factory=lambda: f"for-{uuid.uuid4().hex}")
     is_verified: bool = True
 
 
@@ -123,22 +124,17 @@ class Assembler:
         Raises:
             WeightsUnavailable: names the first unavailable unit, and the reason.
         """
-        key, name = (record.write, wanted.is_verified), wanted.name
+        key = record.write, wanted.is_verified
         with self._exclusive:
             used = self._used.get(key)
             if used is None:
-                used = self._made(record, peers, wanted)
-                self._used[key] = used
-            used.num_users += 1
-            if not name:
-                return used.assembled
-            folder, path = Path(used.assembled.path), self._slots.folder.parent / name
-            used.links[name] = path
-            used.stack.callback(remove_link, path, folder)
+                used = self._used[key] = self._made(record, peers, wanted)
+            path = self._slots.folder.parent / wanted.name
+            used.links.add(path)
             try:
-                create_link(path, folder)
+                create_link(path, Path(used.assembled.path))
             except OSError:
-                self._give_back(key, name)
+                self._give_back(key, path)
                 raise
             return replace(used.assembled, path=str(path))
 
@@ -164,33 +160,35 @@ class Assembler:
                 _link_beside(Path(wanted.model_path), folder)
             return _UsedFolder(assembled, stack.pop_all())
 
-    def give_back(self, path: str) -> None:
-        """Release a folder, by its path or by the name of the request."""
+    def give_back(self, name: str) -> None:
+        """Release a folder, by the name of its request or by its path."""
+        path = self._slots.folder.parent / Path(name).name
         with self._exclusive:
             for key, used in list(self._used.items()):
-                if path == used.assembled.path or Path(path).name in used.links:
-                    self._give_back(key, Path(path).name)
+                if path in used.links:
+                    self._give_back(key, path)
 
-    def _give_back(self, key: tuple[Write, bool], name: str) -> None:
+    def _give_back(self, key: tuple[Write, bool], path: Path) -> None:
         used = self._used[key]
-        if name in used.links:
-            remove_link(used.links.pop(name), Path(used.assembled.path))
-        used.num_users -= 1
-        if not used.num_users:
+        used.links.remove(path)
+        remove_link(path, Path(used.assembled.path))
+        if not used.links:
             self._used.pop(key).stack.close()
 
     def close(self) -> None:
         with self._exclusive:
-            while self._used:
-                self._used.popitem()[1].stack.close()
+            for key, used in list(self._used.items()):
+                for path in list(used.links):
+                    self._give_back(key, path)
 
 
 @dataclass(slots=True)
 class _UsedFolder:
+    """A folder, and the paths by which engines load from it."""
+
     assembled: AssembledFolder
     stack: ExitStack
-    num_users: int = 0
-    links: dict[str, Path] = field(default_factory=dict)
+    links: set[Path] = field(default_factory=set)
 
 
 class _Assembly:
@@ -253,14 +251,14 @@ class _Assembly:
                     good[unit] = view[offset : offset + self._record.units[unit].num_bytes]
         return good, whole
 
-    def _bad_units(self, mapped_files: Mapping[str, MappedSegment]) -> set[int]:
+    def _bad_units(self, mapped_files: Mapping[str, FileMapping]) -> set[int]:
         wanted = list(tensor_ranges(self._record.units, self._local))
         parts = [wanted[first::_HASHERS] for first in range(_HASHERS)]
         with ThreadPoolExecutor(_HASHERS) as pool:
             return set().union(*pool.map(partial(self._bad_among, mapped_files), parts))
 
     def _bad_among(
-        self, mapped_files: Mapping[str, MappedSegment], part: Sequence[TensorRange]
+        self, mapped_files: Mapping[str, FileMapping], part: Sequence[TensorRange]
     ) -> set[int]:
         """Units of which one of these tensors differs from the record."""
         at = [mapped_files[place.file].address + place.offset for place in part]
@@ -298,7 +296,7 @@ class _Assembly:
     def _fill(
         self,
         segment: Segment,
-        region: MappedSegment,
+        region: FileMapping,
         contents: Mapping[int, list[TensorRange]],
         good: Mapping[int, memoryview],
     ) -> None:

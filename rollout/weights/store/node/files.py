@@ -30,7 +30,7 @@ class PendingCopy(NamedTuple):
     """
 
     head: bytes
-    region: MappedSegment
+    region: FileMapping
     offset: int
     source: int
     num_bytes: int
@@ -97,8 +97,12 @@ class Files:
         """Add a name for the same file."""
         os.link(target, link)
 
-    def map(self, path: Path) -> MappedSegment:
-        return MappedSegment(path)
+    def map(self, path: Path) -> FileMapping:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return FileMapping(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
 
     def write_at(self, path: Path, offset: int, data: Buffer) -> None:
         """Write bytes of an existing file; they may stop anywhere."""
@@ -111,7 +115,7 @@ class Files:
         finally:
             os.close(descriptor)
 
-    def put(self, region: MappedSegment, offset: int, data: memoryview) -> None:
+    def put(self, region: FileMapping, offset: int, data: memoryview) -> None:
         """Copy bytes into a mapped file; they may stop anywhere."""
         region.view[offset : offset + len(data)] = data
 
@@ -131,59 +135,32 @@ class Files:
         self.rename(beside, path)
 
 
-class MappedSegment:
-    """A file mapped into memory.
-
-    Attributes:
-        inode: of the mapped file; another file may have its name now.
-        address: of the first byte of ``view``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            stat = os.fstat(descriptor)
-            self.inode = stat.st_ino
-            self.num_bytes = stat.st_size
-            self._mapping = FileMapping(descriptor, stat.st_size)
-        finally:
-            os.close(descriptor)
-        self.address = self._mapping.address
-        self.view = self._mapping.view
-
-    def close(self) -> None:
-        # A traceback may still refer to the view: then it is unmapped later.
-        self._mapping.close()
-
-
 class MappedSegments:
     """Cached mappings: mapping a file again costs more than copying into it."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._mapped: dict[Path, MappedSegment] = {}
+        self._mapped: dict[Path, tuple[tuple[int, int], FileMapping]] = {}
 
-    def of(self, path: Path) -> MappedSegment:
+    def of(self, path: Path) -> FileMapping:
         """The mapping of the file that has this name now.
 
         Raises:
             OSError: the file does not exist.
         """
         stat = path.stat()
-        region = self._mapped.get(path)
-        if region is not None and (region.inode, region.num_bytes) == (stat.st_ino, stat.st_size):
-            return region
-        if region is not None:
-            self._mapped.pop(path).close()
-        region = self._files.map(path)
-        self._mapped[path] = region
-        return region
+        which, mapping = self._mapped.get(path, (None, None))
+        if mapping is None or which != (stat.st_ino, stat.st_size):
+            self.forget(path)
+            mapping = self._files.map(path)
+            self._mapped[path] = (stat.st_ino, stat.st_size), mapping
+        return mapping
 
-    def forget(self, folder: Path) -> None:
-        """Unmap all files below ``folder``."""
-        for path in [path for path in self._mapped if path.is_relative_to(folder)]:
-            self._mapped.pop(path).close()
+    def forget(self, path: Path) -> None:
+        """Unmap this file; what still views it keeps its memory."""
+        if path in self._mapped:
+            self._mapped.pop(path)[1].close()
 
     def close(self) -> None:
-        while self._mapped:
-            self._mapped.popitem()[1].close()
+        for path in list(self._mapped):
+            self.forget(path)

@@ -18,12 +18,13 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Protocol
 
+from engines.tensors.file_mapping import FileMapping
 from engines.tensors.fingerprint import Buffer, head_of, host_fingerprint_of, start
 from rollout.core.errors import WeightMismatch, WeightsUnavailable
 from rollout.weights.format.pushed_files import FileBytes
 from rollout.weights.store.layout.placement import TensorRange, tensor_ranges
 from rollout.weights.store.layout.record import StoreRecord
-from rollout.weights.store.node.files import Files, MappedSegment, MappedSegments, PendingCopy
+from rollout.weights.store.node.files import Files, MappedSegments, PendingCopy
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +99,10 @@ class FileSink:
     ) -> None:
         self._of_file = {file: mapped_files.of(Path(path)) for file, path in paths.items()}
         self._files = files
-        self._region: MappedSegment | None = None
+        self._region: FileMapping | None = None
         self._offset = 0
 
-    def region(self, file: str) -> MappedSegment:
+    def region(self, file: str) -> FileMapping:
         """The mapping of one of the node's segments."""
         return self._of_file[file]
 

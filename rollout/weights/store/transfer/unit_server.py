@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.protocol.plain_text import describe
+from engines.tensors.file_mapping import FileMapping
 from rollout.core import wire
 from rollout.core.errors import WeightsUnavailable
 from rollout.weights.store.layout.commit import Write
@@ -21,7 +22,6 @@ from rollout.weights.store.layout.placement import tensor_ranges
 from rollout.weights.store.layout.record import StoreRecord, dump, load
 from rollout.weights.store.node.agent import StoreAgent
 from rollout.weights.store.node.assembly import AssemblyRequest
-from rollout.weights.store.node.files import MappedSegment
 from rollout.weights.store.node.rebuilt import rebuild
 from rollout.weights.store.transfer.rdma import RdmaTransfer
 from rollout.weights.store.transfer.unit_client import AgentClient
@@ -188,7 +188,7 @@ class _AgentConnection:
     def _receive_tensors(
         self,
         record: StoreRecord,
-        regions: Mapping[str, MappedSegment],
+        regions: Mapping[str, FileMapping],
         kept: Mapping[str, memoryview],
     ) -> str:
         """Returns why a tensor could not be rebuilt of what is kept; empty if all were."""

@@ -110,10 +110,10 @@ class Fleet:
     @contextmanager
     def assembled(self, node: str) -> Iterator[AssembledFolder]:
         coordinator, manifest = self.served.world.coordinator, self.served.world.manifest
-        one = coordinator.assemble(coordinator.record_of(1), node)
-        assert read_folder(Path(one.path), manifest) == contents(manifest, 1)
-        yield one
-        coordinator.give_back(node, one.path)
+        made = coordinator.assemble(coordinator.record_of(1), [node])
+        assert read_folder(Path(made.path), manifest) == contents(manifest, 1)
+        yield made.folders[node]
+        coordinator.give_back(made)
 
 
 @pytest.fixture
@@ -226,10 +226,11 @@ def test_mooncake_brings_what_a_node_lacks(shared_memory: Path) -> None:
     served = Served(shared_memory, shares_files=True, rdma=lambda _: open_mooncake("127.0.0.1"))
     served.world.write(1)
     coordinator, manifest = served.world.coordinator, served.world.manifest
-    assembled = coordinator.assemble(coordinator.record_of(1), "node-0")
-    assert read_folder(Path(assembled.path), manifest) == contents(manifest, 1)
+    made = coordinator.assemble(coordinator.record_of(1), ["node-0"])
+    assert read_folder(Path(made.path), manifest) == contents(manifest, 1)
+    assembled = made.folders["node-0"]
     assert assembled.by == {"mooncake": assembled.fetched_bytes}
-    coordinator.give_back("node-0", assembled.path)
+    coordinator.give_back(made)
     served.close()
 
 

@@ -53,7 +53,7 @@ class Trainer:
     """Makes pushes with deltas, as rank 0 does."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)  # how well deltas compress differs by a few percent
+        torch.manual_seed(1)  # the share of changed elements differs by some percent
         self.tensors = model()
         self._base = DeltaBase()
 

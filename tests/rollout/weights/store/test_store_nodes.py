@@ -101,9 +101,10 @@ def test_a_flipped_bit_in_any_file_is_found_and_its_unit_comes_from_a_peer(made:
         flip(folder / segment.file, segment.num_bytes - 1)
         flip(folder / segment.file, len(segment.header))
     assembled = made.assemble(2)
-    assert assembled.troubles
-    assert all("is damaged" in told for told in assembled.troubles)
-    made.coordinator.give_back("node-0", assembled.path)
+    troubles = assembled.folders["node-0"].troubles
+    assert troubles
+    assert all("is damaged" in told for told in troubles)
+    made.coordinator.give_back(assembled)
     assert made.restore(2, "node-0") == contents(made.manifest, 2)
     made.close()
 
@@ -214,7 +215,7 @@ def test_a_slot_that_is_being_read_is_not_written_to(made: World) -> None:
     made.write(3)
     with pytest.raises(WeightsUnavailable, match="is being read"):
         made.nodes["node-0"].agent.begin(made.coordinator.record_of(3), None)
-    made.coordinator.give_back("node-0", assembled.path)
+    made.coordinator.give_back(assembled)
     made.write(4)
     assert made.restorable(range(6)) == [4]
     made.close()
@@ -222,10 +223,11 @@ def test_a_slot_that_is_being_read_is_not_written_to(made: World) -> None:
 
 def test_engines_that_want_the_same_version_share_one_folder(made: World) -> None:
     one, other = made.assemble(2), made.assemble(2)
-    assert one.path == other.path
-    made.coordinator.give_back("node-0", one.path)
+    assert one.path != other.path
+    assert Path(one.path).resolve() == Path(other.path).resolve()
+    made.coordinator.give_back(one)
     assert Path(other.path).is_dir()
-    made.coordinator.give_back("node-0", other.path)
+    made.coordinator.give_back(other)
     assert not Path(other.path).exists()
     made.close()
 
@@ -234,11 +236,11 @@ def test_the_files_beside_the_weights_are_there_for_the_engine(made: World, tmp_
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"old")
     record = made.coordinator.record_of(2)
-    assembled = made.coordinator.assemble(record, "node-0", AssemblyRequest(str(tmp_path)))
+    assembled = made.coordinator.assemble(record, ["node-0"], AssemblyRequest(str(tmp_path)))
     names = {path.name for path in Path(assembled.path).iterdir()}
     assert "config.json" in names
     assert "model.safetensors" not in names
-    made.coordinator.give_back("node-0", assembled.path)
+    made.coordinator.give_back(assembled)
     made.close()
 
 

@@ -144,11 +144,11 @@ def test_a_unit_that_is_damaged_on_one_node_is_mended_there(world: World) -> Non
         byte = stream.read(1)[0]
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
-    made = world.coordinator.assemble_on_nodes(record, ["node-0", "node-1"])
+    made = world.coordinator.assemble(record, ["node-0", "node-1"])
     assert any("is damaged" in told for told in made.folders["node-1"].troubles)
     for folder in folders(world.base):
         assert read_folder(folder, world.manifest) == contents(world.manifest, 1)
-    assert not world.coordinator.give_back_on_nodes(made)
+    assert not world.coordinator.give_back(made)
 
 
 def test_paths_that_differ_are_refused(shared_memory: Path) -> None:
@@ -156,7 +156,7 @@ def test_paths_that_differ_are_refused(shared_memory: Path) -> None:
     served.world.write(1)
     record = served.world.coordinator.record_of(1)
     with pytest.raises(WeightsUnavailable, match="its path is not the same there"):
-        served.world.coordinator.assemble_on_nodes(record, ["node-0", "node-1"])
+        served.world.coordinator.assemble(record, ["node-0", "node-1"])
     assert not links(shared_memory)
     served.close()
 
@@ -165,10 +165,10 @@ def test_it_works_through_the_doors(shared_memory: Path) -> None:
     served = Served(shared_memory / "base", shares_files=True, same_base=True)
     served.world.write(1)
     nodes = list(served.servers)
-    made = served.world.coordinator.assemble_on_nodes(served.world.coordinator.record_of(1), nodes)
+    made = served.world.coordinator.assemble(served.world.coordinator.record_of(1), nodes)
     assert read_folder(Path(made.path), served.world.manifest) == contents(served.world.manifest, 1)
     assert len(folders(shared_memory / "base")) == 3
-    assert not served.world.coordinator.give_back_on_nodes(made)
+    assert not served.world.coordinator.give_back(made)
     assert not folders(shared_memory / "base")
     assert not links(shared_memory / "base")
     served.close()
@@ -199,31 +199,31 @@ def test_what_was_made_where_the_answer_was_lost_is_given_back_too(
 
 def test_two_wide_engines_share_the_folders_and_each_has_its_own_path(world: World) -> None:
     record, nodes = world.coordinator.record_of(1), ["node-0", "node-1"]
-    one = world.coordinator.assemble_on_nodes(record, nodes)
-    other = world.coordinator.assemble_on_nodes(record, nodes)
+    one = world.coordinator.assemble(record, nodes)
+    other = world.coordinator.assemble(record, nodes)
     assert one.path != other.path
     assert len(folders(world.base)) == 2
-    world.coordinator.give_back_on_nodes(one)
+    world.coordinator.give_back(one)
     assert not Path(one.path).exists()
     assert read_folder(Path(other.path), world.manifest) == contents(world.manifest, 1)
-    world.coordinator.give_back_on_nodes(other)
+    world.coordinator.give_back(other)
     assert not folders(world.base)
 
 
 def test_an_agent_that_was_killed_takes_its_paths_away_when_it_is_back(world: World) -> None:
     record = world.coordinator.record_of(1)
-    made = world.coordinator.assemble_on_nodes(record, ["node-0", "node-1"])
+    made = world.coordinator.assemble(record, ["node-0", "node-1"])
     assert links(world.base)
     for node in ("node-0", "node-1"):
         world.nodes[node].kill()
         world.nodes[node].start()
     assert not links(world.base)
     assert not folders(world.base)
-    assert not world.coordinator.give_back_on_nodes(made)
+    assert not world.coordinator.give_back(made)
 
 
 def test_a_run_whose_agents_have_ended_leaves_no_path_behind(world: World) -> None:
-    world.coordinator.assemble_on_nodes(world.coordinator.record_of(1), ["node-0", "node-1"])
+    world.coordinator.assemble(world.coordinator.record_of(1), ["node-0", "node-1"])
     for node in world.nodes.values():
         node.kill()
     with locked(world.base):
@@ -278,7 +278,7 @@ def test_each_node_reads_its_own_files_at_the_path_that_the_engine_is_told(
         agents = {"node-0": one[0], "node-1": other[0]}
         coordinator = world.new_coordinator(agents)
         world.write(1)
-        made = coordinator.assemble_on_nodes(coordinator.record_of(1), list(agents))
+        made = coordinator.assemble(coordinator.record_of(1), list(agents))
         assert not Path(made.path).exists()  # nor is anything here
         for node, (_, pid) in {"node-0": one, "node-1": other}.items():
             root = f"/proc/{pid}/root"
@@ -286,7 +286,7 @@ def test_each_node_reads_its_own_files_at_the_path_that_the_engine_is_told(
             assert f"/run/{node}/" in target
             found = read_folder(Path(f"{root}{target}"), world.manifest)
             assert found == contents(world.manifest, 1)
-        assert not coordinator.give_back_on_nodes(made)
+        assert not coordinator.give_back(made)
         for _, pid in (one, other):
             assert not os.path.lexists(f"/proc/{pid}/root{made.path}")
         coordinator.close()

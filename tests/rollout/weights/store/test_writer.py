@@ -46,11 +46,11 @@ class Store:
         )
 
     def kept(self, version: int) -> dict[str, bytes]:
-        assembled = self.coordinator.assemble(self.coordinator.record_of(version), "here")
+        assembled = self.coordinator.assemble(self.coordinator.record_of(version), ["here"])
         try:
             return read_folder(Path(assembled.path), self.manifest)
         finally:
-            self.coordinator.give_back("here", assembled.path)
+            self.coordinator.give_back(assembled)
 
 
 @pytest.fixture
