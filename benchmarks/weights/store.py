@@ -7,8 +7,9 @@ the embedded engine's code; in rows of ``*_safe_open`` they are loaded as SGLang
 The tensors of ``restore_*`` are verified: in ``restore_local`` by the engine while it copies them,
 in the others before the load.  The tensors of ``disk_*`` are not verified, except those of
 ``disk_warm_verified``, which are hashed after the load.  In ``half_remote`` half of the units are
-on another node, that is, an agent in another process, and come over TCP; in ``half_mooncake`` they
-come by Mooncake's TransferEngine, where that is installed.
+on another node, that is, an agent in another process, and come over TCP; in ``three_peers`` three
+quarters come from three such nodes; in ``half_mooncake`` half of the units come by Mooncake's
+TransferEngine, where that is installed.
 
 Rows of ``node_*`` are writes over TCP to a node whose memory the server's process does not map;
 here it is a thread.  They are of whole tensors, and of deltas of a push that changed this share of
@@ -185,9 +186,10 @@ def _measure(model: Model, repeats: int, rows: Rows) -> Rows:
         here = StoreAgent(AgentSettings("here", str(base / "local"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
         _local(model, coordinator_of({"here": here}), repeats, rows)
-    rows["restore_half_remote"] = _half_remote(model, repeats, None)
+    rows["restore_half_remote"] = _remote(model, repeats)
+    rows["restore_three_peers"] = _remote(model, repeats, num_peers=3)
     if rdma := _mooncake():
-        rows["restore_half_mooncake"] = _half_remote(model, repeats, rdma)
+        rows["restore_half_mooncake"] = _remote(model, repeats, rdma)
     _disk(model, repeats, rows)
     _deltas(model, repeats, rows)
     return rows
@@ -200,16 +202,20 @@ def _mooncake() -> RdmaTransfer | None:
         return None
 
 
-def _half_remote(model: Model, repeats: int, rdma: RdmaTransfer | None) -> Row:
+def _remote(
+    model: Model, repeats: int, rdma: RdmaTransfer | None = None, *, num_peers: int = 1
+) -> Row:
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="rollout-bench-", dir=SHARED_MEMORY))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
-        there, pid = stack.enter_context(remote_agent("there", base / "there", rdma))
+        names = [f"peer-{number}" for number in range(num_peers)]
+        peers = {name: stack.enter_context(remote_agent(name, base / name, rdma)) for name in names}
         here = StoreAgent(AgentSettings("here", str(base / "here"), "bench", spare_bytes=0))
         stack.callback(here.close, clear=True)
-        coordinator = coordinator_of({"here": here, "there": there})
+        clients = {name: client for name, (client, _) in peers.items()}
+        coordinator = coordinator_of({"here": here, **clients})
         coordinator.write(1, model.manifest, [model.contents()])
-        row = _restore(model, coordinator, repeats, [pid])
+        row = _restore(model, coordinator, repeats, [pid for _, pid in peers.values()])
         coordinator.close()
         return row
 

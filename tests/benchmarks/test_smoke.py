@@ -51,6 +51,7 @@ STORE = {
     "restore_local_safe_open": RATE,
     "verify_local": RATE,
     "restore_half_remote": RATE,
+    "restore_three_peers": RATE,
     "disk_warm": RATE,
     "disk_warm_verified": RATE,
     "disk_warm_safe_open": RATE,
