@@ -15,7 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -204,6 +204,7 @@ class _Assembly:
         self._record = record
         self._local = kept.record.segments_of(slots.node) if kept else ()
         self._slot = kept.folder if kept else Path()
+        self._here: dict[int, memoryview] = {}
         self._peers = peers
         self._why_no_room = why_no_room
         self._troubles: list[str] = []
@@ -212,44 +213,37 @@ class _Assembly:
         self._kept = {node: frozenset(record.kept.get(node, ())) for node in peers}
 
     def into(self, folder: Path, *, is_verified: bool) -> AssembledFolder:
-        good, whole = self._local_units(is_verified=is_verified)
-        units = {unit for segment in whole for unit in segment.units}
-        for segment in whole:
+        intact = self._intact_segments(is_verified=is_verified)
+        for segment in intact:
             self._slots.files.link(self._slot / segment.file, folder / segment.file)
-        missing = [unit for unit in range(len(self._record.units)) if unit not in units]
+        linked = {unit for segment in intact for unit in segment.units}
+        missing = [unit for unit in range(len(self._record.units)) if unit not in linked]
         if missing:
-            self._fetch(missing, good, folder)
-        sizes = [unit.num_bytes for unit in self._record.units]
-        local_bytes = sum(sizes[unit] for unit in units | good.keys())
-        return AssembledFolder(
-            str(folder),
-            local_bytes,
-            sum(sizes) - local_bytes,
-            dict(self._by),
-            tuple(self._troubles),
-        )
+            self._fill_in(missing, folder)
+        fetched = sum(self._by.values())
+        local = self._record.num_bytes - fetched
+        return AssembledFolder(str(folder), local, fetched, dict(self._by), tuple(self._troubles))
 
-    def _local_units(self, *, is_verified: bool) -> tuple[dict[int, memoryview], list[Segment]]:
-        """Intact units on this node, with their bytes; segments in which all units are intact."""
+    def _intact_segments(self, *, is_verified: bool) -> list[Segment]:
+        """The segments on this node that are whole; notes the intact units of all."""
         mapped_files = {
             segment.file: self._slots.mapped_files.of(self._slot / segment.file)
             for segment in self._local
         }
         bad = self._bad_units(mapped_files) if is_verified else set()
-        good: dict[int, memoryview] = {}
-        whole: list[Segment] = []
+        for unit in sorted(bad):
+            self._trouble(f"unit {self._record.units[unit].name!r} on this node is damaged")
+        intact = []
         for segment in self._local:
             view = mapped_files[segment.file].view
+            for unit in segment.units.keys() - bad:
+                begin = segment.units[unit]
+                self._here[unit] = view[begin : begin + self._record.units[unit].num_bytes]
             if view[: len(segment.header)] != segment.header:
                 self._trouble(f"{segment.file} on this node: its header is damaged")
             elif not bad.intersection(segment.units):
-                whole.append(segment)
-            for unit, offset in segment.units.items():
-                if unit in bad:
-                    self._trouble(f"unit {self._record.units[unit].name!r} on this node is damaged")
-                else:
-                    good[unit] = view[offset : offset + self._record.units[unit].num_bytes]
-        return good, whole
+                intact.append(segment)
+        return intact
 
     def _bad_units(self, mapped_files: Mapping[str, FileMapping]) -> set[int]:
         wanted = list(tensor_ranges(self._record.units, self._local))
@@ -274,43 +268,32 @@ class _Assembly:
             if fingerprint != expected.get(place.tensor.name)
         }
 
-    def _fetch(self, missing: Sequence[int], good: Mapping[int, memoryview], folder: Path) -> None:
+    def _fill_in(self, missing: Sequence[int], folder: Path) -> None:
+        """Make files of these units."""
         segments = plan_segments(
             self._record.units, missing, self._record.segment_bytes, stem="fetched"
         )
         needed = sum(segment.num_bytes for segment in segments)
         if why_not := self._why_no_room(needed):
             raise WeightsUnavailable(f"no room for {size_text(needed)} from other nodes: {why_not}")
-        contents: dict[int, list[TensorRange]] = {}
-        for place in tensor_ranges(self._record.units, segments):
-            contents.setdefault(place.unit, []).append(place)
-        with ExitStack() as stack:
-            for segment in segments:
-                path = folder / segment.file
-                self._slots.files.allocate(path, segment.num_bytes)
-                region = self._slots.files.map(path)
-                stack.callback(region.close)
+        for segment in segments:
+            path = folder / segment.file
+            self._slots.files.allocate(path, segment.num_bytes)
+            with closing(self._slots.files.map(path)) as region:
                 self._slots.files.put(region, 0, memoryview(segment.header))
-                self._fill(segment, region, contents, good)
+                self._fill(segment, region)
 
-    def _fill(
-        self,
-        segment: Segment,
-        region: FileMapping,
-        contents: Mapping[int, list[TensorRange]],
-        good: Mapping[int, memoryview],
-    ) -> None:
+    def _fill(self, segment: Segment, region: FileMapping) -> None:
+        places: dict[int, list[TensorRange]] = {unit: [] for unit in segment.units}
+        for place in tensor_ranges(self._record.units, [segment]):
+            places[place.unit].append(place)
+
         def fill(unit: int) -> None:
-            offset = segment.units[unit]
-            into = region.view[offset : offset + self._record.units[unit].num_bytes]
-
-            def is_verified() -> bool:
-                return not self._bad_among({segment.file: region}, contents[unit])
-
-            try:
-                self._fill_unit(unit, into, is_verified, good.get(unit))
-            finally:
-                into.release()
+            begin = segment.units[unit]
+            with region.view[begin : begin + self._record.units[unit].num_bytes] as into:
+                self._fill_unit(
+                    unit, into, lambda: not self._bad_among({segment.file: region}, places[unit])
+                )
 
         with ThreadPoolExecutor(_STREAMS) as pool:
             # All threads have ended before an error is raised: it closes the mapping they write to.
@@ -321,19 +304,9 @@ class _Assembly:
             if not future.cancelled():
                 future.result()
 
-    def _fill_unit(
-        self,
-        unit: int,
-        into: memoryview,
-        is_verified: Callable[[], bool],
-        local: memoryview | None,
-    ) -> None:
+    def _fill_unit(self, unit: int, into: memoryview, is_verified: Callable[[], bool]) -> None:
         name = self._record.units[unit].name
         tried = []
-        if local is not None:
-            into[:] = local
-            if is_verified():
-                return
         for where, way, read in self._sources(unit):
             try:
                 read(self._record.write, unit, into)
@@ -343,8 +316,9 @@ class _Assembly:
             if is_verified():
                 for failure in tried:
                     self._trouble(f"unit {name!r} from {failure}")
-                with self._counting:
-                    self._by[way] += len(into)
+                if way:
+                    with self._counting:
+                        self._by[way] += len(into)
                 return
             tried.append(f"{where}: damaged")
         raise WeightsUnavailable(
@@ -353,11 +327,17 @@ class _Assembly:
         )
 
     def _sources(self, unit: int) -> Iterator[tuple[str, str, ReadUnit]]:
-        """Every transport from every node that keeps the unit: description, transport, reader."""
+        """This node, and every transport from every node that keeps the unit: description,
+        transport, reader."""
+        if unit in self._here:
+            yield "this node", "", self._copy
         for node in self._holders(unit):
             ways = self._peers[node].unit_readers()
             for way, read in ways.items():
                 yield (f"{node} by {way}" if len(ways) > 1 else node), way, read
+
+    def _copy(self, write: Write, unit: int, into: memoryview) -> None:
+        into[:] = self._here[unit]
 
     def _holders(self, unit: int) -> list[str]:
         """Nodes that keep the unit; the order differs by unit, to balance the load."""

@@ -39,17 +39,13 @@ class AgentConnections:
 
     Args:
         find: returns the agent's address; called again when the agent is unreachable.
-        when_lost: called when the agent is not at its last address.
     """
 
-    def __init__(
-        self, node: str, find: Callable[[], wire.Address], token: str, when_lost: Callable[[], None]
-    ) -> None:
+    def __init__(self, node: str, find: Callable[[], wire.Address], token: str) -> None:
         self._node = node
         self._find = find
         self._address: wire.Address | None = None
         self._token = token
-        self._when_lost = when_lost
         self._lock = threading.Lock()
         self._idle: list[wire.Connection] = []
 
@@ -105,7 +101,6 @@ class AgentConnections:
             return self._connect_to(self.address())
         except OSError:
             self._address = None
-            self._when_lost()
             if known is None or self.address() == known:
                 raise
             return self._connect_to(self.address())
@@ -155,11 +150,11 @@ class AgentClient:
     ) -> None:
         self.node = node
         find = address if callable(address) else lambda: address
-        self.connections = AgentConnections(node, find, token, self._forget_files)
+        self.connections = AgentConnections(node, find, token)
         self._rdma = rdma
         self._files = Files()
         self._mapped_files = mapped_files or MappedSegments(self._files)
-        self._shares_files: bool | None = None
+        self._shares_files: tuple[wire.Address, bool] | None = None
 
     # -- calls, as ``StoreAgent`` has them --------------------------------------------------
 
@@ -266,14 +261,12 @@ class AgentClient:
             self._mapped_files.close()
 
     def _has_its_files(self) -> bool:
-        if self._shares_files is None:
+        address = self.connections.address()
+        if self._shares_files is None or self._shares_files[0] != address:
             path, mark = self.connections.call("mark")[0]["value"]
-            found = self._files.read(Path(path))
-            self._shares_files = bool(mark) and found == mark.encode()
-        return self._shares_files
-
-    def _forget_files(self) -> None:
-        self._shares_files = None
+            is_same = bool(mark) and self._files.read(Path(path)) == mark.encode()
+            self._shares_files = address, is_same
+        return self._shares_files[1]
 
 
 def _check_length(num_bytes: int, into: memoryview) -> None:

@@ -7,22 +7,22 @@ without a copy in this process; ``close`` ends every connection.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from engines.protocol.plain_text import describe
-from engines.tensors.file_mapping import FileMapping
 from rollout.core import wire
 from rollout.core.errors import WeightsUnavailable
+from rollout.core.wire import Head
 from rollout.weights.store.layout.commit import Write
 from rollout.weights.store.layout.placement import tensor_ranges
 from rollout.weights.store.layout.record import StoreRecord, dump, load
 from rollout.weights.store.node.agent import StoreAgent
 from rollout.weights.store.node.assembly import AssemblyRequest
 from rollout.weights.store.node.rebuilt import rebuild
+from rollout.weights.store.node.writer import FileSink
 from rollout.weights.store.transfer.rdma import RdmaTransfer
 from rollout.weights.store.transfer.unit_client import AgentClient
 
@@ -32,7 +32,7 @@ _MAX_BODY = 1 << 30
 
 
 class AgentServer:
-    """Serves one agent, with a thread per connection.
+    """Serves one agent, with a thread per connection, which has one call at a time.
 
     Args:
         host: address to bind; other nodes must be able to reach it.
@@ -48,6 +48,23 @@ class AgentServer:
     ) -> None:
         self.agent = agent
         self._rdma = rdma
+        self._calls: dict[str, Callable[[Head, bytes], Any]] = {
+            "state": self._state,
+            "record": lambda head, _: dump(agent.record(Write(*head["write"]))),
+            "begin": self._begin,
+            "seal": lambda _, body: agent.seal(load(body)),
+            "commit": lambda head, _: agent.commit(Write(*head["write"])),
+            "assemble": self._assemble,
+            "give_back": lambda head, _: agent.give_back(head["path"]),
+            "num_bytes": lambda *_: agent.num_bytes(),
+            "mark": lambda *_: agent.mark(),
+            "close": lambda head, _: agent.close(clear=head["clear"]),
+        }
+        self._streams: dict[str, Callable[[wire.Connection, Head, int], None]] = {
+            "read": self._send_unit,
+            "lend": self._export_unit,
+            "fill": self._fill,
+        }
         self._listener = wire.Listener(
             self._serve, agent.settings.token, name="store-agent", host=host, timeout_s=_TIMEOUT_S
         )
@@ -58,91 +75,60 @@ class AgentServer:
         self._listener.close()
 
     def _serve(self, connection: wire.Connection) -> None:
-        _AgentConnection(self.agent, connection, self._rdma).run()
-
-
-class _AgentConnection:
-    """One connection, with one call at a time."""
-
-    def __init__(
-        self, agent: StoreAgent, connection: wire.Connection, rdma: RdmaTransfer | None
-    ) -> None:
-        self._agent = agent
-        self._rdma = rdma
-        self._connection = connection
-        self._calls: dict[str, Callable[[dict[str, Any], bytes], Any]] = {
-            "state": self._state,
-            "record": lambda fields, _: dump(agent.record(Write(*fields["write"]))),
-            "begin": self._begin,
-            "seal": lambda _, body: agent.seal(load(body)),
-            "commit": lambda fields, _: agent.commit(Write(*fields["write"])),
-            "assemble": self._assemble,
-            "give_back": lambda fields, _: agent.give_back(fields["path"]),
-            "num_bytes": lambda *_: agent.num_bytes(),
-            "mark": lambda *_: agent.mark(),
-            "close": lambda fields, _: agent.close(clear=fields["clear"]),
-        }
-
-    def run(self) -> None:
         while True:
-            fields, num_bytes = self._connection.receive(may_idle=True)
-            if fields["call"] in ("read", "lend"):
-                self._send_unit(fields)
-            elif fields["call"] == "fill":
-                self._fill(fields, num_bytes)
-            else:
-                self._reply(fields, self._connection.body(num_bytes, _MAX_BODY))
+            head, num_bytes = connection.receive(may_idle=True)
+            try:
+                if (stream := self._streams.get(head["call"])) is not None:
+                    stream(connection, head, num_bytes)
+                else:
+                    self._reply(connection, head, connection.body(num_bytes, _MAX_BODY))
+            except WeightsUnavailable as error:  # nothing else was sent
+                connection.send({"error": describe(error)})
 
-    def _reply(self, fields: dict[str, Any], body: bytes) -> None:
-        try:
-            value = self._calls[fields["call"]](fields, body)
-        except (OSError, WeightsUnavailable) as error:
-            self._connection.send({"error": describe(error)})
-            return
+    def _reply(self, connection: wire.Connection, head: Head, body: bytes) -> None:
+        with _in_words():
+            value = self._calls[head["call"]](head, body)
         if isinstance(value, bytes):
-            self._connection.send({}, value)
+            connection.send({}, value)
         else:
-            self._connection.send({"value": value})
+            connection.send({"value": value})
 
-    def _state(self, fields: dict[str, Any], _: bytes) -> dict[str, Any]:
-        state = self._agent.state()
+    def _state(self, head: Head, _: bytes) -> Head:
+        state = self.agent.state()
         return {
             "committed": state.committed and state.committed.to_json(),
             "sealed": [write.to_json() for write in state.sealed],
         }
 
-    def _begin(self, fields: dict[str, Any], body: bytes) -> dict[str, str]:
-        counts = fields["counts"]
-        return self._agent.begin(load(body), None if counts is None else Write(*counts))
+    def _begin(self, head: Head, body: bytes) -> dict[str, str]:
+        current = head["counts"]
+        return self.agent.begin(load(body), None if current is None else Write(*current))
 
-    def _assemble(self, fields: dict[str, Any], body: bytes) -> dict[str, Any]:
+    def _assemble(self, head: Head, body: bytes) -> Head:
         peers = {
-            node: AgentClient(node, tuple(address), self._agent.settings.token, rdma=self._rdma)
-            for node, address in fields["peers"].items()
+            node: AgentClient(node, tuple(address), self.agent.settings.token, rdma=self._rdma)
+            for node, address in head["peers"].items()
         }
         try:
-            assembled = self._agent.assemble(load(body), peers, AssemblyRequest(**fields["wanted"]))
+            wanted = AssemblyRequest(**head["wanted"])
+            return asdict(self.agent.assemble(load(body), peers, wanted))
         finally:
             for peer in peers.values():
                 peer.connections.disconnect()
-        return asdict(assembled)
 
-    def _send_unit(self, fields: dict[str, Any]) -> None:
-        try:
-            reading = self._agent.reading(Write(*fields["write"]), fields["unit"])
-            if fields["call"] == "lend":
-                self._export(reading)
-                return
-            with reading as (path, offset, num_bytes), path.open("rb") as stream:
-                self._connection.announce({}, num_bytes)
-                self._connection.send_file(stream.fileno(), offset, num_bytes)
-        except WeightsUnavailable as error:
-            self._connection.send({"error": describe(error)})
+    # -- units ------------------------------------------------------------------------------
 
-    def _export(self, reading: AbstractContextManager[tuple[Path, int, int]]) -> None:
+    def _send_unit(self, connection: wire.Connection, head: Head, _: int) -> None:
+        reading = self.agent.reading(Write(*head["write"]), head["unit"])
+        with reading as (path, offset, num_bytes), path.open("rb") as stream:
+            connection.announce({}, num_bytes)
+            connection.send_file(stream.fileno(), offset, num_bytes)
+
+    def _export_unit(self, connection: wire.Connection, head: Head, _: int) -> None:
         """Export a unit, piece by piece, in memory from which the peer reads it."""
         if self._rdma is None:
-            raise WeightsUnavailable(f"node {self._agent.node} exports no memory")
+            raise WeightsUnavailable(f"node {self.agent.node} exports no memory")
+        reading = self.agent.reading(Write(*head["write"]), head["unit"])
         with (
             self._rdma.exported() as buffer,
             reading as (path, offset, num_bytes),
@@ -154,60 +140,69 @@ class _AgentConnection:
                 "piece_bytes": len(buffer.view),
                 "num_bytes": num_bytes,
             }
-            self._connection.send({"value": exported})
-            self._put_pieces(stream.fileno(), offset, buffer.view)
+            connection.send({"value": exported})
+            for piece, _ in _until_end(connection):
+                at, length = piece["at"], piece["length"]
+                if os.preadv(stream.fileno(), [buffer.view[:length]], offset + at) != length:
+                    raise ConnectionError("the file ended early")
+                connection.send({"value": None})
 
-    def _put_pieces(self, descriptor: int, offset: int, view: memoryview) -> None:
-        while True:
-            fields, _ = self._connection.receive()
-            if fields.get("end"):
-                return
-            at, length = fields["at"], fields["length"]
-            if os.preadv(descriptor, [view[:length]], offset + at) != length:
-                raise ConnectionError("the file ended early")
-            self._connection.send({"value": None})
+    # -- a write ----------------------------------------------------------------------------
 
-    def _fill(self, fields: dict[str, Any], num_bytes: int) -> None:
+    def _fill(self, connection: wire.Connection, head: Head, num_bytes: int) -> None:
         """Receive the tensors of a write, each into its place."""
-        paths, base = fields["paths"], fields["base"]
-        record = load(self._connection.body(num_bytes, _MAX_BODY))
+        record = load(connection.body(num_bytes, _MAX_BODY))
+        paths, base = head["paths"], head["base"]
         with ExitStack() as stack:
             kept: Mapping[str, memoryview] = {}
-            try:
+            with _in_words():
                 if base is not None:
-                    kept = stack.enter_context(self._agent.kept(Write(*base)))
-                sink = self._agent.sink(record, paths)
-                regions = {name: sink.region(name) for name in paths}
-            except (OSError, WeightsUnavailable) as error:
-                self._connection.send({"error": describe(error)})
-                return
-            self._connection.send({"value": None})
-            why = self._receive_tensors(record, regions, kept)
-            self._connection.send({"error": why} if why else {"value": None})
+                    kept = stack.enter_context(self.agent.kept(Write(*base)))
+                sink = self.agent.sink(record, paths)
+            connection.send({"value": None})
+            why = self._receive_tensors(connection, record, sink, kept)
+            connection.send({"error": why} if why else {"value": None})
 
     def _receive_tensors(
         self,
+        connection: wire.Connection,
         record: StoreRecord,
-        regions: Mapping[str, FileMapping],
+        sink: FileSink,
         kept: Mapping[str, memoryview],
     ) -> str:
         """Returns why a tensor could not be rebuilt of what is kept; empty if all were."""
-        segments = record.segments_of(self._agent.node)
+        segments = record.segments_of(self.agent.node)
         places = {place.tensor.name: place for place in tensor_ranges(record.units, segments)}
         why = ""
-        while True:
-            fields, num_bytes = self._connection.receive()
-            if fields.get("end"):
-                return why
-            place = places[fields["tensor"]]
-            view = regions[place.file].view[place.offset : place.offset + place.num_bytes]
-            if "fingerprint" in fields:
-                changes = self._connection.body(num_bytes, place.num_bytes)
+        for head, num_bytes in _until_end(connection):
+            place = places[head["tensor"]]
+            view = sink.region(place.file).view[place.offset : place.offset + place.num_bytes]
+            if "fingerprint" in head:
+                changes = connection.body(num_bytes, place.num_bytes)
                 old = kept[place.tensor.name]
-                why = why or rebuild(place.tensor, old, changes, fields["fingerprint"], view)
-                continue
-            if num_bytes != place.num_bytes:
+                why = why or rebuild(place.tensor, old, changes, head["fingerprint"], view)
+            elif num_bytes == place.num_bytes:
+                connection.receive_into(view)
+            else:
                 raise ValueError(
                     f"{place.tensor.name} has {num_bytes} bytes, not {place.num_bytes}"
                 )
-            self._connection.receive_into(view)
+        return why
+
+
+def _until_end(connection: wire.Connection) -> Iterator[tuple[Head, int]]:
+    """The messages of a call that has several."""
+    while True:
+        head, num_bytes = connection.receive()
+        if head.get("end"):
+            return
+        yield head, num_bytes
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """An error of the agent, as the caller gets it."""
+    try:
+        yield
+    except OSError as error:
+        raise WeightsUnavailable(describe(error)) from error
