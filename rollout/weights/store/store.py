@@ -352,6 +352,8 @@ async def _in_own_thread(work: Callable[[], T], give_up: Callable[[], None]) -> 
     def run() -> None:
         try:
             value = work()
+        except StopIteration as error:  # a future of asyncio would never end by it
+            loop.call_soon_threadsafe(done.set_exception, RuntimeError(repr(error)))
         except BaseException as error:
             loop.call_soon_threadsafe(done.set_exception, error)
         else:

@@ -96,24 +96,34 @@ async def test_the_task_that_writes_goes_on_after_any_error(
     await store.stop()
 
 
-@pytest.mark.parametrize("where", ["before it begins", "in it"])
+@pytest.mark.parametrize(
+    ("where", "error", "reason"),
+    [
+        ((module, "keep_thread"), CANNOT_START, "can't start new thread"),
+        ((Coordinator, "write"), CANNOT_START, "can't start new thread"),
+        ((Coordinator, "write"), StopIteration(), "StopIteration()"),
+    ],
+    ids=["before it begins", "in it", "that no future takes"],
+)
 async def test_an_error_of_the_writing_thread_is_the_reason_of_the_store(
-    where: str, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+    where: tuple[Any, str],
+    error: Exception,
+    reason: str,
+    store: WeightStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise CANNOT_START
+        raise error
 
     await store.start()
     with monkeypatch.context() as patch:
-        if where == "in it":
-            patch.setattr(Coordinator, "write", fail)
-        else:
-            patch.setattr(module, "keep_thread", fail)
+        patch.setattr(*where, fail)
         store.offer(push(1))
-        await store.is_idle()
+        async with asyncio.timeout(30):
+            await store.is_idle()
     status = await store.status()
     assert (status.is_on, status.version) == (True, None)
-    assert "weight version 1 is not kept: can't start new thread" in status.reason
+    assert f"weight version 1 is not kept: {reason}" in status.reason
     store.offer(push(2))
     await store.is_idle()
     assert (await store.status()).version == 2
