@@ -11,13 +11,13 @@ from typing import Any
 
 from engines.protocol.plain_text import describe
 from engines.tensors.torch_fingerprint import device_fingerprints
+from rollout.config import WeightsConfig, WeightUpdate
 from rollout.core.errors import RankFailure, WeightMismatch, WeightsUnavailable
 from rollout.weights.format.encoding import BegunPush
 from rollout.weights.format.lora_check import warn_of_base
-from rollout.weights.format.manifest import TensorSpec
+from rollout.weights.format.manifest import Manifest, TensorSpec, check_contents
 from rollout.weights.push.push import PushRequest
 from rollout.weights.push.weight_push import WITH_KV, WITHOUT_KV
-from rollout.weights.ranks.bucket_check import BucketCheck
 from rollout.weights.ranks.device_copies import DeviceCopies
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.messages import PushPlan, Ready, Share
@@ -136,7 +136,7 @@ class Follower:
         self.check = BucketCheck(self.rank.config.weights, self._server.expected, plan.contents)
         if plan.tensors is not None:
             self.rank.tensors = plan.tensors
-        if isinstance(self.source, StreamedSource) is not plan.is_streamed:
+        if isinstance(self.source, StreamedSource) is not plan.from_iterator:
             raise WeightMismatch("it pushes an iterator and rank 0 does not, or the reverse")
         self._checks_buckets = self._check_values(plan)
         self._buckets = self.source.buckets(plan.bucket_bytes)
@@ -223,6 +223,38 @@ class Follower:
         except Exception as error:
             state = WITH_KV if self.shares.plan.is_serving else WITHOUT_KV
             raise RankFailure(f"{describe(error, with_type=True)}; {state}") from error
+
+
+class BucketCheck:
+    """Checks the buckets of an iterator one by one against the model's tensors.
+
+    Its tensors are known only when they come.  The last bucket makes the engines publish the
+    version, so it is sent only if the push is complete.
+    """
+
+    def __init__(
+        self, config: WeightsConfig, expected: Manifest | None, contents: WeightUpdate
+    ) -> None:
+        self._expected = expected
+        self._config = config
+        self._contents = contents
+        self.seen: dict[str, TensorSpec] = {}
+
+    def __call__(self, pairs: Pairs, is_last: bool) -> None:
+        """Check a bucket.
+
+        Raises:
+            WeightMismatch: a tensor does not fit, comes twice, or is missing at the end.
+        """
+        for spec in pairs.specs:
+            if spec.name in self.seen:
+                raise WeightMismatch(f"tensor {spec.name!r} is pushed twice", tensor=spec.name)
+            self.seen[spec.name] = spec
+        if is_last:
+            checked, contents = Manifest(self.seen), self._contents
+        else:
+            checked, contents = Manifest.of(pairs.specs), WeightUpdate.PARTIAL
+        check_contents(checked, self._expected, self._config, contents)
 
 
 class RankShares:
@@ -346,7 +378,7 @@ class RankShares:
 def _buffers(rank: TrainerRank, plan: PushPlan, resources: ExitStack) -> PushBuffers | None:
     """Files that stay until the push has ended; None if it needs none."""
     store = plan.store if rank.hosts[rank.rank] == 0 else None
-    if store is None and not (plan.at_once or plan.is_copied):
+    if store is None and not plan.is_copied:
         return None
     if store is not None:
         rank.copies.free(store.reads)

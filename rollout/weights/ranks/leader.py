@@ -2,9 +2,7 @@
 
 A single process is rank 0 alone, so ``push_of_one_rank`` makes a push of its decisions.
 
-A push is *copied* (all buckets are made before the server is called: the trainer may change its
-tensors) or *streamed* (made bucket by bucket while engines load it: the tensors must not change
-until it has ended).
+How a push is delivered is decided in ``delivery``.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from rollout.weights.format.manifest import Manifest
 from rollout.weights.push.push import Push, PushRequest
 from rollout.weights.push.stream_server import PushStreamServer
 from rollout.weights.push.weight_push import WeightPush
+from rollout.weights.ranks.delivery import Delivery, PushFacts, StoreFiles, plan_delivery
 from rollout.weights.ranks.figures import PushFigures
 from rollout.weights.ranks.follower import Encoders, Follower, digest_of
 from rollout.weights.ranks.messages import PushPlan, Ready, Share, StorePlan
@@ -35,10 +34,7 @@ from rollout.weights.ranks.push_routes import PushRoutes, choose_routes, sizes_o
 from rollout.weights.ranks.trainer_rank import ServerPort, TrainerRank
 from rollout.weights.routes.adapter import ADAPTER
 from rollout.weights.routes.broadcast import RootBuckets
-from rollout.weights.routes.choice import (
-    ROUTES,
-    is_only_streamed,
-)
+from rollout.weights.routes.choice import ROUTES
 from rollout.weights.routes.cuda_ipc import stream_of_thread
 from rollout.weights.routes.disk import CheckpointBuilder
 from rollout.weights.routes.route import (
@@ -113,57 +109,53 @@ class Leader:
         if isinstance(source, PlannedSource):
             rank.check(source.manifest, self._server.expected, self._contents)
         self._routes = self._choose(status)
-        routes = self._routes.chosen
-        transports = {one.transport for one in routes}
-        whole = [one for one in routes if one.is_full]
-        hosts = sorted(one.host for one in whole if one.transport == Transport.SHARED_MEMORY)
-        has_files = bool(hosts) or Transport.DISK in transports
-        # Only rank 0 joins folders, so only those of its own host.
-        only_here = len(routes) == 1 and hosts == [0]
-        at_once = only_here and rank.loads.is_at_once
-        if only_here:
+        facts = self._facts()
+        if facts.is_rank_0s_files:
             rank.loads.log()
-        # An adapter stays with the server, for engines that restart.
-        is_adapter = self._contents is WeightUpdate.LORA
-        is_whole = at_once or is_adapter or Transport.DISK in transports
-        is_complete = is_whole or not self._streams
-        is_copied = is_complete and not any(is_only_streamed(one) for one in transports)
+        planned = plan_delivery(facts)
         # A route that takes less splits its own payload.
-        most = max(ROUTES[one].most_bytes for one in transports)
+        most = max(ROUTES[route.transport].most_bytes for route in facts.routes)
         self._plan = PushPlan(
             terms=PushTerms(
                 status.weight_version + 1 if agreed is None else agreed,
-                BYTES if is_adapter else self._server.fingerprint_method(writes_files=has_files),
-                hosts[0] if hosts else None,
-                checks_values=is_copied and self._may_check_copies(),
+                self._fingerprint_method(writes_files=planned.writes_files),
+                planned.hashing_host,
+                checks_values=planned.checks_values,
             ),
             contents=self._contents,
-            is_streamed=not isinstance(source, PlannedSource),
-            is_copied=is_copied,
+            from_iterator=not isinstance(source, PlannedSource),
+            delivery=planned.delivery,
             is_serving=status.gate == "open",
-            has_before_kv=any(one.has_before_kv for one in readies),
-            routes=routes,
-            at_once=at_once,
+            has_before_kv=any(ready.has_before_kv for ready in readies),
+            routes=facts.routes,
             bucket_bytes=min(weights.bucket_bytes, most),
-            store=self._stored(hosts, is_read=is_copied and len(whole) == len(routes) == 1),
+            store=self._store_plan(planned.store),
             tensors=_unknown_to(readies, source) if isinstance(source, PlannedSource) else None,
-            compared=self._compared(),
+            compared=self._choose_compared(),
         )
         return self._plan
 
-    def _may_check_copies(self) -> bool:
-        """Whether all values are read in host memory as files are written, before any is sent."""
-        source, routes = self.follower.source, self._routes.chosen
-        return (
-            type(source) is PlannedSource
-            and not self.follower.rank.config.weights.allow_nonfinite
-            and not any(one.gpu for one in self._readies)
-            and all(one.transport == Transport.SHARED_MEMORY for one in routes)
-            and not any(route.is_read for route in routes)
-            and are_checked_in_copies(source.manifest, self.follower.model)
+    def _fingerprint_method(self, *, writes_files: bool) -> str:
+        if self._contents is WeightUpdate.LORA:
+            return BYTES  # an adapter stays with the server, for engines that restart
+        return self._server.fingerprint_method(writes_files=writes_files)
+
+    def _facts(self) -> PushFacts:
+        """What the delivery depends on, when the routes are chosen."""
+        rank, source = self.follower.rank, self.follower.source
+        return PushFacts(
+            self._routes.chosen,
+            self._contents,
+            self._streams,
+            rank.loads.is_at_once,
+            self._is_stored,
+            can_check_copies=type(source) is PlannedSource
+            and not rank.config.weights.allow_nonfinite
+            and not any(ready.gpu for ready in self._readies)
+            and are_checked_in_copies(source.manifest, self.follower.model),
         )
 
-    def _compared(self) -> tuple[str, ...]:
+    def _choose_compared(self) -> tuple[str, ...]:
         """The tensors that the ranks compare in this push."""
         rank, source = self.follower.rank, self.follower.source
         if rank.num_ranks == 1 or not isinstance(source, PlannedSource):
@@ -202,20 +194,15 @@ class Leader:
         stores = self.follower.rank.config.weights.store is not None
         return stores and self._contents is WeightUpdate.FULL
 
-    def _stored(self, hosts: Sequence[int], *, is_read: bool) -> StorePlan | None:
-        """How rank 0's host keeps the push for the store; None if it need not.
-
-        Args:
-            hosts: whose ranks write files.
-            is_read: the store reads the buckets of the push itself.
-        """
-        rank = self.follower.rank
-        if not self._is_stored or (is_read and not hosts):
+    def _store_plan(self, files: StoreFiles) -> StorePlan | None:
+        """How rank 0's host keeps the push for the store; None if it need not."""
+        if files is StoreFiles.NONE:
             return None
-        if not is_read:
+        is_offered = files is StoreFiles.OFFERED
+        if is_offered:
             self.copies = CopiedPush()
-        reads = self._server.make_way_in_store(str(rank.pool.made_folder()))
-        return StorePlan(reads, is_offered=not is_read)
+        reads = self._server.make_way_in_store(str(self.follower.rank.pool.made_folder()))
+        return StorePlan(reads, is_offered=is_offered)
 
     # -- buckets ------------------------------------------------------------------------------
 
@@ -242,10 +229,10 @@ class Leader:
             fingerprints |= share.fingerprints
         if self.copies is not None:
             self.copies.add(shares, self.follower.rank.hosts, pairs.specs)
-        in_order, sent = _in_order(payloads), self._sent(pairs)
+        in_order, sent = _in_order(payloads), self._take_broadcast(pairs)
         return OfferedBucket(sent, shares[0].is_last, in_order, fingerprints)
 
-    def _sent(self, pairs: Pairs) -> Pairs:
+    def _take_broadcast(self, pairs: Pairs) -> Pairs:
         """What rank 0 broadcasts of a bucket, on the device of its tensors."""
         if (route := self.plan.broadcast) is None or not route.is_read:
             return pairs
@@ -272,7 +259,7 @@ class Leader:
             # Engines with another route have the buckets before the last, too.
             last = {**payloads[-1], Transport.DISK: builder.finish()}
             payloads = [last[Transport.DISK]] if self.is_single else [*payloads[:-1], last]
-        elif self.plan.at_once and len(payloads) > 1:
+        elif self.plan.delivery is Delivery.ONE_LOAD and len(payloads) > 1:
             buffers = self.follower.shares.buffers
             assert buffers is not None
             (name,) = (one.payload for one in self.plan.routes)
@@ -456,20 +443,24 @@ def push_of_one_rank(
         leader = Leader(server, follower, contents, may_stream=may_stream, streams=streams)
         plan = leader.decide([follower.ready()])
         follower.prepare(plan)
-        made = _copied(leader) if plan.is_copied else leader.streamed_push(_streamed(leader))
+        made = (
+            _copy_buckets(leader)
+            if plan.is_copied
+            else leader.streamed_push(_stream_buckets(leader))
+        )
         # Without the leader, which has the tensors.
         figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
         encoders = follower.shares.encoders
         offer = partial(offer_copies, leader.copies, encoders, version, server)
         offered = rank.copies.offered
-        succeeded = partial(_succeeded, encoders, offer, offered, figures, version, routes, server)
-        return Push(made, follower.resources, succeeded)
+        succeed = partial(_succeed, encoders, offer, offered, figures, version, routes, server)
+        return Push(made, follower.resources, succeed)
     except BaseException:
         follower.resources.close()
         raise
 
 
-def _copied(leader: Leader) -> WeightPush:
+def _copy_buckets(leader: Leader) -> WeightPush:
     for index in count():
         share, pairs = leader.follower.make(index)
         leader.copy([share], pairs)
@@ -489,7 +480,7 @@ def offer_copies(
     return None if push is None else server.offer_to_store(push)
 
 
-def _succeeded(
+def _succeed(
     encoders: Encoders,
     offer: Callable[[], Pending[None] | None],
     offered: Callable[[Pending[None] | None], None],
@@ -507,20 +498,20 @@ def _succeeded(
     return figures.stages(routes)
 
 
-def _streamed(leader: Leader) -> Iterator[OfferedBucket]:
+def _stream_buckets(leader: Leader) -> Iterator[OfferedBucket]:
     """The buckets of one process, each made when the stream asks for it; but the first of a
     generator here: where its tensors are is known with it, and an error of it is the caller's."""
-    buckets = _made(leader)
-    return _followed(next(buckets), buckets) if leader.plan.is_streamed else buckets
+    buckets = _make_buckets(leader)
+    return _prepend(next(buckets), buckets) if leader.plan.from_iterator else buckets
 
 
-def _followed(first: OfferedBucket, others: Iterator[OfferedBucket]) -> Iterator[OfferedBucket]:
+def _prepend(first: OfferedBucket, others: Iterator[OfferedBucket]) -> Iterator[OfferedBucket]:
     yield first
     del first
     yield from others
 
 
-def _made(leader: Leader) -> Iterator[OfferedBucket]:
+def _make_buckets(leader: Leader) -> Iterator[OfferedBucket]:
     for index in count():
         share, pairs = leader.follower.make(index)
         bucket = leader.join([share], pairs)

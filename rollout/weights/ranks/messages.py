@@ -23,6 +23,7 @@ from rollout.config import Transport, WeightUpdate
 from rollout.core import VERSION, errors
 from rollout.core.errors import RankFailure, RolloutError
 from rollout.core.types import StepReport
+from rollout.weights.ranks.delivery import Delivery
 from rollout.weights.routes.route import Chosen, PushTerms
 
 
@@ -66,28 +67,30 @@ class PushPlan:
 
     Attributes:
         contents: the part of the model that is pushed.
-        is_streamed: the tensors come from an iterator.
-        is_copied: all buckets are made before the server is called.
+        from_iterator: the tensors come from an iterator.
         is_serving: the engines serve when the push begins, so ``before_kv`` runs after it.
         has_before_kv: a rank has ``before_kv``.
         routes: one for each payload of a bucket.
-        at_once: engines load all buckets in one call.
         tensors: those of rank 0, if another rank does not know them; None: as in the last push.
         compared: names of tensors that other ranks may have too: the ranks compare their values.
     """
 
     terms: PushTerms
     contents: WeightUpdate
-    is_streamed: bool
-    is_copied: bool
+    from_iterator: bool
+    delivery: Delivery
     is_serving: bool
     has_before_kv: bool
     routes: tuple[Chosen, ...]
-    at_once: bool
     bucket_bytes: int
     store: StorePlan | None = None
     tensors: Any = None
     compared: tuple[str, ...] = ()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether all buckets are made before the server is called."""
+        return self.delivery is not Delivery.STREAMED
 
     @property
     def broadcast(self) -> Chosen | None:

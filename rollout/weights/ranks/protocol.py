@@ -195,7 +195,7 @@ class PushRound:
         if plan.is_copied:
             yield from self._copies()
         # Where a generator's tensors are is known with its first bucket.
-        is_streamed = plan.is_streamed and not plan.is_copied
+        is_streamed = plan.from_iterator and not plan.is_copied
         made = (yield from self._bucket(0)) if is_streamed else None
         yield Begin()
         index, is_last = 0, plan.is_copied

@@ -17,6 +17,7 @@ import pytest
 from rollout.config import WeightUpdate
 from rollout.core.errors import RankFailure, RolloutError, WeightMismatch
 from rollout.core.types import StepReport
+from rollout.weights.ranks.delivery import Delivery
 from rollout.weights.ranks.link import RankLink
 from rollout.weights.ranks.messages import (
     EnginesNotNeeded,
@@ -61,10 +62,10 @@ def ready(rank: int, *, has_before_kv: bool = False) -> Ready:
     return Ready("", None, has_before_kv, f"node {rank}", "", 1 << 30)
 
 
-def plan(**more: bool) -> PushPlan:
+def plan(**more: Any) -> PushPlan:
     decided: dict[str, Any] = {
-        "is_streamed": False,
-        "is_copied": False,
+        "from_iterator": False,
+        "delivery": Delivery.STREAMED,
         "has_before_kv": False,
         **more,
     }
@@ -73,7 +74,6 @@ def plan(**more: bool) -> PushPlan:
         WeightUpdate.FULL,
         is_serving=False,
         routes=(),
-        at_once=False,
         bucket_bytes=1,
         **decided,
     )
@@ -261,8 +261,8 @@ class World:
                 assert [one.node for one in readies] == [f"node {n}" for n in self._numbers]
                 self._planned_s = self._planned_s or self.now + self.plan_s
                 made = plan(
-                    is_streamed=self.is_streamed,
-                    is_copied=self.is_copied,
+                    from_iterator=self.is_streamed,
+                    delivery=Delivery.COPIED if self.is_copied else Delivery.STREAMED,
                     has_before_kv=self.has_before_kv,
                 )
                 is_late = self._planned_s > self.now + timeout_s
