@@ -6,6 +6,7 @@ checkpoint and what is loaded in one call are complete before the server is call
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,6 +85,14 @@ class PushFacts:
         return any(route.transport == Transport.DISK for route in self.routes)
 
     @property
+    def has_only_plain_files(self) -> bool:
+        """Whether all routes are files in shared memory that no encoding reads."""
+        return all(
+            route.transport == Transport.SHARED_MEMORY and not route.is_read
+            for route in self.routes
+        )
+
+    @property
     def reads_trainer(self) -> bool:
         """Whether a route reads the trainer's own tensors."""
         return any(is_only_streamed(route.transport) for route in self.routes)
@@ -106,31 +115,35 @@ class DeliveryPlan:
     store: StoreFiles
 
 
+_RULES: Sequence[tuple[Callable[[PushFacts], bool], Delivery]] = (
+    (lambda facts: facts.loads_at_once and facts.is_rank_0s_files, Delivery.ONE_LOAD),
+    (lambda facts: facts.reads_trainer, Delivery.STREAMED),
+    (lambda facts: facts.has_checkpoint, Delivery.COPIED),
+    (lambda facts: facts.contents is WeightUpdate.LORA, Delivery.COPIED),
+    (lambda facts: facts.streams, Delivery.STREAMED),
+    (lambda facts: True, Delivery.COPIED),
+)
+"""The first that holds decides."""
+
+
 def plan_delivery(facts: PushFacts) -> DeliveryPlan:
     """Decide how a push is delivered."""
-    transports = {route.transport for route in facts.routes}
-    whole = [route for route in facts.routes if route.is_full]
-    hosts = facts.hosts
-    at_once = facts.is_rank_0s_files and facts.loads_at_once
-    is_adapter = facts.contents is WeightUpdate.LORA
-    is_whole = at_once or is_adapter or Transport.DISK in transports
-    is_complete = is_whole or not facts.streams
-    is_copied = is_complete and not any(is_only_streamed(one) for one in transports)
-    is_read = is_copied and len(whole) == len(facts.routes) == 1
-    store = StoreFiles.PUSHED if is_read else StoreFiles.OFFERED
-    if not facts.is_stored or (is_read and not hosts):
-        store = StoreFiles.NONE
-    checks_values = (
-        is_copied
-        and facts.can_check_copies
-        and all(one.transport == Transport.SHARED_MEMORY for one in facts.routes)
-        and not any(route.is_read for route in facts.routes)
-    )
-    delivery = Delivery.COPIED if is_copied else Delivery.STREAMED
+    delivery = next(delivery for holds, delivery in _RULES if holds(facts))
+    is_copied = delivery is not Delivery.STREAMED
+    is_checked = is_copied and facts.can_check_copies and facts.has_only_plain_files
     return DeliveryPlan(
-        delivery=Delivery.ONE_LOAD if at_once else delivery,
-        hashing_host=hosts[0] if hosts else None,
-        writes_files=bool(hosts) or Transport.DISK in transports,
-        checks_values=checks_values,
-        store=store,
+        delivery=delivery,
+        hashing_host=facts.hosts[0] if facts.hosts else None,
+        writes_files=bool(facts.hosts) or facts.has_checkpoint,
+        checks_values=is_checked,
+        store=_store_files(facts, is_copied=is_copied),
     )
+
+
+def _store_files(facts: PushFacts, *, is_copied: bool) -> StoreFiles:
+    if not facts.is_stored:
+        return StoreFiles.NONE
+    if not (is_copied and len(facts.routes) == 1 and facts.routes[0].is_full):
+        return StoreFiles.OFFERED
+    # The store reads the push itself, whose files in shared memory stay for that.
+    return StoreFiles.PUSHED if facts.hosts else StoreFiles.NONE
