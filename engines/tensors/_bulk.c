@@ -29,7 +29,8 @@ enum {
     SECRET_BYTES = 192,
     /* Two blocks: what was copied is still in the first cache, beside what the core reads ahead. */
     PIECE = 2048,
-    AHEAD = 1024,
+    /* Measured: 1024 costs a tenth more with pages of 4 KiB, and as much with huge ones. */
+    AHEAD = 256,
     SHORT = 240,
 };
 
@@ -195,8 +196,6 @@ static void finish(Hash *hash, const char *last_stripe, uint64_t size, uint8_t d
         __m256i all = _mm256_set1_epi##WIDTH((int##WIDTH##_t)mask), bad = _mm256_setzero_si256();  \
         size_t done = 0;                                                                           \
         for (; done + 2 * LINE <= size; done += 2 * LINE) {                                        \
-            _mm_prefetch(from + done + AHEAD, _MM_HINT_T0);                                        \
-            _mm_prefetch(from + done + AHEAD + LINE, _MM_HINT_T0);                                 \
             for (int at = 0; at < 2 * LINE; at += 32) {                                            \
                 __m256i value = _mm256_loadu_si256((const void *)(from + done + at));              \
                 __m256i same = _mm256_cmpeq_epi##WIDTH(_mm256_and_si256(value, all), all);         \
