@@ -16,13 +16,14 @@ import importlib.util
 import os
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TypeVar
 
-from engines.tensors.fingerprint import host_fingerprint_of, start_with, text_of
+from engines.tensors.fingerprint import host_fingerprint_of, start_with, texts_of
 
-T = TypeVar("T")
 R = TypeVar("R")
 # For so many bytes or less, head included, the compiled code makes no digest: the library does.
 _SHORT_BYTES = 240
@@ -99,7 +100,7 @@ def copy_and_check(
     is_bad = bytearray(len(sizes) or 1)
     digests = _call(_library, targets, sources, sizes, heads, masks, is_bad)
     fingerprints = [] if heads is None else _fingerprints(digests, heads, sources, sizes)
-    return fingerprints, [bool(one) for one in is_bad[: len(sizes)]]
+    return fingerprints, list(map(bool, is_bad[: len(sizes)]))
 
 
 def copy_and_hash(
@@ -121,10 +122,10 @@ def copy_and_hash(
 def _fingerprints(
     digests: bytes, heads: Sequence[bytes], places: Sequence[int], sizes: Sequence[int]
 ) -> list[str]:
-    found = [text_of(digests[end - 16 : end]) for end in range(16, len(digests) + 1, 16)]
-    for index, (head, place, size) in enumerate(zip(heads, places, sizes, strict=True)):
-        if len(head) + size <= _SHORT_BYTES:
-            found[index] = _copied(head, place, place, size)
+    found = texts_of(digests)
+    for index, size in enumerate(sizes):
+        if size < _SHORT_BYTES and len(heads[index]) + size <= _SHORT_BYTES:
+            found[index] = _copied(heads[index], places[index], places[index], size)
     return found
 
 
@@ -137,13 +138,13 @@ def suspects(dtypes: Sequence[str], places: Sequence[int], sizes: Sequence[int])
     """Whether a value of each range is NaN or infinite, or a float32 of 2**127 or more.
 
     Args:
-        dtypes: of each; ``can_check`` says which.
+        dtypes: of the values; those that ``can_check`` does not know are not checked.
         places: its address.
         sizes: bytes of whole values.
     """
     assert _library is not None
     _check_lengths(dtypes, places, sizes)
-    masks = array("Q", map(_EXPONENTS.__getitem__, dtypes))
+    masks = array("Q", [_EXPONENTS.get(dtype, 0) for dtype in dtypes])
     lists = [array("Q", places), array("Q", sizes), masks]
     found = bytearray(len(sizes) or 1)
     _library.bulk_nonfinite(
@@ -151,20 +152,25 @@ def suspects(dtypes: Sequence[str], places: Sequence[int], sizes: Sequence[int])
         *(one.buffer_info()[0] for one in lists),
         (ctypes.c_char * len(found)).from_buffer(found),
     )
-    return [bool(one) for one in found[: len(sizes)]]
+    return list(map(bool, found[: len(sizes)]))
 
 
-def in_threads(work: Callable[[Sequence[T]], R], items: Sequence[T], num_bytes: int) -> list[R]:
-    """What ``work`` gives for all items, or for shares of them, each read by a thread of its own.
+def in_threads(work: Callable[[slice], R], sizes: Sequence[int]) -> list[R]:
+    """What ``work`` gives for all ranges, or for shares of them, each read by a thread of its own.
 
     Args:
-        num_bytes: of all items.
+        work: its argument is a run of neighbours; those of all threads have about equally many
+            bytes.
+        sizes: bytes of each range.
     """
+    num_bytes = sum(sizes)
     num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SHARE_BYTES)
     if num_threads < 2:
-        return [work(items)]
+        return [work(slice(0, len(sizes)))]
+    ends = list(accumulate(sizes))
+    cuts = [bisect_left(ends, num_bytes * share // num_threads) for share in range(num_threads)]
     with ThreadPoolExecutor(num_threads, "read") as threads:
-        return list(threads.map(work, (items[first::num_threads] for first in range(num_threads))))
+        return list(threads.map(work, map(slice, [0, *cuts[1:]], [*cuts[1:], len(sizes)])))
 
 
 def _check_lengths(*lists: Sequence[object]) -> None:

@@ -47,12 +47,13 @@ def head_of(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def host_fingerprint_of(hasher: Hasher) -> str:
     """The fingerprint of what ``hasher`` was fed."""
-    return text_of(hasher.digest())
+    return f"{BYTES}:{hasher.hexdigest()}"
 
 
-def text_of(digest: bytes) -> str:
-    """The same, of one that was made elsewhere: 16 bytes, as XXH3 writes them."""
-    return f"{BYTES}:{digest.hex()}"
+def texts_of(digests: bytes) -> list[str]:
+    """The same, of digests that were made elsewhere: 16 bytes each, as XXH3 writes them."""
+    text = digests.hex()
+    return [f"{BYTES}:{text[begin : begin + 32]}" for begin in range(0, len(text), 32)]
 
 
 def host_fingerprint(name: str, dtype: str, shape: Sequence[int], *pieces: Buffer) -> str:

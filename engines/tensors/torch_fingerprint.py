@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ ROW_WORDS = 16384
 # Not a power of two, for its rows would share cache lines: that halves the speed on a CPU.
 COLUMN_WORDS = 8 * 4099
 
-_is_plain = frozenset({torch.Tensor, torch.nn.Parameter}).__contains__
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_IS_CPU = attrgetter("is_cpu")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,9 +47,10 @@ def bytes_fingerprint(name: str, tensor: torch.Tensor) -> str:
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """``bytes_fingerprint`` of each, by several threads where there is much to read."""
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    names = list(tensors)
 
-    def hashed(share: Sequence[str]) -> dict[str, str]:
+    def hashed(part: slice) -> dict[str, str]:
+        share = names[part]
         here = [name for name in share if is_in_memory(tensors[name])]
         known = [tensors[name] for name in here]
         heads = [
@@ -59,9 +62,8 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         found = dict(zip(here, digests, strict=True))
         return {name: found.get(name) or bytes_fingerprint(name, tensors[name]) for name in share}
 
-    parts = bulk_copy.in_threads(hashed, list(tensors), num_bytes)
-    digests = {name: digest for part in parts for name, digest in part.items()}
-    return {name: digests[name] for name in tensors}
+    parts = bulk_copy.in_threads(hashed, [tensor.nbytes for tensor in tensors.values()])
+    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def device_fingerprint(name: str, tensor: torch.Tensor) -> str:
@@ -147,7 +149,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_in_memory(tensor: torch.Tensor) -> bool:
     """Whether its bytes are simply those at ``data_ptr``."""
-    return _is_plain(type(tensor)) and tensor.is_cpu and tensor.is_contiguous()
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous()
+
+
+def are_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether that is so of all; one call asks all of them for one thing."""
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and all(map(_IS_CPU, tensors))
+        and all(map(torch.Tensor.is_contiguous, tensors))
+    )
 
 
 def _rows(words: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from engines.protocol.plain_text import describe
@@ -42,6 +43,7 @@ Made = Mapping[str, Mapping[str, Any]]
 """Payload -> this rank's share of a bucket for it."""
 Encoders = Mapping[str, Encoder]
 """The encoders of one push, by the name of the encoding."""
+_UNKNOWN: Mapping[str, TensorSpec] = MappingProxyType({})
 
 
 class Follower:
@@ -103,7 +105,7 @@ class Follower:
     def model(self) -> Mapping[str, TensorSpec]:
         """The model's tensors, by name; empty if they are not known."""
         expected = self._server.expected
-        return {} if expected is None else expected.tensors
+        return _UNKNOWN if expected is None else expected.tensors
 
     @property
     def adapter(self) -> str:

@@ -45,7 +45,6 @@ from rollout.weights.routes.route import (
 from rollout.weights.routes.shared_memory import joined_folder
 from rollout.weights.routes.trainer_groups import BroadcastPush
 from rollout.weights.tensors.adapters import AdapterSource
-from rollout.weights.tensors.finite_check import are_checked_in_copies
 from rollout.weights.tensors.sources import Pairs, PlannedSource, TensorList
 
 logger = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ class Leader:
             can_check_copies=type(source) is PlannedSource
             and not rank.config.weights.allow_nonfinite
             and not any(ready.gpu for ready in self._readies)
-            and are_checked_in_copies(source.manifest, self.follower.model),
+            and source.can_check_copies(self.follower.model),
         )
 
     def _choose_compared(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from engines.tensors.collective.buffers import BucketBuffers, host_memory
 from engines.tensors.dtypes import BROADCAST_TYPES
 from engines.tensors.fingerprint import BYTES
 from engines.tensors.torch_fingerprint import (
+    are_in_memory,
     as_bytes,
     bytes_fingerprint,
     device_fingerprints,
@@ -120,13 +121,16 @@ def _copied(
     file = flat.data_ptr()
     sizes = layout.sizes[batch]
     targets = [file + begin for begin in layout.begins[batch]]
-    sources = []
-    for tensor, target, size in zip(tensors, targets, sizes, strict=True):
-        if is_in_memory(tensor):
-            sources.append(tensor.data_ptr())
-        else:
-            flat[target - file : target - file + size].copy_(as_bytes(tensor))
-            sources.append(target)
+    if are_in_memory(tensors):
+        sources = list(map(torch.Tensor.data_ptr, tensors))
+    else:
+        sources = []
+        for tensor, target, size in zip(tensors, targets, sizes, strict=True):
+            if is_in_memory(tensor):
+                sources.append(tensor.data_ptr())
+            else:
+                flat[target - file : target - file + size].copy_(as_bytes(tensor))
+                sources.append(target)
     if dtypes is not None:
         return bulk_copy.copy_and_check(dtypes, targets, sources, sizes, heads)
     if heads is not None:

@@ -12,11 +12,13 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter
 
 import torch
 
 from engines.tensors import bulk_copy
-from engines.tensors.torch_fingerprint import dtype_name
+from engines.tensors.torch_fingerprint import are_in_memory, dtype_name
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.manifest import Manifest, TensorSpec
 
@@ -25,6 +27,7 @@ Checked = tuple[str, torch.Tensor, float]
 _LARGEST = {
     name: torch.finfo(getattr(torch, name)).max for name in ("float32", "bfloat16", "float16")
 }
+_NBYTES = attrgetter("nbytes")
 _TYPES = {largest: name for name, largest in _LARGEST.items()}
 
 
@@ -82,13 +85,36 @@ def check_finite(tensors: Iterable[Checked]) -> None:
     )
 
 
+def check_in_memory(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor], model: Mapping[str, TensorSpec]
+) -> bool:
+    """Check the values of tensors that ``are_checked_in_copies``, without an object for each.
+
+    Returns:
+        False if their bytes are not all in host memory as they are sent; then nothing is checked.
+
+    Raises:
+        WeightMismatch: see ``check_finite``.
+    """
+    if not are_in_memory(tensors):
+        return False
+    suspects = _suspects(tensors, [spec.dtype for spec in specs])
+    check_finite(
+        (spec.name, tensor, largest_in(model, spec))
+        for spec, tensor in compress(zip(specs, tensors, strict=True), suspects)
+    )
+    return True
+
+
 def _with_nonfinite(floats: Sequence[Checked]) -> Iterator[Checked]:
     """Those with such a value."""
     on_host: list[Checked] = []
     others: list[Checked] = []
     for one in floats:
         (on_host if _is_read_at_once(one) else others).append(one)
-    wrong = {id(one) for one in _in_ranges([*_suspects(on_host), *others])}
+    dtypes = [dtype_name(tensor.dtype) for _, tensor, _ in on_host]
+    suspects = compress(on_host, _suspects([tensor for _, tensor, _ in on_host], dtypes))
+    wrong = {id(one) for one in _in_ranges([*suspects, *others])}
     return (one for one in floats if id(one) in wrong)
 
 
@@ -98,21 +124,17 @@ def _is_read_at_once(one: Checked) -> bool:
     return is_whole and bulk_copy.can_check(dtype_name(tensor.dtype), largest)
 
 
-def _suspects(floats: Sequence[Checked]) -> list[Checked]:
-    """Tensors that may have such a value, by bits: at the speed of memory, also small ones."""
-    if not floats:
-        return []
-    num_bytes = sum(tensor.nbytes for _, tensor, _ in floats)
-    return [one for found in bulk_copy.in_threads(_in_share, floats, num_bytes) for one in found]
+def _suspects(tensors: Sequence[torch.Tensor], dtypes: Sequence[str]) -> Iterator[bool]:
+    """Whether each may have such a value, by bits: at the speed of memory, also small ones."""
+    if not tensors:  # also where there is no compiled code
+        return iter(())
+    places = list(map(torch.Tensor.data_ptr, tensors))
+    sizes = list(map(_NBYTES, tensors))
 
+    def read(part: slice) -> list[bool]:
+        return bulk_copy.suspects(dtypes[part], places[part], sizes[part])
 
-def _in_share(floats: Sequence[Checked]) -> list[Checked]:
-    found = bulk_copy.suspects(
-        [dtype_name(tensor.dtype) for _, tensor, _ in floats],
-        [tensor.data_ptr() for _, tensor, _ in floats],
-        [tensor.nbytes for _, tensor, _ in floats],
-    )
-    return [one for one, is_suspect in zip(floats, found, strict=True) if is_suspect]
+    return chain.from_iterable(bulk_copy.in_threads(read, sizes))
 
 
 def _in_ranges(floats: Sequence[Checked]) -> Iterator[Checked]:

@@ -9,17 +9,19 @@ push takes longer than copying them, mostly because of full garbage collections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
 
-from engines.tensors.dtypes import SAFETENSORS_WORDS
+from engines.tensors.dtypes import DTYPES, SAFETENSORS_WORDS
 from engines.tensors.torch_fingerprint import dtype_name
 from rollout.core.errors import WeightMismatch
 from rollout.weights.format.bucket_layout import split_by_size
 from rollout.weights.format.manifest import Manifest, TensorSpec
+from rollout.weights.tensors.finite_check import are_checked_in_copies
 
 NameMap = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 """Maps a trainer's tensor to the checkpoint's. It is called with a tensor on the meta device, for
@@ -30,6 +32,9 @@ other names and fused weights.
 
 Dtype = torch.dtype
 
+_TYPES = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_LAYOUT, _IS_META = attrgetter("layout"), attrgetter("is_meta")
 # For the whole model, for a part of it that is pushed in between, and so on.
 _MOST_PLANS = 4
 
@@ -96,6 +101,15 @@ class PushPlan:
     largest_bytes: int
     dtype: torch.dtype | None = None
     _shares: dict[int, list[PlannedBucket]] = field(default_factory=dict)
+    _names: list[str] = field(init=False)
+    _dtypes: list[torch.dtype] = field(init=False)
+    _shapes: list[torch.Size] = field(init=False)
+    _checked: tuple[Mapping[str, TensorSpec], bool] | None = None
+
+    def __post_init__(self) -> None:
+        self._names = [part.name for part in self.parts]
+        self._dtypes = [part.dtype for part in self.parts]
+        self._shapes = [part.shape for part in self.parts]
 
     @classmethod
     def of(
@@ -128,19 +142,13 @@ class PushPlan:
         """Whether it is also the plan of these tensors."""
         if name_map != self.name_map or dtype is not self.dtype:
             return False
-        if len(names) != len(self.parts):
-            return False
-        for part, name, tensor in zip(self.parts, names, tensors, strict=True):
-            if (
-                part.name != name
-                or not isinstance(tensor, torch.Tensor)
-                or tensor.dtype is not part.dtype
-                or tensor.shape != part.shape
-                or tensor.layout is not torch.strided
-                or tensor.is_meta
-            ):
-                return False
-        return True
+        return names == self._names and are_alike(tensors, self._dtypes, self._shapes)
+
+    def is_checked_in_copies(self, model: Mapping[str, TensorSpec]) -> bool:
+        """See ``are_checked_in_copies``; it is found out once for a model."""
+        if self._checked is None or self._checked[0] is not model:
+            self._checked = model, are_checked_in_copies(self.manifest, model)
+        return self._checked[1]
 
     def shares(self, bucket_bytes: int) -> list[PlannedBucket]:
         """The buckets of up to so many bytes; one is larger if a single tensor is."""
@@ -176,6 +184,24 @@ class PushPlanCache:
         plan = PushPlan.of(names, tensors, name_map, dtype)
         self._cached = [plan, *self._cached[: _MOST_PLANS - 1]]
         return plan
+
+
+def are_alike(
+    tensors: Sequence[Any], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> bool:
+    """Whether all are tensors with values that can be copied, of these types and shapes.
+
+    One call asks all tensors for one thing: a model of experts has tens of thousands.
+    """
+    return (
+        all(issubclass(kind, torch.Tensor) for kind in set(map(type, tensors)))
+        and list(map(_DTYPE, tensors)) == dtypes
+        and not any(
+            map(ne, map(_SHAPE, tensors), shapes)
+        )  # without a list, which wakes the collector
+        and {torch.strided}.issuperset(map(_LAYOUT, tensors))
+        and not any(map(_IS_META, tensors))
+    )
 
 
 def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -218,11 +244,19 @@ def _why_no_tensor(value: Any) -> str:
     return ""
 
 
+def first_difference(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[str, str] | None:
+    """Name of the first tensor that is not what its spec says, and why; None if all are."""
+    dtypes = [_TYPES[spec.dtype] for spec in specs]
+    if are_alike(tensors, dtypes, [spec.shape for spec in specs]):
+        return None
+    differing = zip(specs, map(why_differs, specs, tensors), strict=True)
+    return next(((spec.name, why) for spec, why in differing if why), None)
+
+
 def why_differs(spec: TensorSpec, tensor: Any) -> str:
     """Why a tensor is not the one that the spec describes; empty if it is."""
     if why := _why_no_tensor(tensor):
         return why
-    # Not by the names of dtypes, which takes longer: each tensor of each push is compared.
     if tensor.dtype is getattr(torch, spec.dtype) and tensor.shape == spec.shape:
         return ""
     found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"

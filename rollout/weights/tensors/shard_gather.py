@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ _MOST_ON_DEVICE = 256
 _LARGE_BYTES = 1 << 20
 _POLL_S = 0.0005
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 # Gathers that were late.  A backend still writes into their tensors.
 _late: list[Any] = []
@@ -70,6 +72,8 @@ def gathered_whole(
     Raises:
         GatherTimeout: a gather was late.  All gathers of these tensors are started.
     """
+    if dtype is None and not has_shards(tensors) and not any(map(_REQUIRES_GRAD, tensors)):
+        return list(tensors)
     results: list[Any] = [None] * len(tensors)
     shards = []
     with torch.no_grad():

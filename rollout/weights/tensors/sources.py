@@ -20,7 +20,13 @@ from rollout.weights.format.manifest import Manifest, TensorSpec
 from rollout.weights.format.named import named_pairs
 from rollout.weights.format.stacked_experts import ExpertSplitter, is_stacked, splitter_of
 from rollout.weights.tensors.aliases import NO_TIES, Ties, UnsentTensors, check_apart
-from rollout.weights.tensors.finite_check import Checked, check_finite, largest_in, largest_of
+from rollout.weights.tensors.finite_check import (
+    Checked,
+    check_finite,
+    check_in_memory,
+    largest_in,
+    largest_of,
+)
 from rollout.weights.tensors.fp8_quantiser import Fp8BlockQuantiser
 from rollout.weights.tensors.push_plan import (
     NameMap,
@@ -28,8 +34,8 @@ from rollout.weights.tensors.push_plan import (
     PushPlanCache,
     cast_dtype,
     check_is_tensor,
+    first_difference,
     specs_of,
-    why_differs,
 )
 from rollout.weights.tensors.shard_gather import gathered_whole, has_shards, is_shard
 
@@ -57,9 +63,9 @@ class Pairs(Sequence[tuple[str, torch.Tensor]]):
     """
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-        for spec, tensor in zip(specs, tensors, strict=True):
-            if why := why_differs(spec, tensor):
-                raise WeightMismatch(f"tensor {spec.name!r} {why}", tensor=spec.name)
+        if (difference := first_difference(specs, tensors)) is not None:
+            name, why = difference
+            raise WeightMismatch(f"tensor {name!r} {why}", tensor=name)
         self.specs = specs
         self.tensors = tensors
 
@@ -158,6 +164,11 @@ class PlannedSource:
         Raises:
             WeightMismatch: one is no number; names its tensor.
         """
+        if self._is_plain and self._plan.is_checked_in_copies(model):
+            mine = slice(rank, None, num_ranks)
+            specs = list(self.manifest.tensors.values())[mine]
+            if check_in_memory(specs, self._tensors[mine], model):
+                return
         # Quantising takes longer than the check, and makes numbers of numbers.
         reads = isinstance(self._plan.name_map, Fp8BlockQuantiser)
         for share in self._plan.shares(bucket_bytes):
@@ -169,6 +180,16 @@ class PlannedSource:
                 elif place % num_ranks == rank:
                     (before if reads else after).append(place)
             check_finite([*self._before_map(before, model), *self._after_map(after, model)])
+
+    def can_check_copies(self, model: Mapping[str, TensorSpec]) -> bool:
+        """Whether the code that copies tensors in host memory can check all that are sent."""
+        return self._plan.is_checked_in_copies(model)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether its tensors are sent as they are."""
+        plan = self._plan
+        return plan.name_map is None and plan.dtype is None and not has_shards(self._tensors)
 
     @property
     def is_known_after_gathers(self) -> bool:

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import shutil
 import sysconfig
 from pathlib import Path
@@ -230,3 +231,18 @@ def _has_avx2() -> bool:
 
 def _has_headers() -> bool:
     return (Path(sysconfig.get_path("include")) / "Python.h").exists()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [0, 0, 30], [30, 0, 0], [100, 1, 1, 1], [1, 1, 1, 100], [10] * 60]
+)
+def test_threads_share_neighbours_by_their_bytes(
+    sizes: list[int], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(num_threads))
+    monkeypatch.setattr(bulk_copy, "_SHARE_BYTES", 9)
+    shares = bulk_copy.in_threads(lambda part: list(enumerate(sizes))[part], sizes)
+    assert [entry for share in shares for entry in share] == list(enumerate(sizes))
+    most = max(sum(size for _, size in share) for share in shares)
+    assert most <= sum(sizes) / len(shares) + max(sizes, default=0)
