@@ -1,1 +1,1 @@
-"""The HTTP client of an engine: connections, calls with deadlines, SGLang's endpoints."""
+"""The HTTP client of an engine: connections, calls with deadlines, endpoints; chat templates."""

@@ -1,21 +1,23 @@
-"""The chat template and tokenizer of a model's folder, rendered as transformers renders them.
-
-Without transformers, whose import takes seconds and loads torch.  jinja2 and tokenizers, of the
-extra ``agents``, are imported by the first request that needs them.
+"""The chat template and tokenizer of a model's folder.  jinja2 and tokenizers, of the extra
+``agents``, are imported by the first request that needs them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engines.plain_json import read_json
+from engines.http.chat_template import (
+    compiled,
+    read_object,
+    special_tokens,
+    template_texts,
+    tokenizer_settings,
+)
 from rollout.agents.model.images import placeholder_in
 from rollout.agents.model.text_pieces import Borders, borders_of, pieces
 from rollout.agents.wire.messages import BadChat, Message, with_texts
@@ -24,11 +26,8 @@ from rollout.router.tokenizer_file import load_tokenizer, no_tokenizer
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
     from tokenizers import Tokenizer
 
-_TEMPLATE_FILE = "chat_template.jinja"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -136,7 +135,7 @@ class ChatTokenizer:
         template = self.templates["default"]
         if tools:
             template = self.templates.get("tool_use", template)
-        variables = {**self.special_tokens, **options, "tools": tools or None}
+        variables = {"documents": None, **self.special_tokens, **options, "tools": tools or None}
         return BoundTemplate(self, template, variables)
 
 
@@ -181,13 +180,13 @@ def load_chat_tokenizer(folder: str) -> ChatTokenizer:
             set or install.
     """
     with optional_import("agents", "sessions need jinja2 and tokenizers"):
-        import jinja2  # noqa: F401 - ``_compiled`` needs it
+        import jinja2  # noqa: F401 - ``compiled`` needs it
     path, tokenizer = Path(folder), load_tokenizer(folder)
     try:
-        settings = read_json(_read(path / "tokenizer_config.json") or "{}")
-        texts = _templates(path, settings)
-        templates = {name: _compiled(text) for name, text in texts.items()}
-        image_token = placeholder_in(read_json(_read(path / "config.json") or "{}"))
+        settings = tokenizer_settings(path)
+        texts = {name: text for name, text in template_texts(path, settings).items() if text}
+        templates = {name: compiled(text) for name, text in texts.items()}
+        image_token = placeholder_in(read_object(path / "config.json"))
     except Exception as error:  # jinja2 has many
         raise no_tokenizer(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
     added = tokenizer.get_added_tokens_decoder()
@@ -195,63 +194,9 @@ def load_chat_tokenizer(folder: str) -> ChatTokenizer:
         tokenizer,
         templates,
         texts,
-        _special_tokens(settings),
+        special_tokens(settings),
         {token.content: one for one, token in added.items()},
         {one: token.content for one, token in added.items() if token.special},
         borders_of(added.values()),
         image_token,
     )
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Template texts by name; a file of its own goes before what the settings have."""
-    templates = settings.get("chat_template") or {}
-    if isinstance(templates, str):
-        templates = {"default": templates}
-    elif isinstance(templates, list):
-        templates = {one["name"]: one["template"] for one in templates}
-    text = _read(path / _TEMPLATE_FILE)
-    return {**templates, "default": text} if text else dict(templates)
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
-
-
-def _compiled(text: str) -> Template:
-    """A template in the environment that transformers gives to it."""
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    class Generation(Extension):
-        """The block in which templates write answers: here as any other text."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(text)

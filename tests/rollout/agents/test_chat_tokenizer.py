@@ -22,9 +22,10 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
 BLOCKS = (
+    "{% set x = 1 %}"
     "{% for message in messages %}{% if message.role == 'x' %}{% continue %}{% endif %}"
-    "{%- generation %}{{ message.content | tojson }}{%- endgeneration %}{% endfor %}"
-    "{{ eos_token }}{{ tools }}{{ flag }}"
+    "{%- generation %}{% set x = 2 %}{{ message.content | tojson }}{%- endgeneration %}{{ x }}"
+    "{% endfor %}{{ eos_token }}{{ tools }}{{ documents is none }}{{ flag }}"
 )
 TOOLS = [{"type": "function", "function": {"name": "é"}}]
 MESSAGES = [
