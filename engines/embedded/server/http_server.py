@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import uvicorn
 import uvloop
 
 from engines.embedded.core.config import EmbeddedConfig
-from engines.embedded.generation.tokenization import TextCodec
+from engines.embedded.generation.tokenization import TextCodec, load_text
 from engines.embedded.memory.regions import Memory
 from engines.embedded.server.app import make_app
 from engines.embedded.server.embedded_engine import EmbeddedEngine
@@ -77,7 +78,7 @@ def serve(config: EmbeddedConfig, listener: socket.socket) -> None:
 
 def load(config: EmbeddedConfig) -> tuple[Any, TextCodec, Memory]:
     """Load what ``config`` names; ``OSError`` or ``ValueError`` where it is no such model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     quiet: Any = logging
@@ -93,12 +94,12 @@ def load(config: EmbeddedConfig) -> tuple[Any, TextCodec, Memory]:
         model: Any = AutoModelForCausalLM.from_pretrained(
             config.model_path, dtype=config.dtype, local_files_only=True
         )
-        tokenizer: Any = AutoTokenizer.from_pretrained(config.model_path, local_files_only=True)
     model.eval()
     place(model, memory)
     ctypes.CDLL(None).malloc_trim(0)  # return the loader's freed memory to the machine
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
-    return model, TextCodec(tokenizer, _eos_ids(model, tokenizer), vocabulary_size), memory
+    text = load_text(Path(config.model_path), _eos_ids(model), vocabulary_size)
+    return model, text, memory
 
 
 def _device(name: str) -> torch.device:
@@ -107,11 +108,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids as SGLang gathers them: the model's, its generation config's, and the
-    tokenizer's."""
+def _eos_ids(model: Any) -> frozenset[int]:
+    """End-of-sequence ids of the model and of its generation config."""
     found: set[int] = set()
-    owners = (model.config.get_text_config(), model.generation_config, tokenizer)
+    owners = (model.config.get_text_config(), model.generation_config)
     for value in (getattr(owner, "eos_token_id", None) for owner in owners):
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(found)
