@@ -33,6 +33,8 @@ def main() -> None:
     # One thread per pool unless set otherwise: engines share machines.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torch looks through all installed packages for other devices, and this serves none of them.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from engines.embedded.server.http_server import serve

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from engines.embedded.core.errors import EngineRefusal, Invalid
 from engines.embedded.server import control_api, generate_api, info_api, openai_api
 from engines.embedded.server.embedded_engine import EmbeddedEngine
-from engines.embedded.server.request_runner import json_response
+from engines.embedded.server.request_runner import dumps, json_response
 from engines.tensors.collective.bucket import BroadcastRefused
 
 Handler = Callable[[EmbeddedEngine, Request], Awaitable[Response]]
@@ -52,20 +54,34 @@ ROUTES: list[tuple[str, list[str], Handler]] = [
 ]
 
 
-def make_app(engine: EmbeddedEngine) -> FastAPI:
+def make_app(engine: EmbeddedEngine) -> Starlette:
     """An application that serves ``engine``; the caller starts and stops the engine."""
-    app = FastAPI(title="embedded engine", version=info_api.PACKAGE_VERSION)
-    for path, methods, handler in ROUTES:
-        for method in methods:  # one route each: operation ids must differ
-            app.add_api_route(
-                path,
-                _bound(engine, handler),
-                methods=[method],
-                name=handler.__name__,
-                operation_id=f"{method.lower()}_{path.strip('/').replace('/', '_')}",
-                response_model=None,
-            )
-    return app
+    routes = [
+        Route(path, _bound(engine, handler), methods=methods) for path, methods, handler in ROUTES
+    ]
+    schema = Route("/openapi.json", _schema)
+    return Starlette(routes=[*routes, schema], exception_handlers={HTTPException: _refused})
+
+
+async def _schema(request: Request) -> Response:
+    """The paths, in the form of OpenAPI; bodies are not described."""
+    paths: dict[str, dict[str, object]] = {
+        path: {
+            method.lower(): {"summary": handler.__name__, "responses": {"200": {"description": ""}}}
+            for method in methods
+        }
+        for path, methods, handler in ROUTES
+    }
+    info = {"title": "embedded engine", "version": info_api.PACKAGE_VERSION}
+    return json_response({"openapi": "3.1.0", "info": info, "paths": paths})
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """As FastAPI answers, on which SGLang is."""
+    assert isinstance(error, HTTPException)
+    return Response(
+        dumps({"detail": error.detail}), error.status_code, error.headers, "application/json"
+    )
 
 
 def _bound(engine: EmbeddedEngine, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -76,5 +92,4 @@ def _bound(engine: EmbeddedEngine, handler: Handler) -> Callable[[Request], Awai
             refusal = error if isinstance(error, EngineRefusal) else Invalid(str(error))
             return json_response(refusal.body(), refusal.status)
 
-    endpoint.__doc__ = handler.__doc__
     return endpoint

@@ -53,6 +53,7 @@ def serve(config: EmbeddedConfig, listener: socket.socket) -> None:
             access_log=False,
             lifespan="off",
             http="httptools",
+            ws="none",
             loop="uvloop",
             backlog=4096,
             timeout_keep_alive=75,

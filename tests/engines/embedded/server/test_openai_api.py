@@ -117,7 +117,16 @@ async def test_models_and_the_schema_are_listed(engine: Asker) -> None:
     (model,) = (await engine.get("/v1/models"))["data"]
     assert model["id"] == str(engine.server.model_path)
     assert model["max_model_len"] == 4096
-    assert "/begin_weight_update" in (await engine.get("/openapi.json"))["paths"]
+    paths = (await engine.get("/openapi.json"))["paths"]
+    assert {"post"} == paths["/begin_weight_update"].keys()
+    assert {"get", "post"} == paths["/flush_cache"].keys()
+
+
+async def test_a_call_that_is_not_served_is_refused_as_json(engine: Asker) -> None:
+    unknown = await engine.http.get("/no_such_path")
+    assert (unknown.status_code, unknown.json()) == (404, {"detail": "Not Found"})
+    wrong = await engine.http.post("/model_info")
+    assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
