@@ -1,4 +1,4 @@
-"""The private parts of uvicorn, transformers and TRL that we subclass and call are still there.
+"""The private parts of uvicorn and TRL that we subclass and call are still there.
 
 A new release may move them.  Then these tests name the part, and ``pyproject.toml`` keeps users on
 the releases that have it.
@@ -15,7 +15,6 @@ from tests.support.private_parts import Part, moved
 
 ROOT = Path(__file__).parents[1]
 _HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
-_BATCHING = "transformers.generation.continuous_batching"
 
 UVICORN = [
     Part(
@@ -78,139 +77,6 @@ UVICORN = [
     ),
 ]
 
-TRANSFORMERS = [
-    Part(
-        f"{_BATCHING}.continuous_api.ContinuousBatchingManager",
-        "engines/embedded/generation/batcher.py",
-        overrides={
-            "switch_to_cb_friendly_attn": "model auto_switch_to_flash",
-            "_generation_loop_body": "batch_processor bootstrapping",
-            "_run_generation_loop": "",
-            "_create_batch_processor": "",
-        },
-        calls={
-            "__init__": "model generation_config continuous_batching_config",
-            "is_running": "",
-            "start": "",
-            "stop": "block timeout",
-        },
-        attributes="batch_processor output_router _wake_up_loop background_thread_status model "
-        "generation_config continuous_batching_config distributed_helper logit_processor "
-        "input_queue cancel_queue",
-    ),
-    Part(
-        f"{_BATCHING}.continuous_api.ContinuousBatchProcessor",
-        "engines/embedded/generation/batcher.py",
-        calls={
-            "__init__": "cache config generation_config continuous_batching_config logit_processor "
-            "input_queue cancel_queue output_router background_thread_status model_device "
-            "model_dtype scheduler distributed_helper",
-            "prepare_next_batch": "",
-            "update_batch": "",
-            "has_pending_requests": "",
-            "_generation_step": "model",
-        },
-        attributes="cache scheduler inputs_and_outputs model_runner",
-    ),
-    Part(
-        f"{_BATCHING}.continuous_api.BackgroundThreadStatus",
-        "engines/embedded/generation/batcher.py",
-        attributes="local_status fatal_error HARD_STOP",
-    ),
-    Part(
-        f"{_BATCHING}.continuous_api.OutputRouter",
-        "engines/embedded/generation/batcher.py",
-        overrides={"deliver_batch": "outputs", "fail_and_deliver": "state error"},
-    ),
-    Part(
-        f"{_BATCHING}.scheduler.FIFOScheduler",
-        "engines/embedded/generation/batcher.py",
-        calls={
-            "__init__": "cache safety_margin max_requests_per_batch",
-            "reset": "",
-            "add_waiting_request": "state",
-            "set_request_cancellation": "request_id",
-            "clear_cancelled_requests": "",
-        },
-        attributes="active_requests waiting_requests block_new_requests",
-    ),
-    Part(
-        f"{_BATCHING}.model_runner.ModelRunner",
-        "engines/embedded/generation/sampler.py",
-        overrides={
-            "maybe_pad_inputs": "num_q_tokens max_kv_read use_decode_fast_path",
-            "_sample": "scores output_ids",
-        },
-        calls={
-            "__init__": "logit_processor cb_config inputs_and_outputs cache do_sample "
-            "return_logprobs"
-        },
-        attributes="cache inputs_and_outputs",
-    ),
-    Part(
-        f"{_BATCHING}.cache.PagedAttentionCache",
-        "engines/embedded/generation/kv_cache.py",
-        overrides={
-            "search_prefix_match": "request_id prompt_ids",
-            "mark_complete_blocks": "state complete_blocks",
-        },
-        calls={
-            "__init__": "config continuous_batching_config device distributed_helper dtype "
-            "model_supports_logits_to_keep",
-            "free_all_requests": "",
-            "reset": "",
-            "update": "key_states value_states layer_idx kwargs",
-        },
-        attributes="cache_tensor device pool num_sectors cache_allocators bytes_per_sector config "
-        "layer_to_allocator",
-    ),
-    Part(
-        f"{_BATCHING}.cache_allocators.CachePool",
-        "engines/embedded/generation/kv_cache.py",
-        calls={"__init__": "num_sectors num_allocators"},
-    ),
-    Part(
-        f"{_BATCHING}.cache_allocators.FullAttentionCacheAllocator",
-        "engines/embedded/generation/kv_cache.py",
-        calls={
-            "register_cache_tensor": "bytes_per_sector non_trash_bytes cache_tensor pool",
-            "get_cache_for_block_table": "layer_idx",
-        },
-        attributes="block_table block_physical_stride tokens_per_page _copy_view",
-    ),
-    Part(
-        f"{_BATCHING}.requests.RequestState",
-        "engines/embedded/generation/batcher.py",
-        overrides={
-            "update_and_check_completion": "token_id logprob",
-            "create_equivalent_initial_request": "",
-            "to_generation_output": "",
-        },
-        calls={"__init__": "request_id initial_tokens max_new_tokens"},
-        attributes="generated_tokens tokens_to_process status position_offset",
-    ),
-    Part(
-        f"{_BATCHING}.requests.FutureRequestState",
-        "engines/embedded/generation/kv_cache.py",
-        attributes="state has_new_token query_length",
-    ),
-    Part(
-        f"{_BATCHING}.requests.RequestStatus",
-        "engines/embedded/generation/batcher.py",
-        attributes="FINISHED",
-    ),
-    Part(
-        "transformers.generation.configuration_utils.ContinuousBatchingConfig",
-        "engines/embedded/generation/batcher.py",
-        calls={
-            "__init__": "page_size num_blocks max_batch_tokens max_requests_per_batch "
-            "max_blocks_per_request max_memory_percent allow_block_sharing use_async_batching "
-            "use_cuda_graph return_logprobs seed"
-        },
-        attributes="safety_margin",
-    ),
-]
-
 TRL = [
     Part(
         "trl.trainer.grpo_trainer.GRPOTrainer",
@@ -252,17 +118,12 @@ TRL = [
 
 
 def test_each_part_is_used_in_a_file_that_exists() -> None:
-    files = {part.used_in for part in (*UVICORN, *TRANSFORMERS, *TRL)}
+    files = {part.used_in for part in (*UVICORN, *TRL)}
     assert sorted(name for name in files if not (ROOT / name).is_file()) == []
 
 
 def test_uvicorn_has_what_the_router_uses() -> None:
     assert moved(UVICORN) == []
-
-
-@pytest.mark.embedded
-def test_transformers_has_what_the_embedded_engine_uses() -> None:
-    assert moved(TRANSFORMERS) == []
 
 
 @pytest.mark.slow  # imports TRL
@@ -308,11 +169,11 @@ def test_a_class_a_module_and_an_attribute_that_are_gone_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("library", ["uvicorn", "transformers", "trl"])
+@pytest.mark.parametrize("library", ["uvicorn", "trl"])
 def test_a_library_whose_private_parts_we_use_is_bounded_below_its_next_minor(library: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    ranges = [*project["dependencies"], *optional["embedded"], *optional["trl"]]
+    ranges = [*project["dependencies"], *optional["trl"]]
     (wanted,) = [one for one in ranges if one.startswith(f"{library}>=")]
     (pinned,) = [
         line.removeprefix(f"{library}==")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engines.embedded.core.config import EmbeddedConfig, parse_args
+from engines.embedded.core.model_config import refuse_architecture
 from engines.plain_json import read_json
 
 # It calls inner parts of transformers.  5.17 lacks some; with 5.18 every reply of an engine is
@@ -60,6 +61,10 @@ def check_model_directory(path: str) -> None:
         give_up(f"model path {path} has no readable config.json: {error}")
     if not isinstance(model_config, dict) or "model_type" not in model_config:
         give_up(f"model path {path}: config.json names no model_type")
+    try:
+        refuse_architecture(model_config)
+    except ValueError as error:
+        give_up(f"model path {path}: {error}")
 
 
 def check_transformers() -> None:

@@ -1,4 +1,4 @@
-"""Next tokens from logits, and the forward pass that they are drawn in.
+"""Next tokens from logits.
 
 The reported log-probability is SGLang's default: log-softmax of the logits at the request's
 temperature (at 1 for greedy and top-k 1), before top-k and top-p cut the distribution.  As with
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from engines.embedded.core.errors import NotFinite
 from engines.embedded.generation.generation import Generation
@@ -103,29 +101,3 @@ def _invert_truncated(
     kept = (rank < top_k.unsqueeze(1)) & (before < top_p.unsqueeze(1))
     index = _invert(ordered * kept, uniform)
     return order.gather(1, index.unsqueeze(1)).squeeze(1)
-
-
-class Runner(ModelRunner):
-    """Draws each row by its own request's parameters instead of one set for the whole batch."""
-
-    def maybe_pad_inputs(
-        self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
-    ) -> tuple[int, int]:
-        """Our attention reads the cache by pages itself: no list of every cached token is made."""
-        cache: Any = self.cache
-        return num_q_tokens, 0 if cache.is_bucketed else max_kv_read
-
-    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """``scores`` is ``[1, rows, vocabulary]``; rows past the last new token are padding."""
-        batch: Any = self.inputs_and_outputs
-        generations = [
-            request.state.generation for request in batch.requests_in_batch if request.has_new_token
-        ]
-        count = len(generations)
-        if count:
-            tokens, logprobs = sample(scores[0, :count], generations)
-            output_ids[0, :count] = tokens
-            if logprobs is None:
-                output_ids[1, :count] = 0
-            else:  # transformers carries the float's bits in the integer tensor
-                output_ids[1, :count] = logprobs.view(torch.int32)

@@ -19,6 +19,7 @@ from engines.embedded.generation.pause_gate import IdleJob, PauseGate
 from engines.embedded.generation.tokenization import TextCodec
 from engines.embedded.memory.mapped_files import MappedFiles
 from engines.embedded.memory.regions import Memory
+from engines.embedded.model.decoder import Decoder
 from engines.embedded.weights.broadcast_receiver import BroadcastReceiver
 from engines.embedded.weights.lora_adapters import Adapters
 from engines.embedded.weights.model_weights import ModelWeights
@@ -35,7 +36,9 @@ class EmbeddedEngine:
         context_length: longest prompt plus completion, in tokens.
     """
 
-    def __init__(self, config: EmbeddedConfig, model: Any, text: TextCodec, memory: Memory) -> None:
+    def __init__(
+        self, config: EmbeddedConfig, model: Decoder, text: TextCodec, memory: Memory
+    ) -> None:
         self.config = config
         self.model_path = config.model_path
         self.model = model
@@ -52,8 +55,7 @@ class EmbeddedEngine:
         self.mapped = MappedFiles()
         self.receiver = BroadcastReceiver(self.weights, memory.device)
         self.live: dict[str, Generation] = {}
-        text_config = model.config.get_text_config()
-        longest = getattr(text_config, "max_position_embeddings", config.max_total_tokens)
+        longest = model.config.max_position_embeddings
         self.context_length = min(
             config.context_length or longest, longest, config.max_total_tokens
         )
@@ -77,7 +79,7 @@ class EmbeddedEngine:
         """End every request, then the generation thread, if its step ends in time."""
         if self.is_alive:
             self.end_requests()
-            self.batcher.stop(block=True, timeout=grace_s, hard_stop=True)
+            self.batcher.stop(grace_s)
 
     # Requests.
 

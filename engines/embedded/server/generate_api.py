@@ -54,11 +54,8 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
         if raw.get(name):
             raise Unsupported(f"{name} is not supported by the embedded engine")
     wants_experts = bool(raw.get("return_routed_experts"))
-    if wants_experts and not engine.batcher.experts.num_layers:
-        raise Unsupported(
-            "return_routed_experts is not supported by the embedded engine for this model, which "
-            "has no routers that it knows"
-        )
+    if wants_experts and not engine.model.config.sparse_layers:
+        raise Unsupported("return_routed_experts is not supported: this model has no experts")
     prompts, is_batch = _prompts(engine, raw)
     count = len(prompts)
     rids = _per_prompt(raw, "rid", count, is_batch)
@@ -80,7 +77,7 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
             ids,
             params,
             return_logprob=bool(logprobs[index]),
-            logprob_start_len=_start(engine, starts[index], len(ids)),
+            logprob_start_len=_start(starts[index], len(ids)),
             is_streamed=bool(raw.get("stream")),
             lora_name=lora_names[index],
             wants_experts=wants_experts,
@@ -88,14 +85,12 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
     return generations, is_list
 
 
-def _start(engine: EmbeddedEngine, value: Any, num_tokens: int) -> int:
+def _start(value: Any, num_tokens: int) -> int:
     """From which prompt token on its log-probabilities are returned; -1 for none."""
     if value is None:
         return -1
     if type(value) is not int or not -1 <= value <= num_tokens:
         raise Invalid(f"logprob_start_len must be a whole number, -1 to {num_tokens}: {value!r}")
-    if value >= 0 and not engine.batcher.can_score:
-        raise Unsupported("logprob_start_len: not computed for a model with sliding windows")
     return value
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -11,21 +10,21 @@ import random
 import signal
 import socket
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import uvicorn
 import uvloop
 
 from engines.embedded.core.config import EmbeddedConfig
+from engines.embedded.core.model_config import read_model_config
 from engines.embedded.generation.tokenization import TextCodec, load_text
 from engines.embedded.memory.regions import Memory
+from engines.embedded.model.decoder import Decoder
 from engines.embedded.server.app import make_app
 from engines.embedded.server.embedded_engine import EmbeddedEngine
 from engines.embedded.server.info_api import PROCESS_START
-from engines.embedded.weights.model_weights import place
+from engines.embedded.weights.model_loading import load_model
 from engines.http.key_check import KeyCheck, access_of
 from engines.http.uvicorn_server import HttpServer
 
@@ -38,7 +37,6 @@ def serve(config: EmbeddedConfig, listener: socket.socket) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     began = time.monotonic()
     torch.set_num_threads(config.num_threads)
     if config.random_seed is not None:
@@ -77,29 +75,16 @@ def serve(config: EmbeddedConfig, listener: socket.socket) -> None:
     os._exit(0)
 
 
-def load(config: EmbeddedConfig) -> tuple[Any, TextCodec, Memory]:
+def load(config: EmbeddedConfig) -> tuple[Decoder, TextCodec, Memory]:
     """Load what ``config`` names; ``OSError`` or ``ValueError`` where it is no such model."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    quiet: Any = logging
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
+    model_config = read_model_config(config.model_path)
     memory = Memory(
         _device(config.device),
         saver=config.enable_memory_saver,
         weights_backup=config.enable_weights_cpu_backup,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model_path, dtype=config.dtype, local_files_only=True
-        )
-    model.eval()
-    place(model, memory)
-    ctypes.CDLL(None).malloc_trim(0)  # return the loader's freed memory to the machine
-    vocabulary_size = model.get_input_embeddings().weight.shape[0]
-    text = load_text(Path(config.model_path), _eos_ids(model), vocabulary_size)
+    model = load_model(model_config, config.model_path, config.dtype, memory)
+    text = load_text(Path(config.model_path), model_config.eos_ids, model_config.vocab_size)
     return model, text, memory
 
 
@@ -107,12 +92,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _eos_ids(model: Any) -> frozenset[int]:
-    """End-of-sequence ids of the model and of its generation config."""
-    found: set[int] = set()
-    owners = (model.config.get_text_config(), model.generation_config)
-    for value in (getattr(owner, "eos_token_id", None) for owner in owners):
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)

@@ -23,11 +23,15 @@ from engines.embedded.memory.batched_copy import joined, read_copies
 from engines.embedded.memory.mapped_files import MappedFiles
 from engines.embedded.weights.load_verification import LoadVerifier, Placed, read_verifier
 from engines.embedded.weights.model_weights import Location, ModelWeights
+from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol import STAYS
 from engines.tensors.dtypes import DTYPES
 from engines.tensors.file_mapping import FileMapping
 from engines.tensors.payload.encodings import is_encoded
 from engines.tensors.safetensors_header import Header, PlacedTensor, read_header
+
+# Position embeddings, which old checkpoints of Llama have and no model reads.
+_COMPUTED = ".rotary_emb.inv_freq"
 
 # One reader keeps a core busy copying from the page cache.
 _MOST_READERS = 4
@@ -43,19 +47,39 @@ def checkpoint_files(path: str) -> list[Path]:
     place_on_disk = Path(path)
     if place_on_disk.is_file():
         return [place_on_disk]
+    index = place_on_disk / "model.safetensors.index.json"
+    if index.is_file():  # Mistral's folders have the same weights a second time, by other names
+        return [place_on_disk / name for name in _indexed(index)]
     files = sorted(place_on_disk.glob("*.safetensors")) if place_on_disk.is_dir() else []
     if not files:
         raise Invalid(f"no safetensors at {path}")
     return files
 
 
-def update_from_disk(weights: ModelWeights, path: str, mapped: MappedFiles | None = None) -> None:
+def _indexed(index: Path) -> list[str]:
+    try:
+        return sorted(set(read_json(index.read_bytes())["weight_map"].values()))
+    except (OSError, *WRONG_FORM) as error:
+        raise Invalid(f"cannot read {index}: {error}") from None
+
+
+def update_from_disk(
+    weights: ModelWeights,
+    path: str,
+    mapped: MappedFiles | None = None,
+    *,
+    is_whole: bool = False,
+) -> None:
     """Overwrite the model from a checkpoint, or a part of one; headers are checked first.
 
     Where the checkpoint has a file of fingerprints, every tensor is verified after it was read.
 
     Args:
         mapped: keeps files mapped whose writer promises a fixed length; None keeps none.
+        is_whole: a tensor that the checkpoint lacks is an error.
+
+    Raises:
+        Invalid: the checkpoint cannot be read, or does not fit the model.
     """
     has_begun = False
     try:
@@ -66,6 +90,12 @@ def update_from_disk(weights: ModelWeights, path: str, mapped: MappedFiles | Non
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
                 opened.append((file, descriptor))
+            if is_whole:
+                weights.check_whole(
+                    name
+                    for file, descriptor in opened
+                    for name in read_header(file, descriptor).entries
+                )
             if verifier is None:
                 jobs = [
                     job
@@ -139,6 +169,8 @@ def _placed(
     others: list[PlacedTensor] = []
     locations = weights.locations
     for tensor in header.placed(file_bytes):
+        if tensor.name.endswith(_COMPUTED):
+            continue
         location = locations.get(tensor.name)
         if (
             location is not None

@@ -10,7 +10,7 @@ of this step that belong to requests with the adapter.  Names, ranks and scales 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,9 +29,6 @@ from engines.protocol.lora_config import (
 from engines.tensors.torch_fingerprint import bytes_fingerprint, device_fingerprint
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Tokens of a prompt are signed 32-bit in the prefix cache, and no vocabulary needs more than 20 of
-# them, so a token has room for 11 bits of a salt.  Six tokens have room for 66: it never wraps.
-_SALT_SHIFT, _SALT_BITS, _SALTED_TOKENS = 20, 11, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class Adapter:
     """One adapter as it was loaded.
 
     Attributes:
-        salt: separates its cached prompts from those of all others, also of earlier loads.
+        salt: above 0, and of no other load: separates what is cached of its prompts.
         fingerprints: of its tensors, as they came, by their names.
     """
 
@@ -56,18 +53,6 @@ class Adapter:
     salt: int
     pairs: Mapping[str, Pair]
     fingerprints: Mapping[str, str]
-
-    def salted(self, ids: Sequence[int]) -> list[int]:
-        """Token ids whose first page is like no other adapter's, nor the base's.
-
-        Args:
-            ids: a sequence from its first token on; the key of each page contains the first's.
-        """
-        salted = list(ids)
-        for place in range(min(_SALTED_TOKENS, len(salted))):
-            digit = self.salt >> (place * _SALT_BITS) & ((1 << _SALT_BITS) - 1)
-            salted[place] ^= digit << _SALT_SHIFT
-        return salted
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +81,7 @@ class Adapters:
         is_on_gpu: bool = False,
     ) -> None:
         self._fingerprint = device_fingerprint if is_on_gpu else bytes_fingerprint
-        head = getattr(model, "get_output_embeddings", lambda: None)()
+        head = getattr(model, "lm_head", None)
         self._layers = {
             name: module
             for name, module in model.named_modules()

@@ -43,15 +43,18 @@ class Location:
 
 
 def place(model: torch.nn.Module, memory: Memory) -> None:
-    """Move all parameters into the ``weights`` region, one at a time, so that no second copy of
-    the model is ever whole.  Buffers (rotary caches) stay outside and survive a release."""
+    """Move all parameters into the ``weights`` region; one on ``meta`` has no value to move.
+    Buffers (of position embeddings) stay outside and survive a release."""
     parameters = list(model.parameters())
     layout = [(parameter.shape, parameter.dtype) for parameter in parameters]
+    placed: dict[int, torch.nn.Parameter] = {}
     for parameter, home in zip(parameters, memory.allocate(MemoryTag.WEIGHTS, layout), strict=True):
-        home.copy_(parameter.data)
-        parameter.data = home
-        parameter.requires_grad_(False)
+        if not parameter.is_meta:
+            home.copy_(parameter.data)
+        placed[id(parameter)] = torch.nn.Parameter(home, requires_grad=False)
     for module in model.modules():
+        for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, placed[id(held)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(memory.device))
 
@@ -136,6 +139,13 @@ class ModelWeights:
                 raise Invalid(f"weight {name!r} {problem}; nothing was updated")
         if is_empty:
             raise Invalid("the update holds no tensors")
+
+    def check_whole(self, names: Iterable[str]) -> None:
+        """Check that every parameter is among these; one of a tied pair is enough."""
+        given = {self._by_name[name].data_ptr() for name in names if name in self._by_name}
+        for name, tensor in self._tensors.items():
+            if tensor.data_ptr() not in given:
+                raise Invalid(f"there is no {name!r}; nothing was updated")
 
     def changes(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[Callable[[], object]]:
         """What overwrites parameters with these tensors, which have been checked.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,40 +47,39 @@ def newest(lengths: list[tuple[int, int]]) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 6, 64])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
-def test_every_sequence_gets_what_it_would_get_alone(lengths: list[tuple[int, int]]) -> None:
+def test_every_sequence_gets_what_it_would_get_alone(
+    lengths: list[tuple[int, int]], window: int | None
+) -> None:
     import torch
-    from engines.embedded.generation import attention
+    from engines.embedded.model import attention
 
     torch.manual_seed(0)
     num_keys = sum(k for _, k in lengths)
     num_queries = sum(q for q, _ in lengths)
-    query = torch.randn(1, HEADS, num_queries, HEAD_DIM)
-    key, value = torch.randn(2, 1, KV_HEADS, num_keys, HEAD_DIM)
-    stored, tables = in_pages(key[0], value[0], [k for _, k in lengths])
+    query = torch.randn(HEADS, num_queries, HEAD_DIM)
+    key, value = torch.randn(2, KV_HEADS, num_keys, HEAD_DIM)
+    stored, tables = in_pages(key, value, [k for _, k in lengths])
     members = [
         attention.BatchedSequence(q, k, table)
         for (q, k), table in zip(lengths, tables, strict=True)
     ]
-    cache: Any = SimpleNamespace(
-        update=lambda *_: None,
-        pages_of=lambda _: stored,
-        plan=attention.plan(members, PAGE, torch.device("cpu")),
-    )
-    module: Any = SimpleNamespace(layer_idx=0)
+    buckets = attention.plan(members, PAGE, torch.device("cpu"), window)
     new = newest(lengths)
-    output, _ = attention.forward(
-        module, query, key[:, :, new], value[:, :, new], cache=cache, scaling=0.3
-    )
+    q, k, v = (part.transpose(0, 1) for part in (query, key[:, new], value[:, new]))
+    output = attention.attend(buckets, q, k, v, stored, 0.3)
     query_start = key_start = 0
     for num_q, num_k in lengths:
-        q = query[0, :, query_start : query_start + num_q]
-        k = key[0, :, key_start : key_start + num_k].repeat_interleave(HEADS // KV_HEADS, 0)
-        v = value[0, :, key_start : key_start + num_k].repeat_interleave(HEADS // KV_HEADS, 0)
+        q = query[:, query_start : query_start + num_q]
+        k = key[:, key_start : key_start + num_k].repeat_interleave(HEADS // KV_HEADS, 0)
+        v = value[:, key_start : key_start + num_k].repeat_interleave(HEADS // KV_HEADS, 0)
         scores = q @ k.transpose(1, 2) * 0.3
         visible = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
+        if window is not None:
+            visible &= ~visible.tril(num_k - num_q - window)
         expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
-        got = output[0, query_start : query_start + num_q].transpose(0, 1)
+        got = output[query_start : query_start + num_q].transpose(0, 1)
         torch.testing.assert_close(got, expected)
         query_start += num_q
         key_start += num_k

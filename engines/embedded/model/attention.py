@@ -1,21 +1,19 @@
 """Attention over a batch of sequences of unlike lengths, without a mask over the whole cache.
 
-transformers' own CPU path (``sdpa``) copies out the keys of all requests and scores every query
-against every one of them, to mask most away: the work grows with the square of the number of
-requests.  Here sequences of like shape are padded together, their keys are copied out by whole
-pages, and each bucket is one call.  Models with sliding windows keep transformers' path.
+Sequences of like shape are padded together, their keys are copied out by whole pages, and each
+bucket is one call: the work grows with the number of requests, not with its square.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-NAME = "embedded_bucketed"
+Stored = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer in the cache, each ``[pages, page_size, kv_heads, head_dim]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +23,19 @@ class BatchedSequence:
     query_length: int
     key_length: int
     pages: Sequence[int] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.query_length == self.key_length
+
+    def within(self, window: int | None, page_size: int) -> BatchedSequence:
+        """The same without the pages that no query sees."""
+        if window is None or self.is_fresh:
+            return self
+        unseen = max(0, self.key_length - self.query_length - window + 1) // page_size
+        return BatchedSequence(
+            self.query_length, self.key_length - unseen * page_size, self.pages[unseen:]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +61,23 @@ class AttentionBucket:
 
 
 def plan(
-    members: Sequence[BatchedSequence], page_size: int, device: torch.device
+    members: Sequence[BatchedSequence],
+    page_size: int,
+    device: torch.device,
+    window: int | None = None,
 ) -> list[AttentionBucket]:
-    """Buckets for a batch of these sequences, in order."""
+    """Buckets for a batch of these sequences, in order; a token sees ``window`` keys, or all."""
     groups: dict[tuple[int, int, bool], list[tuple[int, BatchedSequence]]] = {}
     start = 0
     for member in members:
-        is_fresh = member.query_length == member.key_length
-        shape = (_rounded(member.query_length), _rounded(member.key_length), is_fresh)
-        groups.setdefault(shape, []).append((start, member))
+        seen = member.within(window, page_size)
+        shape = (_rounded(seen.query_length), _rounded(seen.key_length), member.is_fresh)
+        groups.setdefault(shape, []).append((start, seen))
         start += member.query_length
-    return [_bucket(group, page_size, start, device) for group in groups.values()]
+    return [
+        _bucket(group, page_size, start, device, is_fresh=is_fresh, window=window)
+        for (_, _, is_fresh), group in groups.items()
+    ]
 
 
 def _rounded(length: int) -> int:
@@ -72,6 +89,9 @@ def _bucket(
     page_size: int,
     num_tokens: int,
     device: torch.device,
+    *,
+    is_fresh: bool,
+    window: int | None,
 ) -> AttentionBucket:
     """The bucket of sequences of one shape, each with its position in the batch's tokens."""
     starts, members = zip(*group, strict=True)
@@ -85,16 +105,18 @@ def _bucket(
     is_even = bool(inside.all())
     pages = None
     num_keys = longest
-    if members[0].query_length != members[0].key_length:
+    if not is_fresh:
         each = -(-int(key_lengths.max()) // page_size)
         num_keys = each * page_size
         # A missing page repeats the first one; the mask hides it.
         rows = [[*m.pages[:each], *[m.pages[0]] * (each - len(m.pages))] for m in members]
         pages = torch.tensor(rows).flatten().to(device)
     mask = None
-    if pages is not None or not is_even:
+    if pages is not None or not is_even or (window is not None and longest > window):
         last_seen = key_lengths - query_lengths + torch.minimum(steps, query_lengths - 1)
-        mask = (torch.arange(num_keys) <= last_seen.unsqueeze(2)).unsqueeze(1).to(device)
+        behind = last_seen.unsqueeze(2) - torch.arange(num_keys)
+        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        mask = seen.unsqueeze(1).to(device)
     is_whole = is_even and len(members) * longest == num_tokens
     return AttentionBucket(
         num_sequences=len(members),
@@ -107,40 +129,30 @@ def _bucket(
     )
 
 
-def forward(
-    module: torch.nn.Module,
+def attend(
+    buckets: Sequence[AttentionBucket],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    cache: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface; ``cache`` is a ``RegionCache`` with this step's plan.
+    stored: Stored | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of a planned batch, ``[tokens, heads, head_dim]``.
 
-    Without one it is a single fresh prompt by itself, which leaves nothing in the cache.
+    Args:
+        query: of the new tokens, ``[tokens, heads, head_dim]``.
+        key: theirs, as ``value``: ``[tokens, kv_heads, head_dim]``.
+        stored: the cache, which has them already; None where all sequences are fresh.
     """
-    if cache is None:
-        is_grouped = query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
-        )
-        return out.transpose(1, 2), None
-    layer: Any = module.layer_idx
-    cache.update(key, value, layer, kwargs)  # writes; the reading is ours, see ``Runner``
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    stored = cache.pages_of(layer)
-    if len(cache.plan) == 1 and cache.plan[0].queries is None:
-        return _attend(cache.plan[0], query, key, value, stored, scaling).unsqueeze(0), None
-    output = query.new_empty(query.shape)  # [tokens, heads, head_dim]
-    for bucket in cache.plan:
+    if len(buckets) == 1 and buckets[0].queries is None:
+        return _attend(buckets[0], query, key, value, stored, scaling)
+    output = torch.empty_like(query)
+    for bucket in buckets:
         part = _attend(bucket, query, key, value, stored, scaling)
         if bucket.kept is not None:
             part = part.index_select(0, bucket.kept)
         output.index_copy_(0, bucket.targets, part)
-    return output.unsqueeze(0), None
+    return output
 
 
 def _attend(
@@ -148,14 +160,14 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    stored: tuple[torch.Tensor, torch.Tensor],
-    scaling: float | None,
+    stored: Stored | None,
+    scaling: float,
 ) -> torch.Tensor:
     """Attention of one bucket, ``[sequences * query_length, heads, head_dim]``."""
     sequences, head_dim = bucket.num_sequences, query.shape[-1]
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     q = query if bucket.queries is None else query.index_select(0, bucket.queries)
-    if bucket.pages is not None:
+    if bucket.pages is not None and stored is not None:
         k, v = (part.index_select(0, bucket.pages) for part in stored)
     elif bucket.queries is not None:
         k, v = (part.index_select(0, bucket.queries) for part in (key, value))
