@@ -48,7 +48,7 @@ PYTEST = $(BIN)/python -m pytest -o cache_dir=$(CACHE) -o junit_family=xunit1 --
 # Without bytecode files every process that a test starts compiles the library again.
 unexport PYTHONDONTWRITEBYTECODE
 comma := ,
-RUN_EXTRAS := ray,embedded,bench,data,agents
+RUN_EXTRAS := ray,embedded,examples,bench,data,agents
 DEV_EXTRAS := $(RUN_EXTRAS),otel,mooncake,trl,dev
 # What the fast tests need: without torch and Ray a new environment takes seconds, not minutes.
 FAST_EXTRAS := data,dev,otel

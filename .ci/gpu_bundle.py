@@ -16,8 +16,8 @@ from pathlib import Path
 
 _PINS = "tools/cpu_engines/sglang/pins.txt"
 _HOOKS = "tests/support/gpu/without_kernels"
-# The only build for CUDA 13, and the oldest transformers that the embedded engine takes.
-_MORE = ("torch-memory-saver==0.0.10", "transformers==5.19.0")
+# The only build for CUDA 13.
+_MORE = ("torch-memory-saver==0.0.10",)
 # Of the tests, in the version of constraints.txt, where the machine has none.
 _OF_TESTS = ("httptools", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
 # Of SGLang's pins: its own wheel comes by itself, and the rest is not needed on this path.

@@ -143,7 +143,7 @@ _EMBEDDED = Kind(
     invocation=_late("engines.embedded.command", "invocation"),
     logprob_rule=_embedded_logprobs,
     has_part_of_prompt_logprobs=False,
-    modules=("torch", "transformers"),
+    modules=("torch", "safetensors", "tokenizers", "jinja2", "numpy"),
     extra="embedded",
     asleep_bytes=400 << 20,  # a tiny model
 )

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import socket
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
 from engines.embedded.core.config import EmbeddedConfig, parse_args
 from engines.embedded.core.model_config import refuse_architecture
 from engines.plain_json import read_json
-
-# It calls inner parts of transformers.  5.17 lacks some; with 5.18 every reply of an engine is
-# empty.
-OLDEST_TRANSFORMERS = (5, 19)
 
 
 def main() -> None:
@@ -30,13 +24,11 @@ def main() -> None:
     config = parse_args()
     check_model_directory(config.model_path)
     listener = listen(config)
-    check_transformers()
     # One thread per pool unless set otherwise: engines share machines.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torch looks through all installed packages for other devices, and this serves none of them.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from engines.embedded.server.http_server import serve
     except ImportError as error:  # a library is missing, or one of a version that another refuses
@@ -65,18 +57,6 @@ def check_model_directory(path: str) -> None:
         refuse_architecture(model_config)
     except ValueError as error:
         give_up(f"model path {path}: {error}")
-
-
-def check_transformers() -> None:
-    """By its metadata: an import takes seconds, and fails with some of the older versions."""
-    try:
-        installed = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        installed = "none"
-    found = re.match(r"(\d+)\.(\d+)", installed)
-    if found is None or tuple(map(int, found.groups())) < OLDEST_TRANSFORMERS:
-        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
-        give_up(f"needs transformers {oldest} or newer, and {sys.executable} has {installed}")
 
 
 def listen(config: EmbeddedConfig) -> socket.socket:

@@ -12,7 +12,7 @@ import rollout
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import install_command
 
-_NEEDED = ("torch", "transformers", "accelerate", "safetensors", "jinja2")
+_NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
 
 
 def run_example(options: Sequence[str]) -> None:
@@ -23,8 +23,9 @@ def run_example(options: Sequence[str]) -> None:
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
+        command = install_command("embedded", "examples")
         raise ConfigError(
-            f"the quickstart needs {', '.join(missing)}: {install_command('embedded')}; pip takes "
+            f"the quickstart needs {', '.join(missing)}: {command}; pip takes "
             "torch's build for CUDA unless a build for CPUs is installed already"
         )
     script = example_folder() / "colocated_grpo.py"

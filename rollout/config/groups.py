@@ -28,7 +28,7 @@ class EngineConfig(ConfigSection):
     """How one engine of a group is started."""
 
     kind: EngineKind = EngineKind.EMBEDDED
-    """``embedded`` runs the model on transformers in a child process. ``sglang`` launches SGLang,
+    """``embedded`` runs our own decoder in a child process. ``sglang`` launches SGLang,
     and ``vllm`` launches vLLM. ``attached`` uses engines that already run and never stops them; for
     running vLLM servers, set ``vllm`` and ``urls``. ``fake`` generates without a
     model, for tests of code that uses this library."""

@@ -26,14 +26,14 @@ def optional_import(extra: str, reason: str) -> Iterator[None]:
         raise ConfigError(f"{reason}; {install_command(extra)}") from None
 
 
-def install_command(extra: str) -> str:
-    """The command that installs the libraries of an extra, by their own names.
+def install_command(*extras: str) -> str:
+    """The command that installs the libraries of these extras, by their own names.
 
     This package is on no index: its name would be a stranger's there.
     """
     requirements = []
     for line in metadata.requires("ray-rollout") or ():
         name, _, marker = line.partition(";")
-        if re.search(rf"extra == .{extra}\b", marker):
+        if re.search(rf"extra == .({'|'.join(extras)})\b", marker):
             requirements.append(f"'{name.strip()}'")
     return f"pip install {' '.join(requirements)}"

@@ -99,7 +99,7 @@ def make_byte_tokenizer() -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>"],  # transformers 5 reads this name, too
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -14,7 +14,7 @@ import pytest
 
 # What the extras of pyproject.toml install, by the name of the import; not those for development.
 OPTIONAL = (
-    *("accelerate", "jinja2", "safetensors", "tokenizers", "torch", "transformers"),
+    *("jinja2", "safetensors", "tokenizers", "torch", "transformers"),
     *("math_verify", "matplotlib", "numpy", "opentelemetry", "ray"),
     *("datasets", "mooncake", "peft", "trl"),
 )
