@@ -81,11 +81,10 @@ class ModelWeights:
         self._is_on_gpu = is_on_gpu
         self._adapter_fingerprints = adapter_fingerprints
         # A tied tensor is listed under its first name, the one save_pretrained keeps.
-        kind = getattr(getattr(model, "config", None), "model_type", "")
         self._tensors = {
             name: tensor
             for its_name, parameter in model.named_parameters()
-            for name, tensor in checkpoint_tensors(kind, its_name, parameter.data)
+            for name, tensor in checkpoint_tensors(its_name, parameter.data)
         }
         known = {name for name, _ in model.named_parameters()}
         self._tied = {
@@ -215,16 +214,9 @@ class ModelWeights:
             tensor.normal_()
 
 
-# Models whose checkpoints have ``experts.<n>.gate_proj``, ``up_proj`` and ``down_proj``, which
-# transformers joins, gate before up.
-_JOINED = frozenset({"qwen2_moe", "qwen3_moe"})
-
-
-def checkpoint_tensors(
-    model_type: str, name: str, tensor: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A parameter as its checkpoint has it: by itself, or one tensor for each expert and part."""
-    if model_type in _JOINED and first_expert_of(name) and tensor.dim() == 3:
+    if first_expert_of(name) and tensor.dim() == 3:
         yield from split_experts(name, tensor)
     else:
         yield name, tensor
