@@ -196,8 +196,8 @@ def _make_server(
     except ValueError as error:
         raise ConfigError(
             f"run_id = {config.run_id!r}: the actor {full_name} of another run lives in namespace "
-            f"{own_name.namespace!r} of the Ray cluster ({error}); stop that run, or choose another run_id "
-            "or cluster.namespace",
+            f"{own_name.namespace!r} of the Ray cluster ({error}); stop that run, or choose "
+            "another run_id or cluster.namespace",
             setting="run_id",
             value=config.run_id,
         ) from error
