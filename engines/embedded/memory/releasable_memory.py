@@ -25,13 +25,20 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class ReleasableMemory:
-    """One private anonymous mapping, filled from its start by ``take``."""
+    """One private anonymous mapping, filled from its start by ``take``.
+
+    Raises:
+        MemoryError: the machine refuses so much.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         # Private, not Python's default of shared: MADV_DONTNEED frees nothing of a shared one.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, self.nbytes, flags=flags, prot=_PROT_READ_WRITE)
+        try:
+            self._map = mmap.mmap(-1, self.nbytes, flags=flags, prot=_PROT_READ_WRITE)
+        except OSError as error:
+            raise MemoryError(f"{self.nbytes} bytes: {error.strerror}") from None
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._taken = 0
         self._backup: int | None = None
