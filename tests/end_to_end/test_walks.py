@@ -93,8 +93,8 @@ async def test_the_files_of_a_recovery(policy: ServerHandle) -> None:
     engine = (await policy.status()).groups[0].engines[0]
     assert engine.pid is not None
 
-    async def is_back() -> bool:
-        status = (await policy.status()).groups[0].engines[0]
+    def is_back() -> bool:
+        status = policy.status().result(60).groups[0].engines[0]
         return status.state == "serving" and status.pid not in (None, engine.pid)
 
     with called() as seen:
