@@ -126,11 +126,15 @@ STEP = SYNC | {"offload_s", "onload_s", "release_memory_occupation_s"}
 STEP |= {"onload_weights_s", "onload_kv_s"}
 STEP_SHARE = "share of one core, a step of 10 s (%)"
 
+OF_SERVER = {
+    f"{what}_{count}" for what in ("tokens_per_s", "cpu_ms_per_token") for count in (1, 32)
+}
+
 KEYS: dict[str, dict[str, Any]] = {
     "embedded": {
-        "tokens_per_s_1": None,
-        "tokens_per_s_16": None,
-        "generate_tokens_per_s_16": None,
+        "embedded": OF_SERVER | {"boot_cpu_s"},
+        "generate_batch": OF_SERVER,
+        "llama_cpp": {"why_not"},
         "repeats": None,
     },
     "gpu": {
