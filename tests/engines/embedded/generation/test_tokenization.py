@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,11 @@ def test_tokens_that_the_settings_add_are_those_of_transformers(tmp_path: Path, 
         (folder / "special_tokens_map.json").write_text(json.dumps(pair))
     else:
         (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS[name]))
-    ours, theirs = ours_of(folder), theirs_of(folder)
+    ours = ours_of(folder)
+    if name == "extra" and metadata.version("transformers").startswith("4."):
+        text = json.dumps(SETTINGS[name]).replace("extra_", "additional_")  # its name there
+        (folder / "tokenizer_config.json").write_text(text)
+    theirs = theirs_of(folder)
     text = "a <end> <a><word> <pad><image>b<|im_end|> c"
     ids = ours.encode(text)
     assert ids == theirs.encode(text)
