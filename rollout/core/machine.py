@@ -6,7 +6,6 @@ Always true: a refusal names the limit, the available bytes and the needed bytes
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,11 +91,6 @@ def _cgroup_bytes() -> int | None:
         lines = dict(line.split() for line in stat.splitlines())
         return int(most) - used + int(lines.get(cache, 0))
     return None
-
-
-def since_boot_s() -> float:
-    """A clock that is the same for all processes of the machine."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def sync_folder(folder: Path) -> None:

@@ -34,7 +34,7 @@ class Step:
         slots: where keys and values of each token go in the cache, ``[tokens]``.
         cache: of each layer; empty for a pass that leaves nothing behind.
         experts: gets the experts of each token and sparse layer, ``[tokens, experts]``; None where
-            nobody wants them.
+            they are not wanted.
     """
 
     tokens: torch.Tensor
