@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, cycle, islice
 from typing import Any
@@ -51,6 +51,34 @@ logger = logging.getLogger(__name__)
 
 _MOST_COMPARED = 8
 _COMPARED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PushEnd:
+    """What is left to do when the engines hold a push; it has none of the push's tensors.
+
+    Attributes:
+        routes: as the figures name them.
+        copies: those of all ranks for the store; None if it reads the push itself, or nothing.
+    """
+
+    version: int
+    routes: str
+    encoders: Encoders
+    figures: PushFigures
+    copies: CopiedPush | None
+    server: ServerPort
+
+    def offer_copies(self) -> Pending[None] | None:
+        """Offer the copies to the store; None without copies."""
+        parts = (encoder.stored for encoder in self.encoders.values())
+        stored = next((part for part in parts if part is not None), None)
+        push = None if self.copies is None else self.copies.push(self.version, stored)
+        return None if push is None else self.server.offer_to_store(push)
+
+    def record(self) -> Pending[None]:
+        """Leave the figures to the timeline."""
+        return self.server.record_push(self.figures.spans(self.version, self.routes))
 
 
 class Leader:
@@ -271,9 +299,17 @@ class Leader:
         return self._push(manifest, buckets=payloads)
 
     @property
-    def routes_text(self) -> str:
-        """The routes of the push, as its figures name them."""
-        return "+".join(sorted({one.text for one in self.plan.routes}))
+    def end(self) -> PushEnd:
+        """What is left to do after the push, which is prepared."""
+        follower = self.follower
+        return PushEnd(
+            self.plan.terms.version,
+            "+".join(sorted({route.text for route in self.plan.routes})),
+            follower.shares.encoders,
+            follower.figures,
+            self.copies,
+            self._server,
+        )
 
     @property
     def _has_checkpoint(self) -> bool:
@@ -448,11 +484,7 @@ def push_of_one_rank(
             else leader.streamed_push(_stream_buckets(leader))
         )
         # Without the leader, which has the tensors.
-        figures, version, routes = follower.figures, plan.terms.version, leader.routes_text
-        encoders = follower.shares.encoders
-        offer = partial(offer_copies, leader.copies, encoders, version, server)
-        offered = rank.copies.offered
-        succeed = partial(_succeed, encoders, offer, offered, figures, version, routes, server)
+        succeed = partial(_succeed, leader.end, rank.copies.offered)
         return Push(made, follower.resources, succeed)
     except BaseException:
         follower.resources.close()
@@ -469,32 +501,14 @@ def _copy_buckets(leader: Leader) -> WeightPush:
     return leader.copied_push()
 
 
-def offer_copies(
-    copies: CopiedPush | None, encoders: Encoders, version: int, server: ServerPort
-) -> Pending[None] | None:
-    """Offer the copies of a push that has succeeded to the store; None without copies."""
-    parts = (encoder.stored for encoder in encoders.values())
-    stored = next((part for part in parts if part is not None), None)
-    push = None if copies is None else copies.push(version, stored)
-    return None if push is None else server.offer_to_store(push)
-
-
-def _succeed(
-    encoders: Encoders,
-    offer: Callable[[], Pending[None] | None],
-    offered: Callable[[Pending[None] | None], None],
-    figures: PushFigures,
-    version: int,
-    routes: str,
-    server: ServerPort,
-) -> Sequence[PushStage]:
+def _succeed(end: PushEnd, offered: Callable[[Pending[None] | None], None]) -> Sequence[PushStage]:
     """After the push of one process: leave its copies to the store, and figures to the timeline."""
-    for encoder in encoders.values():
+    for encoder in end.encoders.values():
         encoder.succeed()
-    offered(offer())
-    figures.wanted(time.monotonic())
-    server.record_push(figures.spans(version, routes))
-    return figures.stages(routes)
+    offered(end.offer_copies())
+    end.figures.wanted(time.monotonic())
+    end.record()
+    return end.figures.stages(end.routes)
 
 
 def _stream_buckets(leader: Leader) -> Iterator[OfferedBucket]:

@@ -17,7 +17,7 @@ from rollout.core.types import StepReport
 from rollout.rules.lifecycle import Command
 from rollout.weights.push.push import PushRequest
 from rollout.weights.ranks.follower import Follower
-from rollout.weights.ranks.leader import Leader, offer_copies
+from rollout.weights.ranks.leader import Leader
 from rollout.weights.ranks.messages import (
     Fits,
     FreeMemory,
@@ -129,8 +129,7 @@ class RankPush:
         self._follower.shares.succeed()
         if self._leader is None:
             return
-        version, figures = self._leader.plan.terms.version, self._follower.figures
-        recorded = self._server.record_push(figures.spans(version, self._leader.routes_text))
+        recorded = self._leader.end.record()
         with suppress(Exception):  # the weights are pushed: it succeeds without its spans
             recorded.result(_RECORD_S)
 
@@ -197,18 +196,18 @@ class RankPush:
             self._offer_copies()
         if self._verified is not None:
             report = self._verified.merged(report)
-        return replace(report, push_stages=figures.stages(self._led.routes_text))
+        return replace(report, push_stages=figures.stages(self._led.end.routes))
 
     def _offer_copies(self) -> None:
         """Leave the copies of all ranks to the store, before a rank hears of the end: it may close
         its pusher then, and the store must hold its files before."""
-        version, encoders = self._led.plan.terms.version, self._follower.shares.encoders
+        end = self._led.end
         try:
-            offered = offer_copies(self._led.copies, encoders, version, self._server)
+            offered = end.offer_copies()
             if offered is not None:
                 offered.result(_OFFER_S)
         except (RolloutError, TimeoutError) as error:
-            logger.warning("store: weight version %d is not kept: %s", version, error)
+            logger.warning("store: weight version %d is not kept: %s", end.version, error)
 
     def _finish(self) -> None:
         """Resume what waited until all ranks had freed memory."""

@@ -84,7 +84,7 @@ def trainer(cuda: CudaDouble, tmp_path: Path) -> Iterator[Trainer]:
 def test_a_bucket_is_copied_while_the_next_ones_are_pushed(
     cuda: CudaDouble, trainer: Trainer
 ) -> None:
-    assert trainer.leader.routes_text == "cuda_ipc", "with auto, also from one process"
+    assert trainer.leader.end.routes == "cuda_ipc", "with auto, also from one process"
     for index in range(NUM_TENSORS):
         is_last = trainer.make(index)
         (stream,) = cuda_double.streams
