@@ -7,6 +7,7 @@ where it is nested deeply, and so does whatever walks through a value that it co
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 MOST_DEPTH = 200
@@ -26,6 +27,18 @@ def read_json(data: bytes | str) -> Any:
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     check_depth(data, value)
+    return value
+
+
+def object_in(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no object.
+    """
+    value = read_json(file.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"{file.name} is not a JSON object")
     return value
 
 

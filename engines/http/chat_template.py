@@ -13,25 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.plain_json import read_json
+from engines.plain_json import object_in
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.nodes import Node
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is no object.
-    """
-    value = read_json(file.read_bytes()) if file.is_file() else {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{file.name} is not a JSON object")
-    return value
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -41,10 +29,15 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: a file cannot be read.
     """
-    settings = read_object(folder / "tokenizer_config.json")
+    settings = object_or_empty(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings
-    return settings | read_object(folder / "special_tokens_map.json")
+    return settings | object_or_empty(folder / "special_tokens_map.json")
+
+
+def object_or_empty(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file."""
+    return object_in(file) if file.is_file() else {}
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -142,5 +142,5 @@ def test_the_files_of_a_request_whose_engine_is_lost(policy: ServerHandle) -> No
         for lines in replies:
             *_, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
-    assert len(files) == 17
+    assert len(files) == 18
     assert set(files) <= seen, sorted(set(files) - seen)

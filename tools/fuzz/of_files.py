@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engines.embedded.core.model_config import read_model_config
 from engines.process import engine_records, locks
 from engines.process.guard import RECORD, place
 from engines.process.own_files import OwnFolder
@@ -409,6 +410,12 @@ def readers() -> Sequence[Reader]:
         Reader("session_file", whole(_session_file), (files.UnreadableSession,), _session_files),
         Reader("file_lock", _at("lock", _lock), (), _locks),
         Reader("checkpoint_config", _at("model/config.json", _checkpoint), (), _checkpoints),
+        Reader(
+            "model_config",
+            _at("embedded/config.json", lambda path: read_model_config(path.parent)),
+            (ValueError,),
+            _checkpoints,
+        ),
         Reader("checkpoint_index", _at("index/model.safetensors.index.json", _index), (), _indices),
         Reader(
             "checkpoint_manifest",

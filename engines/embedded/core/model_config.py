@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from engines.plain_json import WRONG_FORM, read_json
+from engines.plain_json import WRONG_FORM, object_in
 
 _TITLES = {
     "llama": "Llama",
@@ -39,6 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
 }
+_MOST_LAYERS = 4096
 _ANY_SIZES = ConfigDict(extra="ignore")
 
 
@@ -104,7 +105,7 @@ class ModelConfig:
 def refuse_architecture(raw: Mapping[str, Any]) -> None:
     """Raises ValueError where the decoder does not know the model of this ``config.json``."""
     kind = raw.get("model_type")
-    if kind not in _TITLES:
+    if not isinstance(kind, str) or kind not in _TITLES:
         names = raw.get("architectures")
         named = f" ({names[0]})" if isinstance(names, list) and names else ""
         raise ValueError(
@@ -121,9 +122,9 @@ def read_model_config(path: str | Path) -> ModelConfig:
         ValueError: the decoder does not run such a model; one sentence.
     """
     folder = Path(path)
-    raw = _object_in(folder / "config.json")
+    raw = object_in(folder / "config.json")
     generation = folder / "generation_config.json"
-    return model_config(raw, _object_in(generation) if generation.is_file() else {})
+    return model_config(raw, object_in(generation) if generation.is_file() else {})
 
 
 def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -182,7 +183,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(kind: str, values: Mapping[str, Any]) -> list[int | None]:
-    count = int(values["num_hidden_layers"])
+    count = _num_layers(values)
     window = values.get("sliding_window")
     if kind == "llama" or (kind != "mistral" and not values.get("use_sliding_window")):
         window = None
@@ -201,17 +202,17 @@ def _sparse_layers(kind: str, values: Mapping[str, Any]) -> set[int]:
     if kind != "qwen3_moe" or not values["num_experts"]:
         return set()
     step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers", [])
-    layers = range(int(values["num_hidden_layers"]))
+    layers = range(_num_layers(values))
     return {index for index in layers if index not in dense and (index + 1) % step == 0}
+
+
+def _num_layers(values: Mapping[str, Any]) -> int:
+    count = int(values["num_hidden_layers"])
+    if not 0 < count <= _MOST_LAYERS:
+        raise ValueError(f"config.json: {count} layers, and not 1 to {_MOST_LAYERS}")
+    return count
 
 
 def _ids(values: Mapping[str, Any]) -> frozenset[int]:
     value = values.get("eos_token_id")
     return frozenset(value if isinstance(value, list) else [] if value is None else [value])
-
-
-def _object_in(file: Path) -> dict[str, Any]:
-    found = read_json(file.read_bytes())
-    if not isinstance(found, dict):
-        raise ValueError(f"{file.name} is not a JSON object")
-    return found

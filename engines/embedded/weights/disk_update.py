@@ -58,9 +58,13 @@ def checkpoint_files(path: str) -> list[Path]:
 
 def _indexed(index: Path) -> list[str]:
     try:
-        return sorted(set(read_json(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(read_json(index.read_bytes())["weight_map"].values()))
+        outside = [name for name in names if os.path.basename(name) != name]
     except (OSError, *WRONG_FORM) as error:
         raise Invalid(f"cannot read {index}: {error}") from None
+    if outside:
+        raise Invalid(f"{index} names {outside[0]!r}, which is no file of its folder")
+    return names
 
 
 def update_from_disk(

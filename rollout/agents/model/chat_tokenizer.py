@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.http.chat_template import (
     compiled,
-    read_object,
+    object_or_empty,
     special_tokens,
     template_texts,
     tokenizer_settings,
@@ -186,7 +186,7 @@ def load_chat_tokenizer(folder: str) -> ChatTokenizer:
         settings = tokenizer_settings(path)
         texts = {name: text for name, text in template_texts(path, settings).items() if text}
         templates = {name: compiled(text) for name, text in texts.items()}
-        image_token = placeholder_in(read_object(path / "config.json"))
+        image_token = placeholder_in(object_or_empty(path / "config.json"))
     except Exception as error:  # jinja2 has many
         raise no_tokenizer(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
     added = tokenizer.get_added_tokens_decoder()

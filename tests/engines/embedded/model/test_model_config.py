@@ -91,6 +91,8 @@ def test_windows(family: str, more: dict[str, Any], windows: tuple[int | None, .
         ({"num_attention_heads": 0}, "config.json"),
         ({"use_sliding_window": True, "layer_types": ["chunked"] * 3}, "'chunked'"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"model_type": ["qwen2"]}, "model of type"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_in_one_sentence(
