@@ -23,6 +23,7 @@ from tests.support.paged import until
 from tests.support.real_policy import one_engine, real_config
 
 pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5")  # its gates say what they chose
 pytestmark = pytest.mark.timeout(600)
 EMBEDDED = (pytest.mark.embedded, pytest.mark.slow)
 NUM_TOKENS = 300

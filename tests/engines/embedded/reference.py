@@ -17,6 +17,24 @@ def model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
+def routing(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and choices of all sparse layers, ``[layers, tokens, experts]``."""
+    outputs: list[Any] = []
+    gates = [part for name, part in model.named_modules() if name.endswith(".mlp.gate")]
+    handles = [gate.register_forward_hook(lambda _, __, out: outputs.append(out)) for gate in gates]
+    try:
+        with torch.no_grad():
+            model(torch.tensor([ids]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if isinstance(outputs[0], torch.Tensor):  # transformers 4: the logits alone
+        probabilities = torch.stack([logits.softmax(-1) for logits in outputs])
+        return probabilities, probabilities.topk(model.config.num_experts_per_tok).indices
+    probabilities = torch.stack([logits.softmax(-1) for logits, _, _ in outputs])
+    return probabilities, torch.stack([chosen for _, _, chosen in outputs])
+
+
 def greedy(path: Path, prompt: list[int], max_new_tokens: int = 16) -> list[int]:
     """The completion of ``model.generate``."""
     ids = torch.tensor([prompt])

@@ -49,20 +49,8 @@ def experts_of(reply: dict[str, Any], prompt: list[int]) -> list[Any]:
 
 
 def expected(path: Path, ids: list[int]) -> list[Any]:
-    import torch
-
-    model, chosen = reference.model(path), []
-    handles = [
-        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, out: chosen.append(out[2]))
-        for layer in model.model.layers
-    ]
-    try:
-        with torch.no_grad():
-            model(torch.tensor([ids]))
-    finally:
-        for handle in handles:
-            handle.remove()
-    rows: list[Any] = torch.stack(chosen, dim=1).tolist()
+    _, chosen = reference.routing(reference.model(path), ids)
+    rows: list[Any] = chosen.transpose(0, 1).tolist()
     return rows
 
 

@@ -24,9 +24,11 @@ from engines.embedded.weights.model_loading import load_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from safetensors.torch import load_file, save_file
+from tests.engines.embedded import reference
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(300)]
 torch.set_num_threads(1)  # colleagues share the cores
+IS_4 = transformers.__version__.startswith("4.")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 LENGTH = 24
 CLOSE = 1e-5
@@ -102,6 +104,12 @@ def configs(draw: some.DrawFn, family: str) -> dict[str, Any]:
 
 def their_model(family: str, arguments: dict[str, Any]) -> Any:
     """transformers' model, with no value that is zero or one for all."""
+    if IS_4 and "rope_parameters" in arguments:
+        rope = dict(arguments["rope_parameters"])
+        theta = rope.pop("rope_theta")
+        scaling = None if rope["rope_type"] == "default" else rope
+        arguments = {**arguments, "rope_theta": theta, "rope_scaling": scaling}
+        del arguments["rope_parameters"]
     config = transformers.AutoConfig.for_model(family, **arguments)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -151,18 +159,6 @@ def their_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def their_experts(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and choices of all sparse layers, ``[layers, tokens, experts]``."""
-    found: list[Any] = []
-    routers = [one for one in model.modules() if type(one).__name__.endswith("TopKRouter")]
-    handles = [one.register_forward_hook(lambda _, __, out: found.append(out)) for one in routers]
-    their_logits(model, ids)
-    for handle in handles:
-        handle.remove()
-    probabilities = torch.stack([logits.softmax(-1) for logits, _, _ in found])
-    return probabilities, torch.stack([chosen for _, _, chosen in found])
-
-
 class Batch:
     """Greedy completions by the engine's own scheduler and cache.
 
@@ -209,7 +205,7 @@ def check_prompts(ours: Decoder, theirs: Any, vocabulary: int) -> None:
         torch.testing.assert_close(logits, their_logits(theirs, one), atol=CLOSE, rtol=CLOSE)
     if experts:
         for one, chosen in zip(ids, torch.stack(experts).split([*map(len, ids)], 1), strict=True):
-            probabilities, expected = their_experts(theirs, one)
+            probabilities, expected = reference.routing(theirs, one)
             # By their probabilities, since two experts may be as good as equal.
             got, wanted = (probabilities.gather(2, index) for index in (chosen, expected))
             torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)
@@ -259,7 +255,7 @@ def test_a_config_of_transformers_4_is_the_same_model(tmp_path: Path) -> None:
     theirs = their_model("llama", {**SMALL, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}})
 
     def as_in_4(raw: dict[str, Any]) -> None:
-        del raw["rope_parameters"]
+        raw.pop("rope_parameters", None)  # of transformers 5
         raw["torch_dtype"] = raw.pop("dtype")
         raw |= {"rope_theta": 5e5, "rope_scaling": LLAMA3}
 

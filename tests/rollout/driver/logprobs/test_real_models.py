@@ -20,7 +20,10 @@ PROMPT_LENGTH, LENGTH, NUM = 3, 96, 12
 
 def load(folder: Path, **rope: Any) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
-    config.rope_parameters = {**config.rope_parameters, **rope}
+    if transformers.__version__.startswith("4."):
+        config.rope_theta, config.rope_scaling = rope.pop("rope_theta", config.rope_theta), rope
+    else:
+        config.rope_parameters = {**config.rope_parameters, **rope}
     load_model = transformers.AutoModelForCausalLM.from_pretrained
     return load_model(folder, config=config, dtype=torch.float32).eval()
 
