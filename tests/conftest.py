@@ -188,9 +188,14 @@ def ray_cluster() -> Iterator[RayWorld]:
 @pytest.fixture(scope="module", autouse=True)
 def no_actor_is_left() -> Iterator[None]:
     """Fail the file that leaves actors, which the next one finds in their common cluster."""
+    before = set(actors_of_runs())
     yield
-    if actors_of_runs() and not wait_until(lambda: not actors_of_runs(), GRACE_S):
-        pytest.fail(f"actors of this file's runs are left: {actors_of_runs()}", pytrace=False)
+
+    def left() -> list[str]:
+        return sorted(set(actors_of_runs()) - before)
+
+    if left() and not wait_until(lambda: not left(), GRACE_S):
+        pytest.fail(f"actors of this file's runs are left: {left()}", pytrace=False)
 
 
 @pytest.hookimpl(trylast=True)

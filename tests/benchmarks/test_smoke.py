@@ -134,7 +134,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "embedded": {
         "embedded": OF_SERVER | {"boot_cpu_s"},
         "generate_batch": OF_SERVER,
-        "llama_cpp": {"why_not"},
+        "llama_cpp": {"why_not": str},
         "repeats": None,
     },
     "gpu": {

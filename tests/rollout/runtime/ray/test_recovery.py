@@ -74,9 +74,12 @@ def test_engines_end_when_their_server_is_gone_for_good(
     ]
     endpoints = [one.endpoint for one in engines(policy).values()]
     world.ray.kill(world.ray.get_actor(*name))
+    later: list[Any] = []
     if has_name_again:
-        assert wait_until(partial(_takes_name, world, *name), TIMEOUT_S)
+        assert wait_until(partial(_takes_name, world, later, *name), TIMEOUT_S)
     assert wait_until(lambda: "EngineActor" not in world.live_actors(), TIMEOUT_S)
+    for actor in later:
+        world.ray.kill(actor)
     for endpoint in endpoints:
         with (
             pytest.raises(ConnectionRefusedError),
@@ -85,14 +88,10 @@ def test_engines_end_when_their_server_is_gone_for_good(
             pass
 
 
-def _takes_name(world: World, name: str, namespace: str) -> bool:
+def _takes_name(world: World, later: list[Any], name: str, namespace: str) -> bool:
     """The name is free a moment after the kill."""
-    later = world.ray.remote(num_cpus=0)(Later)
+    actor_class = world.ray.remote(num_cpus=0)(Later)
     with contextlib.suppress(ValueError):
-        _LATER.append(later.options(name=name, namespace=namespace).remote())
+        later.append(actor_class.options(name=name, namespace=namespace).remote())
         return True
     return False
-
-
-_LATER: list[Any] = []
-"""Handles, so that the actors live."""
