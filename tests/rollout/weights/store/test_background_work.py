@@ -1,4 +1,4 @@
-"""No work of the store beside its caller ends unseen: it goes on, or its error is told."""
+"""No work of the store beside its caller ends unseen: it goes on, or its error is reported."""
 
 from __future__ import annotations
 
