@@ -55,7 +55,7 @@ _COMPARED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PushEnd:
-    """The rest to do when the engines hold a push; it has none of the push's tensors.
+    """The steps that follow when the engines hold a push; it has none of the push's tensors.
 
     Attributes:
         routes: as the figures name them.
@@ -300,7 +300,7 @@ class Leader:
 
     @property
     def end(self) -> PushEnd:
-        """The rest to do after the push, which is prepared."""
+        """The steps that follow the push, which is prepared."""
         follower = self.follower
         return PushEnd(
             self.plan.terms.version,
