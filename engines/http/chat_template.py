@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from tokenizers import Tokenizer
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer in a ``tokenizer.json``; it neither cuts texts nor fills them up.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ValueError(str(error)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

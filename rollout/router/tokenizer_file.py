@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engines.http.chat_template import read_tokenizer
 from rollout.core.errors import ConfigError
 from rollout.core.optional_deps import optional_import
 
@@ -43,18 +44,13 @@ def load_tokenizer(folder: str) -> Tokenizer:
         raise no_tokenizer(folder, f"{file} is not on this machine")
     try:
         return _read_tokenizer(file, file.stat().st_mtime_ns)
-    except Exception as error:  # tokenizers raises no narrower one
+    except (OSError, ValueError) as error:
         raise no_tokenizer(folder, f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
 @lru_cache(1)  # sessions and failovers need the same one
 def _read_tokenizer(file: Path, modified_ns: int) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return read_tokenizer(file)
 
 
 def no_tokenizer(folder: str, why: str) -> ConfigError:

@@ -1,7 +1,8 @@
 """Which pages of the KV cache are free, whose they are, and which hold a known prefix.
 
-Always true: a page is free, or idle (nobody's, its contents still found by their prefix), or in use
-by one sequence or more; a page is found only by all tokens up to its end, under the same adapter.
+Always true: a page is free, or idle (in no sequence, and found by the prefix of its contents), or
+in use by one sequence or more; a page is found only by all tokens up to its end, under the same
+adapter.
 Idle pages are given up when no other is free, the longest unused first.
 """
 

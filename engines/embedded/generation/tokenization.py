@@ -13,6 +13,7 @@ from engines.embedded.generation.generation import Generation, StopFinder
 from engines.embedded.generation.sampling_params import Params
 from engines.http.chat_template import (
     compiled,
+    read_tokenizer,
     special_tokens,
     template_texts,
     tokenizer_settings,
@@ -137,12 +138,9 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
             "save_pretrained of transformers' AutoTokenizer writes one"
         )
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no narrower one
+        return read_tokenizer(file)
+    except ValueError as error:
         raise ValueError(f"tokenizer.json cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _add_tokens(

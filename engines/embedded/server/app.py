@@ -77,7 +77,7 @@ async def _schema(request: Request) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """As FastAPI answers, on which SGLang is."""
+    """The reply of FastAPI, on which SGLang is built."""
     assert isinstance(error, HTTPException)
     return Response(
         dumps({"detail": error.detail}), error.status_code, error.headers, "application/json"

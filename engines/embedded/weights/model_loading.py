@@ -38,6 +38,6 @@ def load_model(config: ModelConfig, path: str, dtype: str, memory: Memory) -> De
 
 
 def _stored_dtype(path: str) -> str:
-    """Of the checkpoint's first tensor."""
+    """The type of the checkpoint's first tensor."""
     with checkpoint_files(path)[0].open("rb") as file:
         return read_header(file.name, file.fileno()).specs()[0][1]

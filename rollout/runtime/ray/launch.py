@@ -159,8 +159,7 @@ def _make_server(
     # Router and server stay on the driver's node, because the driver calls its loopback.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     control: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
-    full_name = _full_name(config, name)
-    own_name = ActorName(config.cluster.namespace, full_name)
+    own_name = ActorName(config.cluster.namespace, _full_name(config, name))
     terms = store_terms(config, name)
     agents: RemoteAgents | None = None
     sources: Sequence[WeightSource] = ()
@@ -173,7 +172,7 @@ def _make_server(
     journal = server_journal(config, name, "ray")
     undo.journals.append(journal.path)
     make = ray.remote(**control | {"max_restarts": -1})
-    owner = (own_name.namespace, full_name)
+    owner = (own_name.namespace, own_name.name)
     placement = place(own_name)
     undo.placements.append(placement)
     launch = new_run()
@@ -189,15 +188,15 @@ def _make_server(
         },
         placement=placement,
     )
-    options = make(RolloutServerActor).options(name=full_name, namespace=own_name.namespace)
+    options = make(RolloutServerActor).options(name=own_name.name, namespace=own_name.namespace)
     arguments = (name, run, server, undo.keeps_ref(ray.put(parts)), journal, terms, agents)
     try:
         actor = own_name.once_free(lambda: options.remote(*arguments))
     except ValueError as error:
         raise ConfigError(
-            f"run_id = {config.run_id!r}: the actor {full_name} of another run lives in namespace "
-            f"{own_name.namespace!r} of the Ray cluster ({error}); stop that run, or choose "
-            "another run_id or cluster.namespace",
+            f"run_id = {config.run_id!r}: the actor {own_name.name} of another run lives in "
+            f"namespace {own_name.namespace!r} of the Ray cluster ({error}); stop that run, or "
+            "choose another run_id or cluster.namespace",
             setting="run_id",
             value=config.run_id,
         ) from error
