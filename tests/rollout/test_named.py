@@ -152,7 +152,7 @@ def heads() -> tuple[object, Callable[[str], object]]:
         data = b"POST /v1/score HTTP/1.1\r\nContent-Length: 1\r\n%s\r\n\r\n" % line
         for _ in range(3):
             headers = [(b"x-" + value[:100].encode(), value.encode())]
-            cache.add(head_key(data)[0], RequestHead(b"POST", route_of(b"/v1/score"), headers))
+            cache.add(head_key(data)[0], RequestHead(b"POST", route_of(b"/v1/score"), headers), [])
 
     return cache, come
 

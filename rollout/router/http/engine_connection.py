@@ -31,8 +31,8 @@ import httptools
 from engines.protocol import Endpoint
 from engines.protocol.plain_text import describe
 from rollout.router.http.fast_json import Data
-from rollout.router.http.head_cache import HeadCache, ReplyHead, head_key
-from rollout.router.http.headers import Headers
+from rollout.router.http.head_cache import HeadCache, Known, ReplyHead, head_key
+from rollout.router.http.headers import Headers, header_lines, split_unread
 from rollout.router.http.read_pacing import ReadPacing
 
 MAX_HEAD_BYTES = 1 << 16
@@ -55,11 +55,12 @@ class ReplyHandler(Protocol):
     upstream: SentRequest | None
     is_decoding: bool
 
-    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
+    def on_reply(self, head: ReplyHead, length: bytes, unread: bytes, is_alone: bool) -> None:
         """The head of the reply.
 
         Args:
             length: of the body, in digits; empty if the head does not state it.
+            unread: lines of headers that the router passes on.
             is_alone: no data of the body came with it.
         """
         ...
@@ -332,6 +333,8 @@ class EngineConnection(asyncio.Protocol):
             self._head = b""
         key, length, end = head_key(data)
         known = self._pool.head_cache.get(key)
+        if known is None and key:
+            known = self._pool.head_cache.similar(key)
         if known is not None and len(data) - end == int(length) and not self._is_head_request:
             return self._pass_on_whole(known, length, data[end:])
         if not b"HTTP/1.".startswith(data[:7]):
@@ -356,12 +359,12 @@ class EngineConnection(asyncio.Protocol):
         self._has_head = True
         return self._pass_on_head(status, rest, key)
 
-    def _pass_on_whole(self, head: ReplyHead, length: bytes, body: bytes) -> None:
+    def _pass_on_whole(self, known: Known[ReplyHead], length: bytes, body: bytes) -> None:
         """A complete reply whose head was read before."""
         handler = self._handler
         assert handler is not None
         self._has_head = True
-        handler.on_reply(head, length, False)
+        handler.on_reply(known.head, length, known.unread, False)
         if handler.upstream is self:  # else it has dropped the request
             self._end(body, stays_open=True)
 
@@ -386,10 +389,12 @@ class EngineConnection(asyncio.Protocol):
         self._is_until_close = has_body and not is_chunked and not length
         self._num_left = int(length) if length else -1
         self._last = b""
-        head = ReplyHead(status, headers, is_chunked and has_body, self._is_until_close)
+        read, others = split_unread(headers)
+        head = ReplyHead(status, read, is_chunked and has_body, self._is_until_close)
         if key and length and reader.stays_open:
-            self._pool.head_cache.add(key, head)
-        handler.on_reply(head, length, has_body and not rest and not reader.is_finished)
+            self._pool.head_cache.add(key, head, others)
+        is_alone = has_body and not rest and not reader.is_finished
+        handler.on_reply(head, length, header_lines(others), is_alone)
         if handler.upstream is not self:  # it has dropped the request
             return None
         if not has_body:

@@ -121,6 +121,7 @@ class Request:
         sent_as: its id at the engine that it was sent to last; of several prompts with ids one
             for each.
         names: of members that its client's body may have; None: that was not searched.
+        unread: lines of headers that the router passes on.
     """
 
     head: RequestHead
@@ -129,6 +130,7 @@ class Request:
     last: bytes = b""
     sent_as: str | tuple[str, ...] = ""
     names: frozenset[bytes] | None = None
+    unread: bytes = b""
 
     @property
     def rid(self) -> str:
@@ -183,7 +185,8 @@ class Request:
         """What is written on the connection to an engine, with ``more`` fields in the body."""
         body = self.body_for(namespace, more, kind)
         target = kind.generate_path.encode() if self._is_translated(kind) else b""
-        return [self.head.for_engine(endpoint, sum(map(len, body)), target, key), *body]
+        num_bytes = sum(map(len, body))
+        return [self.head.for_engine(endpoint, num_bytes, target, key, self.unread), *body]
 
 
 def read_fields(

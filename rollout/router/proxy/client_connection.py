@@ -34,6 +34,7 @@ from rollout.router.http.headers import (
     check_site,
     check_size,
     header_lines,
+    split_unread,
 )
 from rollout.router.http.routes import COMPLETION_PATHS, PINS_PATH, Route, route_of
 from rollout.router.proxy.client_response import ClientResponse
@@ -122,13 +123,17 @@ class ClientConnection(HttpToolsProtocol):
             is_between = self._parsing is None and not self._pipeline and not self._is_in_head
             if is_between and not self._is_surplus:
                 key, length, end = head_key(data)
-                head = self._proxy.head_cache.get(key)
+                known = self._proxy.head_cache.get(key)
+                if known is None and key:
+                    known = self._proxy.head_cache.similar(key)
                 is_whole = bool(key) and len(data) - end == int(length)
-                if head is None:
+                if known is None:
                     self._key = key
                     self._at_once = [] if is_whole and len(data) <= _PIECE_BYTES else None
                 elif is_whole:
-                    exchange = Exchange(self._proxy, ClientResponse(self, head), head)
+                    head, unread = known
+                    response = ClientResponse(self, head)
+                    exchange = Exchange(self._proxy, response, head, unread=unread)
                     self._pipeline.append(exchange)
                     self._is_started = True
                     exchange.start_whole(data[end:])
@@ -289,19 +294,27 @@ class ClientConnection(HttpToolsProtocol):
         refusal = self._why_refused(method, route)
         request: PipelinedRequest
         if route.is_generation or refusal is not None:
+            read, others = split_unread(self._proxy.keys.strip(self.headers))
             head = RequestHead(
                 method,
                 route,
-                self._proxy.keys.strip(self.headers),
+                read,
                 refusal=refusal,
                 is_last=is_last,
                 is_http_1_0=version == "1.0",
                 expects_continue=self.expect_100_continue,
             )
             response = ClientResponse(self, head)
-            request = Exchange(self._proxy, response, head, self._client_host, Receiving())
+            request = Exchange(
+                self._proxy,
+                response,
+                head,
+                self._client_host,
+                Receiving(),
+                unread=header_lines(others),
+            )
             if key and refusal is None:  # without a key there is no room in the cache
-                self._proxy.head_cache.add(key, head)
+                self._proxy.head_cache.add(key, head, others)
         else:
             cycle = self._cycle(route, is_last=is_last)
             within_s = PINNED_WITHIN_S if route.path == PINS_PATH else REPLY_WITHIN_S

@@ -78,9 +78,9 @@ class ClientResponse:
 
     # -- an engine's reply, passed on as it is ----------------------------------------------
 
-    def begin(self, reply: ReplyHead, length: bytes, signed: bytes) -> None:
+    def begin(self, reply: ReplyHead, length: bytes, unread: bytes, signed: bytes) -> None:
         """Keep the head of an engine's reply until ``pass_on`` writes it; ``signed`` as below."""
-        extra = []
+        extra = [unread]
         if reply.is_chunked or reply.is_until_close:
             self._is_event_stream = _is_event_stream(reply.headers)
             self._is_close_delimited = self._head.is_http_1_0

@@ -150,6 +150,7 @@ class Exchange:
         upstream: the request on its connection to an engine.
         is_decoding: the reply has to come without its chunks.
         began_s: when the request's turn on its connection began.
+        unread: lines of its head that the router passes on.
     """
 
     _proxy: Proxy
@@ -160,6 +161,7 @@ class Exchange:
     upstream: SentRequest | None = None
     is_decoding: bool = False
     began_s: float = 0.0
+    unread: bytes = b""
 
     def on(self, event: Event) -> None:
         """Take what has happened; an error in it ends this request, and is not raised."""
@@ -375,7 +377,7 @@ class Exchange:
             reader = read_checked(whole, is_streamed=read.is_stream_checked)
         contract = read.contract
         is_checked = contract is not NO_CONTRACT and contract.has_versions
-        request = Request(self._head, whole, fields, names=fields.names)
+        request = Request(self._head, whole, fields, names=fields.names, unread=self.unread)
         generation = Generation(request, named, contract, is_checked, reader)
         if reader is not None and is_checked:
             reader.may_show = partial(self._may_show, generation)
@@ -609,7 +611,7 @@ class Exchange:
         generation.logprob_kind = kind
         return None
 
-    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
+    def on_reply(self, head: ReplyHead, length: bytes, unread: bytes, is_alone: bool) -> None:
         place, response = self.stage, self.response
         if not isinstance(place, OnEngine):
             return
@@ -617,7 +619,7 @@ class Exchange:
             reader.begin(head)
             place.status = head.status
         else:
-            response.begin(head, length, self._signed(place.generation))
+            response.begin(head, length, unread, self._signed(place.generation))
             if self._head.route.path in COMPLETION_PATHS:
                 place.status = head.status
             # After a length the body follows at once, so the head can wait for it.

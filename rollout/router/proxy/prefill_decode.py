@@ -125,7 +125,7 @@ class PrefillReply:
             self.upstream.drop()
             self.upstream = None
 
-    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
+    def on_reply(self, head: ReplyHead, length: bytes, unread: bytes, is_alone: bool) -> None:
         """Ignored: the response is the decode engine's."""
 
     def on_reply_data(self, data: bytes, is_end: bool) -> None:

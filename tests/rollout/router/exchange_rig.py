@@ -48,7 +48,7 @@ class Upstream:
         self.is_paused = False
 
     def reply(self, head: ReplyHead, data: bytes, *, is_end: bool = True) -> None:
-        self.handler.on_reply(head, b"%d" % len(data), False)
+        self.handler.on_reply(head, b"%d" % len(data), b"", False)
         self.more(data, is_end=is_end)
 
     def more(self, data: bytes, *, is_end: bool = False) -> None:

@@ -12,7 +12,7 @@ class Handler:
         self.pieces = []
         self.end = None
 
-    def on_reply(self, head, length, is_alone):
+    def on_reply(self, head, length, unread, is_alone):
         assert head.status == 200
 
     def on_reply_data(self, data, is_end):

@@ -4,10 +4,20 @@ import asyncio
 
 import httptools
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout.router.http.head_cache import MAX_HEADS, MAX_SEEN_ONCE, HeadCache, head_key
+from engines.protocol import Endpoint
+from rollout.router.http.head_cache import (
+    MAX_HEADS,
+    MAX_SEEN_ONCE,
+    HeadCache,
+    ReplyHead,
+    RequestHead,
+    head_key,
+)
+from rollout.router.http.headers import READ, cut_unread, split_unread
+from rollout.router.http.routes import route_of
 from tests.rollout.router.conftest import router_config
 from tests.rollout.router.raw import bodies, connect, post
 
@@ -76,9 +86,9 @@ def test_heads_of_one_key_are_read_alike_but_for_the_length(lines, newline, leng
         key, digits, end = head_key(head)
         if not key:
             continue
-        known.add(key, head)
+        known.add(key, head, [])
         assert known.get(key) is None
-        known.add(key, head)
+        known.add(key, head, [])
         read = Read(parser, head)
         if known.get(key) is None or read.error:
             continue  # the router learns what httptools could read, and nothing else
@@ -90,6 +100,114 @@ def test_heads_of_one_key_are_read_alike_but_for_the_length(lines, newline, leng
             (name, b"%d" % length if name == b"content-length" else value)
             for name, value in read.headers
         ]
+
+
+UNREAD = st.sampled_from(["x-request-id", "Traceparent", "date", "x-length", "a", "b", "cookie"])
+NAMES = st.one_of(
+    UNREAD,
+    st.sampled_from(
+        [name.decode() for name in sorted(READ - {b"content-length", b"transfer-encoding"})]
+    ),
+)
+PLAIN = st.one_of(
+    st.text("ab:, ;=/1", max_size=6), st.sampled_from(["a", "on", "close", "close, a", "7"])
+)
+ODD = st.sampled_from(["\t", "a\x01", "\x80", "a\r\n folded: 2", "a\r\n\tb", "a\rb", "a\nb: c"])
+
+
+USUAL = st.just(": ")
+
+
+def lines_of(names, values=PLAIN, between=USUAL):
+    def line(name, in_upper, between, value):
+        return f"{name.title() if in_upper else name}{between}{value}".encode("latin-1")
+
+    return st.builds(line, names, st.booleans(), between, values)
+
+
+LINE = st.one_of(
+    lines_of(NAMES),
+    lines_of(UNREAD),
+    lines_of(NAMES, st.one_of(PLAIN, ODD), st.sampled_from([": ", ":", ":  ", " : "])),
+    lines_of(st.just("odd name")),
+)
+
+
+def made_of(head, unread, is_reply):
+    """What an engine or a client gets of it, and what the router knows."""
+    if is_reply:
+        sent = head.for_client(b"", b"5", unread)
+        return sorted(Read(httptools.HttpResponseParser, sent).headers)
+    where = Endpoint("127.0.0.1", 1)
+    sent = [head.for_engine(where, 5, key=key, unread=unread) for key in ("", "k")]
+    lines = [sorted(Read(httptools.HttpRequestParser, one).headers) for one in sent]
+    return *lines, head.affinity, head.asks_failover, head.contract_texts
+
+
+def parsed_head(data, is_reply, is_split=True):
+    read = Read(httptools.HttpResponseParser if is_reply else httptools.HttpRequestParser, data)
+    headers = [header for header in read.headers if header[0] != b"content-length"]
+    headers, others = split_unread(headers) if is_split else (headers, [])
+    if is_reply:
+        return ReplyHead(200, headers), others, read.error
+    return RequestHead(b"POST", route_of(b"/generate"), headers), others, read.error
+
+
+@given(
+    is_reply=st.booleans(),
+    known=st.lists(st.one_of(lines_of(NAMES), lines_of(NAMES), LINE), max_size=2),
+    others=st.lists(st.tuples(st.integers(0, 3), LINE), min_size=1, max_size=2),
+)
+@example(False, [b"Connection: close, a"], [(1, b"a: 7")])
+@example(False, [], [(0, b"a: \x01")])
+@example(False, [b"a:x"], [(0, b"b: y")])
+@example(False, [], [(0, b"x-length: 7")])
+def test_a_head_made_of_a_similar_one_is_what_a_parser_reads(is_reply, known, others):
+    cache = HeadCache()
+    first = b"HTTP/1.1 200 OK" if is_reply else b"POST /generate HTTP/1.1"
+    known = [*known, b"Content-Length: 5"]
+    for number in range(3):
+        data = b"\r\n".join([first, *known, b"x-id: %d" % number, b"", b""])
+        head, unread, error = parsed_head(data, is_reply)
+        if error or not (key := head_key(data)[0]):
+            return
+        cache.add(key, head, unread)
+    for place, line in others:
+        known.insert(min(place, len(known)), line)
+    data = b"\r\n".join([first, *known, b"", b""])
+    key, digits, _ = head_key(data)
+    if not key or cache.get(key) is not None:
+        return
+    similar = cache.similar(key)
+    if similar is not None:
+        parsed, _, error = parsed_head(data, is_reply, is_split=False)
+        assert not error
+        assert digits == b"5"
+        assert made_of(*similar, is_reply) == made_of(parsed, b"", is_reply)
+
+
+def test_a_line_that_is_folded_stays_with_its_head():
+    """httptools refuses these; what accepts them reads the next line as a part of the value."""
+    head = b"POST / HTTP/1.1\r\nHost: a\r\na: x\r\n folded: 2\r\nb: y\r\n\r\n"
+    assert cut_unread(head) == (head.replace(b"b: y\r\n", b""), [b"b: y"])
+
+
+def test_a_head_with_an_id_of_its_own_is_made_of_those_before():
+    cache = HeadCache()
+
+    def data(number):
+        return (
+            b"POST /generate HTTP/1.1\r\nHost: a\r\nX-Request-Id: %d\r\nX-Affinity: s\r\n"
+            b"traceparent: 00-%d\r\nContent-Length: %d\r\n\r\n" % (number, number, number)
+        )
+
+    for number in range(2):
+        cache.add(head_key(data(number))[0], *parsed_head(data(number), False)[:2])
+    head, unread = cache.similar(head_key(data(77))[0])
+    assert head.affinity == "s"
+    assert unread == b"X-Request-Id: 77\r\ntraceparent: 00-77\r\n"
+    other = data(77).replace(b"X-Affinity: s", b"X-Affinity: t")
+    assert cache.similar(head_key(other)[0]) is None
 
 
 def dict_of_lists(headers):
@@ -116,20 +234,19 @@ def test_the_oldest_head_makes_room():
     heads = [b"POST /%d HTTP/1.1\r\nContent-Length: 1\r\n\r\n" % n for n in range(MAX_HEADS + 1)]
     keys = [head_key(head)[0] for head in heads]
     for key in keys:
-        known.add(key, key)
-        known.add(key, key)
-    assert known.get(keys[0]) is None
-    assert [known.get(key) for key in keys[1:]] == keys[1:]
+        known.add(key, key, [])
+        known.add(key, key, [])
+    assert [known.get(key) for key in keys] == [None] + [(key, b"") for key in keys[1:]]
 
 
 def test_heads_that_come_once_evict_no_other():
     known = HeadCache()
     keys = [head_key(b"POST /%d HTTP/1.1\r\nContent-Length: 1\r\n\r\n" % n)[0] for n in range(9999)]
-    known.add(keys[0], keys[0])
-    known.add(keys[0], keys[0])
+    known.add(keys[0], keys[0], [])
+    known.add(keys[0], keys[0], [])
     for key in keys[1:]:
-        known.add(key, key)
-    assert [known.get(key) for key in keys] == [keys[0]] + [None] * 9998
+        known.add(key, key, [])
+    assert [known.get(key) for key in keys] == [(keys[0], b"")] + [None] * 9998
     assert len(known._seen_once) <= MAX_SEEN_ONCE
 
 

@@ -50,7 +50,7 @@ def test_heads_with_many_headers_are_not_kept():
             data = b"POST /v1/%d HTTP/1.1\r\nContent-Length: 1\r\n%s\r\n" % (number, lines)
             head = RequestHead(b"POST", route_of(b"/v1/score"), headers)
             for _ in range(3):
-                known.add(head_key(data)[0], head)
+                known.add(head_key(data)[0], head, [])
 
     assert kept_bytes(come) < 1e6
 
