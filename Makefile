@@ -17,6 +17,8 @@ BEFORE ?=
 # uv reads UV_FIND_LINKS, UV_INDEX and UV_TORCH_BACKEND=cpu, and no setting of pip.
 RESOLUTION ?= lowest-direct
 TORCH ?=
+# pyarrow does not say which numpy it needs, and its newest needs 2.0: the last that takes the lowest of ours.
+LOWEST ?= 'pyarrow<22'
 # What reads, writes or drives something of another project: models, tensors, files, HTTP, Ray, terminals.
 VERSIONS_TESTS ?= $(addprefix tests/engines/,contract embedded http tensors) \
 	$(addprefix tests/rollout/,adapters agents cli/test_commands.py config driver/data driver/logprobs observability \
@@ -106,9 +108,9 @@ test-pythons: $(BIN)/python ## run the fast tests on this machine's oldest and n
 # Not with the pins of constraints.txt.  What an old version calls deprecated is no error there, nor what it leaves to the
 # garbage collector, as Ray 2.50 does with its processes.
 test-versions: build/uv/bin/uv ## run VERSIONS_TESTS with the lowest versions of all extras; RESOLUTION=highest
-	printf '%s\n' $(TORCH) > build/torch.txt
+	printf '%s\n' $(TORCH) $(if $(filter lowest%,$(RESOLUTION)),$(LOWEST)) > build/overrides.txt
 	$< pip compile -q pyproject.toml $(foreach extra,$(subst $(comma), ,$(VERSIONS_EXTRAS)),--extra $(extra)) \
-		--override build/torch.txt --resolution $(RESOLUTION) --python build/uv/bin/python -o build/$(RESOLUTION).txt
+		--override build/overrides.txt --resolution $(RESOLUTION) --python build/uv/bin/python -o build/$(RESOLUTION).txt
 	$< venv -q --clear --python build/uv/bin/python build/$(RESOLUTION)
 	$< pip install -q --python build/$(RESOLUTION)/bin/python -r build/$(RESOLUTION).txt
 	$< pip install -q --python build/$(RESOLUTION)/bin/python --no-deps $(EDITABLE) .

@@ -22,7 +22,7 @@ from rollout.config import RolloutConfig
 from rollout.runtime.handle import ServerHandle
 from tests.support.builders import push
 
-_PROBES = frozenset({"/ready", "/health"})
+_NOT_COUNTED = frozenset({"/ready", "/health", "/fake/requests"})
 _ACTORS = ("ServerGroupActor", "RolloutServerActor", "RouterActor")
 
 
@@ -64,7 +64,7 @@ class Meter:
         busiest_s, num_calls = 0.0, 0
         for index, client in enumerate(self._clients):
             requests = client.get("/fake/requests").json()
-            new = [call for call in requests[self._num_seen[index] :] if call[0] not in _PROBES]
+            new = [call for call in requests[self._num_seen[index] :] if call[0] not in _NOT_COUNTED]
             self._num_seen[index] = len(requests)
             busiest_s = max(busiest_s, sum(replied_s - came_s for _, came_s, replied_s in new))
             num_calls += len(new)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -113,7 +114,7 @@ async def continued(agent: Agent, folder: Path) -> Any:
     ):
 
         async def turns() -> list[dict[str, Any]]:
-            async with agent.http.get(f"{url}/sessions/s") as reply:
+            async with aiohttp.request("GET", f"{url}/sessions/s") as reply:
                 return [] if reply.status == 404 else (await reply.json())["turns"]
 
         yield client, turns

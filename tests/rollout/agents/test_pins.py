@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -84,7 +85,8 @@ async def test_a_session_stays_with_its_version_in_the_worker_behind_a_lost_one(
             asked: Any = [*history, USER]
             await client.chat.completions.create(model="policy", messages=asked)
         assert sent(agent) == ["policy@3"] * 2
-        await agent.http.delete(f"{url}/sessions/s")
+        async with aiohttp.request("DELETE", f"{url}/sessions/s"):
+            pass
         assert await agent.bench.host.unpinned("policy@3", 10.0)
         assert not list(left.glob("*.pin"))
 

@@ -363,7 +363,7 @@ def test_a_stream_that_fails_raises(policy: ServerHandle) -> None:
 # -- first calls of several threads ---------------------------------------------------------------
 
 FIRST_CALLS = """
-import sys, threading, traceback, rollout
+import os, sys, threading, traceback, rollout
 policy = rollout.connect(sys.argv[1])["policy"]
 short = rollout.SamplingParams(max_new_tokens=2)
 begin, failed = threading.Barrier(16), []
@@ -384,7 +384,7 @@ for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-loops = [thread for thread in threading.enumerate() if thread.name.startswith("samples-")]
+loops = [thread for thread in threading.enumerate() if thread.name == f"samples-{os.getpid()}"]
 print(len(failed), "failed;", len(loops), "loop;", *failed[:1])
 """
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from engines.embedded.core.model_config import read_model_config
 from engines.embedded.weights.model_weights import ModelWeights
 from rollout.testing.tiny_model import make_tiny_model
 
@@ -13,15 +14,17 @@ def test_a_mixture_of_experts_is_known_and_written_by_the_names_of_its_checkpoin
     tmp_path: Path,
 ) -> None:
     import torch
+    from engines.embedded.model.decoder import Decoder
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
     path = make_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=3)
     saved = load_file(path / "model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = Decoder(read_model_config(path), torch.float32).to_empty(device="cpu")
     weights = ModelWeights(model)
     held = {one["name"]: one["shape"] for one in weights.manifest()}
     assert held == {name: list(tensor.shape) for name, tensor in saved.items()}
+    for change in weights.changes(list(saved.items())):
+        change()
     before, _ = weights.checksum()
     for change in weights.changes([(name, tensor * 2) for name, tensor in saved.items()]):
         change()

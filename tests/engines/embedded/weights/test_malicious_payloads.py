@@ -61,8 +61,13 @@ def bucket(**entry: Any) -> bytes:
 def objects() -> Iterator[tuple[str, Any]]:
     import numpy
     import torch
-    from numpy._core.multiarray import _reconstruct
-    from numpy._core.numeric import _frombuffer
+
+    if numpy.lib.NumpyVersion(numpy.__version__) < "2.0.0":
+        from numpy.core.multiarray import _reconstruct
+        from numpy.core.numeric import _frombuffer
+    else:
+        from numpy._core.multiarray import _reconstruct
+        from numpy._core.numeric import _frombuffer
 
     pointers, float32 = b"A" * 32, numpy.dtype("f4")
     yield "the finding", Call(torch.Size, Call(numpy.ndarray, (4,), "O", pointers))

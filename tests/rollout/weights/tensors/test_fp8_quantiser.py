@@ -64,7 +64,10 @@ def write_fp8_checkpoint(
     """The same model on disk, with the projection in float8."""
     values, scales = reference(trained()[PROJ], BLOCK)
     tensors = trained() | {PROJ: values, f"{PROJ}_scale_inv": scales} | dict(changed or {})
-    save_file(tensors, folder / "model.safetensors")
+    try:
+        save_file(tensors, folder / "model.safetensors")
+    except KeyError as error:
+        pytest.skip(f"this version of safetensors has no {error}")
     config = {"quantization_config": {**QUANTISATION, **(quantisation or {})}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
