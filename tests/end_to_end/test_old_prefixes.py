@@ -1,4 +1,4 @@
-"""Embedded engines, whose cached prefixes have no names: only the flush keeps old ones out."""
+"""Cached prefixes without the keys of their versions: only the flush keeps old ones out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_engine_that_is_not_flushed_is_fenced_before_the_gate_opens(tmp_path:
     config = rollout.RolloutConfig.from_dict(
         {"log_dir": str(tmp_path), "servers": {"policy": policy}}
     )
-    sabotage = Sabotage()
+    sabotage = Sabotage(keys=True)
     with launch_local(config, connect=sabotage.connect) as deployment:
         server = deployment["policy"]
         server.push(load_file(models[1] / "model.safetensors")).result(60)

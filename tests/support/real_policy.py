@@ -91,6 +91,7 @@ class Sabotage:
 
     pause: bool = False
     flush: bool = False
+    keys: bool = False
 
     def connect(self, endpoint: Endpoint, engine_id: str) -> Engine:
         return _SGLang(self, endpoint, engine_id)
@@ -113,6 +114,11 @@ class _Sabotaged:
     async def flush_cache(self, timeout_s: float | None = None) -> None:
         if not (self._sabotage.pause or self._sabotage.flush):
             await super().flush_cache(timeout_s)
+
+    async def generate(self, *args: Any, **settings: Any) -> dict[str, Any]:
+        keys = {"extra_key": None} if self._sabotage.keys else {}
+        reply: dict[str, Any] = await super().generate(*args, **settings | keys)  # type: ignore[misc]
+        return reply
 
     async def update_weights_from_tensor(self, *args: Any, **settings: Any) -> None:
         await super().update_weights_from_tensor(*args, **self._left_out(settings))

@@ -35,6 +35,7 @@ class Generation:
         seed: of its random numbers; None takes them from the process's own stream.
         logprob_start_len: first prompt token whose log-probability is returned; -1 for none.
         adapter: the LoRA adapter it runs with; None for the base model alone.
+        cache_key: it uses only prefixes that were cached with this key.
         wants_experts: the experts that computed its tokens are kept.
         routed_experts: of each token that was computed, int32 of shape ``[layers, experts]``.
         input_logprobs: of the prompt's tokens after that one, None where it is NaN.
@@ -55,6 +56,7 @@ class Generation:
     logprob_start_len: int = -1
     is_streamed: bool = False
     adapter: Adapter | None = None
+    cache_key: str = ""
     wants_experts: bool = False
     input_logprobs: list[float | None] = field(default_factory=list, init=False)
     output_ids: list[int] = field(default_factory=list, init=False)

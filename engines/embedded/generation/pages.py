@@ -2,7 +2,7 @@
 
 Always true: a page is free, or idle (in no sequence, and found by the prefix of its contents), or
 in use by one sequence or more; a page is found only by all tokens up to its end, under the same
-adapter.
+adapter and key.
 Idle pages are given up when no other is free, the longest unused first.
 """
 
@@ -15,15 +15,18 @@ from itertools import count
 PAGE_SIZE = 16
 """Tokens."""
 
-_Key = tuple[int, tuple[int, ...]]
+Node = int | tuple[int, str]
+"""The number of a page with its prefix; or the load of an adapter (0: none) and a request's key,
+where prefixes begin."""
+
+_Key = tuple[Node, tuple[int, ...]]
 """The node of the page before, and a page's own tokens."""
 
 
 class Pages:
     """All pages of one cache, by number.
 
-    A prefix is a path of nodes, one for each page.  It begins at 0 for the base model, and at a
-    negative number of its own for each load of an adapter.
+    A prefix is a path of nodes, one for each page.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -33,7 +36,7 @@ class Pages:
         self._free = list(range(num_pages))[::-1]
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, _Key] = {}
-        self._known: dict[_Key, tuple[int, int]] = {}
+        self._known: dict[_Key, tuple[int, Node]] = {}
 
     @property
     def num_free(self) -> int:
@@ -67,7 +70,7 @@ class Pages:
                 else:
                     self._free.append(page)
 
-    def find(self, ids: Sequence[int], root: int) -> tuple[list[int], int]:
+    def find(self, ids: Sequence[int], root: Node) -> tuple[list[int], Node]:
         """Take the known pages of the longest prefix of ``ids``, and the node of the last one."""
         pages: list[int] = []
         node = root
@@ -81,7 +84,7 @@ class Pages:
             pages.append(page)
         return pages, node
 
-    def learn(self, page: int, node: int, ids: Sequence[int]) -> int:
+    def learn(self, page: int, node: Node, ids: Sequence[int]) -> Node:
         """A page now holds these tokens, after those of ``node``; returns its own node."""
         key = node, tuple(ids)
         if key not in self._known:

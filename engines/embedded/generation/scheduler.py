@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from engines.embedded.generation.generation import Generation
-from engines.embedded.generation.pages import PAGE_SIZE, Pages
+from engines.embedded.generation.pages import PAGE_SIZE, Node, Pages
 
 
 @dataclass(slots=True, eq=False)
@@ -31,16 +31,16 @@ class Sequence:
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
     num_known: int = 0
-    node: int = 0
+    node: Node = 0
 
     @property
     def num_pending(self) -> int:
         return len(self.ids) - self.num_cached
 
     @property
-    def root(self) -> int:
+    def root(self) -> Node:
         adapter = self.generation.adapter
-        return 0 if adapter is None else -adapter.salt
+        return (0 if adapter is None else adapter.salt), self.generation.cache_key
 
 
 @dataclass(frozen=True, slots=True)

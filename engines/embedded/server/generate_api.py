@@ -63,6 +63,7 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
     logprobs = _per_prompt(raw, "return_logprob", count, is_batch)
     starts = _per_prompt(raw, "logprob_start_len", count, is_batch)
     lora_names = _per_prompt(raw, "lora_path", count, is_batch)
+    keys = _per_prompt(raw, "extra_key", count, is_batch)
     generations: list[Generation] = []
     is_list = is_batch
     for index, ids in enumerate(prompts):
@@ -80,6 +81,7 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
             logprob_start_len=_start(starts[index], len(ids)),
             is_streamed=bool(raw.get("stream")),
             lora_name=lora_names[index],
+            cache_key=keys[index],
             wants_experts=wants_experts,
         )
     return generations, is_list

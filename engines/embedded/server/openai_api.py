@@ -151,6 +151,7 @@ def _job(
             return_logprob=logprobs,
             is_streamed=bool(raw.get("stream")),
             lora_name=_lora_name(engine, raw),
+            cache_key=raw.get("extra_key"),
         )
     ]
     stream_options = raw.get("stream_options") or {}

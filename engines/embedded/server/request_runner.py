@@ -93,6 +93,7 @@ def make_generations(
     logprob_start_len: int = -1,
     is_streamed: bool = False,
     lora_name: str | None = None,
+    cache_key: Any = None,
     wants_experts: bool = False,
 ) -> list[Generation]:
     """One generation per wanted completion.  Several get ids ``rid_0``, ``rid_1`` ... and, if
@@ -103,6 +104,8 @@ def make_generations(
             f"prompt of {len(prompt_ids)} tokens plus max_new_tokens {params.max_new_tokens} is "
             f"{total}, more than the context length of {engine.context_length}"
         )
+    if not isinstance(cache_key, str | None):
+        raise Invalid(f"extra_key must be a text: {cache_key!r}")
     adapter = engine.adapters.find(lora_name)
     ends = params.stop_token_ids | engine.text.eos_ids
     seed = params.sampling_seed
@@ -119,6 +122,7 @@ def make_generations(
             logprob_start_len=logprob_start_len,
             is_streamed=is_streamed,
             adapter=adapter,
+            cache_key=cache_key or "",
             wants_experts=wants_experts,
         )
         for index in range(params.n)

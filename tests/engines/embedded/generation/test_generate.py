@@ -164,7 +164,20 @@ async def test_a_repeated_prompt_is_read_from_the_prefix_cache_until_it_is_flush
     assert (await engine.generate(prompt))["meta_info"]["cached_tokens"] == 0
 
 
+async def test_a_prefix_is_found_only_with_the_key_that_cached_it(engine: Asker) -> None:
+    """As in SGLang: the sentinel's request past the caches has a key of its own."""
+    prompt = [4, 3, 2, 1] * 20
+
+    async def num_cached(key: str | None) -> int:
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "extra_key": key}
+        return int((await engine.post("/generate", **body))["meta_info"]["cached_tokens"])
+
+    assert [await num_cached(key) for key in ("a", "b", None)] == [0, 0, 0]
+    assert [await num_cached(key) for key in ("a", "b", None)] == [64, 64, 64]
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": [1], "extra_key": 5}, "extra_key"),
     ({"input_ids": []}, "empty"),
     ({"input_ids": [1, 99999]}, "99999"),
     ({"input_ids": [1, -1]}, "-1"),
