@@ -22,7 +22,11 @@ from rollout.weights.tensors.adapters import AdapterSource, merged
 from rollout.weights.tensors.payload import adapter_payload
 from rollout.weights.tensors.push_plan import specs_of
 
-pytestmark = pytest.mark.embedded
+pytestmark = [
+    pytest.mark.embedded,
+    # PEFT 0.19 asks for it, and transformers 5.24 calls it so.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 peft = pytest.importorskip("peft")
 
 IDS = torch.tensor([[5, 17, 3, 80, 42, 9, 61]])
