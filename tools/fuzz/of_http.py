@@ -93,7 +93,7 @@ class _Engines:
     def _answer(self, handler: Any) -> None:
         if handler.upstream is self:
             head = ReplyHead(200, [(b"content-type", b"application/json")])
-            handler.on_reply(head, b"2", False)
+            handler.on_reply(head, b"2", b"", False)
             handler.upstream = None
             handler.on_reply_data(b"{}", True)
 
@@ -220,7 +220,7 @@ class _Handler:
         self.data: list[bytes] = []
         self.ends: list[str] = []
 
-    def on_reply(self, head: ReplyHead, length: bytes, is_alone: bool) -> None:
+    def on_reply(self, head: ReplyHead, length: bytes, unread: bytes, is_alone: bool) -> None:
         if self.head is not None:
             raise Violation("two heads for one request")
         self.head = head.status, head.headers, head.is_chunked, length
