@@ -303,13 +303,23 @@ async def drive(world: World) -> Any:
     return sample.output_ids, sample.output_logprobs
 
 
+def whole_of(events: list[dict[str, Any]]) -> tuple[str, list[Any], list[str]]:
+    """Text, log-probs and finish reasons of a stream, however many events came together."""
+    text, logprobs, reasons = "", [], []
+    for choice in (choice for event in events for choice in event["choices"]):
+        text += choice["delta"].get("content") or ""
+        logprobs += (choice.get("logprobs") or {}).get("content") or []
+        reasons += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    return text, logprobs, reasons
+
+
 async def turn(world: World, *, is_streamed: bool) -> Any:
     world.num_turns += 1
     path = f"/sessions/s-{world.num_turns}{CHAT}"
     body = {"messages": [{"role": "user", "content": "q"}], "logprobs": True}
     try:
         got = await world.post(path, body, is_streamed=is_streamed)
-        return [part["choices"] for part in (got if is_streamed else [got])]
+        return whole_of(got) if is_streamed else got["choices"]
     except NoReply:
         async with world.agents.get(f"/sessions/s-{world.num_turns}") as kept:
             assert kept.status == 404 or (await kept.json())["turns"] == []
