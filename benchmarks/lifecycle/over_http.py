@@ -64,8 +64,8 @@ class Meter:
         busiest_s, num_calls = 0.0, 0
         for index, client in enumerate(self._clients):
             requests = client.get("/fake/requests").json()
-            new = requests[self._num_seen[index] :]
-            new = [call for call in new if call[0] not in _NOT_COUNTED]
+            since = requests[self._num_seen[index] :]
+            new = [call for call in since if call[0] not in _NOT_COUNTED]
             self._num_seen[index] = len(requests)
             busiest_s = max(busiest_s, sum(replied_s - came_s for _, came_s, replied_s in new))
             num_calls += len(new)

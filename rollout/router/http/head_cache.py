@@ -42,7 +42,6 @@ _END_OF_NAME = b"ength: "
 _CONTRACT = {header.encode(): field for field, header in HEADERS.items()}
 _SWITCHED_ON = frozenset({b"on", b"1", b"true"})
 
-
 T = TypeVar("T")
 
 

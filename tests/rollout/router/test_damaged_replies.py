@@ -303,14 +303,16 @@ async def drive(world: World) -> Any:
     return sample.output_ids, sample.output_logprobs
 
 
-def whole_of(events: list[dict[str, Any]]) -> tuple[str, list[Any], list[str]]:
-    """Text, log-probs and finish reasons of a stream, however many events came together."""
-    text, logprobs, reasons = "", [], []
+def whole_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The choice of a stream, however many events came together."""
+    text, logprobs, others = "", list[Any](), dict[str, Any]()
     for choice in (choice for event in events for choice in event["choices"]):
-        text += choice["delta"].get("content") or ""
-        logprobs += (choice.get("logprobs") or {}).get("content") or []
-        reasons += [choice["finish_reason"]] if choice.get("finish_reason") else []
-    return text, logprobs, reasons
+        members = choice["delta"] | choice
+        text += members.pop("content", None) or ""
+        logprobs += (members.pop("logprobs", None) or {}).get("content") or []
+        del members["delta"]
+        others |= {name: value for name, value in members.items() if value is not None}
+    return others | {"content": text, "logprobs": logprobs}
 
 
 async def turn(world: World, *, is_streamed: bool) -> Any:

@@ -49,6 +49,24 @@ async def test_a_streamed_chat_adds_up_to_the_whole_one(engine: Asker) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": [9, 8, 7, 6] * 20}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abcd" * 20}]}),
+    ],
+)
+async def test_a_prefix_is_found_only_with_its_key(
+    engine: Asker, path: str, prompt: dict[str, Any]
+) -> None:
+    num_cached = []
+    for key in ("a", "b", "a"):
+        answer = await engine.post(path, **prompt, max_tokens=1, extra_key=key)
+        num_cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert num_cached[:2] == [0, 0]
+    assert num_cached[2] >= 64
+
+
 async def test_completions_take_text_ids_and_batches(engine: Asker) -> None:
     path = "/v1/completions"
     native = await engine.generate(text="abc", max_new_tokens=4)

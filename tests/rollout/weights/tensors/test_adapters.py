@@ -24,7 +24,7 @@ from rollout.weights.tensors.push_plan import specs_of
 
 pytestmark = [
     pytest.mark.embedded,
-    # PEFT 0.19 asks for it, and transformers 5.24 calls it so.
+    # PEFT 0.21 asks for it, and transformers 5.24 calls it so.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 peft = pytest.importorskip("peft")
