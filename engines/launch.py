@@ -65,7 +65,7 @@ class RunningEngine(Protocol):
     def pid(self) -> int | None: ...
     @property
     def node_id(self) -> str:
-        """The node it runs on, the first of several; empty where there is but one."""
+        """The node it runs on, the first of several, or empty where there is but one."""
         ...
 
     @property
@@ -79,11 +79,11 @@ class RunningEngine(Protocol):
         ...
 
     async def resident_bytes(self) -> int | None:
-        """Host memory of the engine's processes; None where it cannot be measured."""
+        """Host memory of the engine's processes, or None where it cannot be measured."""
         ...
 
     async def gpu_memory(self) -> Sequence[GpuMemory] | None:
-        """Memory of its GPUs, in order of rank; empty if it has none, None if not measured."""
+        """Memory of its GPUs, in order of rank, or empty if it has none, None if not measured."""
         ...
 
     async def is_alive(self) -> bool: ...
@@ -115,7 +115,7 @@ class LocalEngine:
 
     Args:
         access: its keys, and its process.
-        used_before: bytes on its GPUs before it started; None if not measured.
+        used_before: bytes on its GPUs before it started, or None if not measured.
     """
 
     node_id = ""
@@ -181,7 +181,7 @@ class AttachedEngine:
     """A ``RunningEngine`` that another program launched.
 
     Attributes:
-        detached: called when it is used no more; None if there is nothing to do then.
+        detached: called when it is used no more, or None if there is nothing to do then.
     """
 
     node_id = ""

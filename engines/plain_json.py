@@ -62,8 +62,8 @@ _TOO_DEEP = f"JSON is nested more than {MOST_DEPTH} deep"
 def _is_deeper(value: Any, depth: int) -> bool:
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(depth + 1):
-        within = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [one for part in within for one in part if isinstance(one, dict | list)]
+        within = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [item for part in within for item in part if isinstance(item, dict | list)]
         if not level:
             return False
     return True

@@ -293,8 +293,10 @@ class FakeHttpApp:
         num = arguments["sampling_params"].n
         if num <= 1:
             return await self._completion(body, arguments)
-        one = {"sampling_params": replace(arguments["sampling_params"], n=1), "rid": None}
-        return await asyncio.gather(*(self._completion(body, arguments | one) for _ in range(num)))
+        single = {"sampling_params": replace(arguments["sampling_params"], n=1), "rid": None}
+        return await asyncio.gather(
+            *(self._completion(body, arguments | single) for _ in range(num))
+        )
 
     async def _completion(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
         reply = await self.engine.generate(
@@ -382,7 +384,7 @@ def _wants_body(request: web.Request) -> bool:
 
 
 def _broken(request: web.Request) -> web.Response:
-    """As a dead engine's connection breaks."""
+    """Break the connection as a dead engine's breaks."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=500)

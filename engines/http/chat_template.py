@@ -54,7 +54,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def object_or_empty(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
+    """The JSON object in a file, or empty if there is no file."""
     return object_in(file) if file.is_file() else {}
 
 

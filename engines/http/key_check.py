@@ -26,7 +26,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 SAMPLING_KEY, CONTROL_KEY = "ENGINE_SAMPLING_KEY", "ENGINE_CONTROL_KEY"
 """Variables of an engine that is launched here.  A command line could be read by everybody."""
 GUARD_TOKEN = "ENGINE_GUARD_TOKEN"
-"""As ``engines.process.guard`` sets it."""
+"""Variable with the guard's token; ``engines.process.guard`` sets it."""
 
 # Of SGLang, the embedded engine and vLLM.  Their control calls have other names.
 _SAMPLING = frozenset(
@@ -118,8 +118,8 @@ def check(
 
     Args:
         access: of the engine.
-        key: the call's header ``Authorization``; empty for none.
-        process: its ``PROCESS_HEADER``; empty for none.
+        key: the call's header ``Authorization``, or empty for none.
+        process: its ``PROCESS_HEADER``, or empty for none.
         names: of this process, besides ``access.process``.
 
     Raises:
@@ -181,13 +181,13 @@ class KeyCheck:
 
 
 def _only(headers: Collection[tuple[bytes, bytes]], name: str) -> str:
-    """The value of a header; empty if it is there twice, for then it is no one's."""
+    """The value of a header, or empty if it is there twice, for then it is no one's."""
     values = [value for found, value in headers if found == name.encode()]
     return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
 def _names_of_vllm(scope: Scope) -> list[str]:
-    """As ``engines.vllm.server_report`` reads its start from its report."""
+    """The names of a vLLM server, which ``engines.vllm.server_report`` reads from its report."""
     config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
     name = getattr(config, "instance_id", "")
     return [f"instance_id {name}"] if name else []

@@ -177,7 +177,7 @@ def check_experts(experts: Any, num: int) -> None:
     """Check routed experts.
 
     Args:
-        experts: in base64; None for none.
+        experts: in base64, or None for none.
         num: tokens that were computed.
 
     Raises:

@@ -74,7 +74,7 @@ def runtime_text(python: str) -> str:
 
 
 def _runtime_of_torch(python: str) -> str:
-    """The runtime's file, by its version in torch; empty for a torch without CUDA."""
+    """The runtime's file, by its version in torch, or empty for a torch without CUDA."""
     for folder in site_packages(python):
         version = folder / "torch" / "version.py"
         if version.is_file():

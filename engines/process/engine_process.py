@@ -70,7 +70,7 @@ class EngineProcess:
 
         Args:
             log_path: takes its stdout and stderr; appended to, and never removed here.
-            env: the whole environment; None for a copy of this process's own.
+            env: the whole environment, or None for a copy of this process's own.
             cleanup: glob patterns of files to remove when the engine is gone.  ``{pid}`` stands
                 for each of its processes; a pattern without it removes only files in /dev/shm
                 that the engine was seen to hold (when it became ready, or when killed).
@@ -124,7 +124,7 @@ class EngineProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """As ``Popen.returncode``: None while it runs, negative for a signal."""
+        """Exit status like ``Popen.returncode``: None while it runs, negative for a signal."""
         self._guarded.hear()
         return self._guarded.report.exit_status
 

@@ -101,7 +101,7 @@ def clear_files(token: str) -> bool:
 
 
 def _unlocked(path: str) -> OwnFolder | None:
-    """The folder of an engine whose guard has ended, locked; None for any other."""
+    """The folder of an engine whose guard has ended, locked, or None for any other."""
     try:
         folder = OwnFolder.open(path)
     except OSError:
@@ -134,7 +134,7 @@ def _clear(folder: OwnFolder, record: EngineRecord | None) -> bool:
 
 
 def _read(folder: OwnFolder, token: str) -> EngineRecord | None:
-    """What the guard has written; None if it was killed before."""
+    """What the guard has written, or None if it was killed before."""
     with suppress(OSError, *WRONG_FORM):
         values = read_json(folder.read(RECORD, _MOST_BYTES))
         pid, started = map(int, values["engine"])

@@ -32,7 +32,7 @@ _SLACK_BYTES = 256 << 20
 def gpu_memory(
     gpu_ids: Sequence[GpuId], pids: Collection[int] = ()
 ) -> tuple[GpuMemory, ...] | None:
-    """Memory of these GPUs, in their order; None if one of them cannot be measured.
+    """Memory of these GPUs, in their order, or None if one of them cannot be measured.
 
     Args:
         gpu_ids: of this machine; ``CUDA_VISIBLE_DEVICES`` does not matter.
@@ -63,7 +63,7 @@ async def wait_until_free(
 
     Args:
         pids: processes of an engine, all of which have ended.
-        used_before: bytes on these GPUs together before they started; None if not measured.
+        used_before: bytes on these GPUs together before they started, or None if not measured.
 
     Raises:
         EngineHung: the driver still names one of them.
@@ -152,7 +152,7 @@ def _busy_percent(nvml: Any, handle: Any) -> int | None:
 
 
 def _holders(nvml: Any, handle: Any) -> dict[str, int | None]:
-    """The programs on a GPU; empty if the driver does not name them, as in many containers."""
+    """The programs on a GPU, or empty if the driver does not name them, as in many containers."""
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:

@@ -106,7 +106,7 @@ class Guard:
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
 
     def read_order(self) -> tuple[dict[str, object], bytes] | None:
-        """What to start and the commands that came with it; None if the owner is gone."""
+        """What to start and the commands that came with it, or None if the owner is gone."""
         received = b""
         while b"\n" not in received:
             part = os.read(self.command_fd, 65536)
@@ -135,7 +135,7 @@ class Guard:
         self.report(f"started {guard_pid} {self.engine_pid}")
 
     def make_folder(self) -> str:
-        """A folder of this engine alone, removed with it; empty if there can be none.
+        """A folder of this engine alone, removed with it, or empty if there can be none.
 
         It is locked until this process ends.
         """

@@ -37,9 +37,9 @@ class GuardReport:
     Attributes:
         guard_pid: None until the guard has reported.
         guard: its start time by its pid.
-        pid: the command's own process, leader of its session; None until it is started.
+        pid: the command's own process, leader of its session, or None until it is started.
         identity: by which the command is found again, also after this process has ended.
-        exit_status: as ``Popen.returncode``; None while it runs.  -9 also where the guard was
+        exit_status: as ``Popen.returncode``, or None while it runs.  -9 also where the guard was
             killed, since the kernel then kills the command.
         is_noted: the guard has carried out ``note``.
         num_killed: processes that had to be killed, known once it is gone.

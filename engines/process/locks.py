@@ -64,7 +64,7 @@ def make_held(folder: Path, mode: int = 0o700) -> Hold:
 
 
 def held(folder: Path) -> Hold | None:
-    """One more hold of a folder that another process has made; None if it is gone."""
+    """One more hold of a folder that another process has made, or None if it is gone."""
     try:
         own = OwnFolder.open(str(folder))
     except OSError:
@@ -201,7 +201,7 @@ class FileLock:
 
 
 def read_values(path: Path) -> Mapping[str, Any]:
-    """What the last owner of a file has written; empty if it cannot be read."""
+    """What the last owner of a file has written, or empty if it cannot be read."""
     try:
         values = read_json(path.read_bytes())
     except (OSError, ValueError):

@@ -49,7 +49,7 @@ def identity_at(pid: int, started: int, token: str = "") -> ProcessIdentity:
 
 
 def identify(pid: int, token: str = "") -> ProcessIdentity | None:
-    """The identity of a process of this machine; None if it has ended."""
+    """The identity of a process of this machine, or None if it has ended."""
     seen = _look(pid)
     if seen is None:
         return None
@@ -62,7 +62,7 @@ def is_running(identity: ProcessIdentity) -> bool:
 
 
 def pids_of(identity: ProcessIdentity) -> list[int]:
-    """That process and everything of its engine that runs, the guard not among them."""
+    """Pids of that process and of everything else of its engine that runs, without the guard."""
     return sorted(_find_engine(identity).engine)
 
 
@@ -184,7 +184,7 @@ def _kill(pid: int, started: int) -> bool:
 
 @contextmanager
 def _signalled(pid: int, started: int, number: int) -> Iterator[int | None]:
-    """The kernel's handle for a process that a signal was sent to; None if it has ended."""
+    """The kernel's handle for a process that a signal was sent to, or None if it has ended."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -209,7 +209,7 @@ def _runs(pid: int, started: int) -> bool:
 
 
 def _look(pid: int) -> _Seen | None:
-    """A process as it is now; None if it has ended, or only waits to be reaped."""
+    """A process as it is now, or None if it has ended, or only waits to be reaped."""
     try:
         # The second field is the program's name in brackets and may hold anything.
         name, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")

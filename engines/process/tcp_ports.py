@@ -81,7 +81,7 @@ def reserve_port(
 
 
 def _bind(host: str, port: int, *, reuse: bool = False) -> socket.socket | None:
-    """A socket bound to the port; None where it is in use."""
+    """A socket bound to the port, or None where it is in use."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -104,7 +104,7 @@ class Listening:
 
     Attributes:
         is_ours: processes of ours do, and no others.
-        stranger: another process that does; empty if there is none.
+        stranger: another process that does, or empty if there is none.
     """
 
     is_ours: bool = False
@@ -153,7 +153,7 @@ def _not_of(sockets: dict[int, int], pids: Collection[int]) -> dict[int, int]:
 
 
 def _holder(sockets: dict[int, int]) -> str:
-    """The process that has one of these sockets, as text; empty for no socket."""
+    """The process that has one of these sockets, as text, or empty for no socket."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if sockets else ():
         with suppress(OSError):
             if not sockets.keys().isdisjoint(_held_by(pid)):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Names = tuple[str | None, ...]
-"""Of a request: one for each prompt, or one for all; None is the base."""
+"""Adapters of a request: one for each prompt, or one for all; None is the base."""
 UNNAMED: Names = ("",)
-"""Of a request that names no weights."""
+"""The adapters of a request that names no weights."""
 _MARK = "@"
 
 

@@ -148,7 +148,7 @@ class Endpoint(NamedTuple):
 
 
 PROCESS_HEADER = "X-Rollout-Engine"
-"""Of a control call: the run that makes it, and the process that it is for, ``run/process``."""
+"""Header of a control call, ``run/process``: the run that calls, and the process it calls."""
 
 
 class EngineAccess:
@@ -210,7 +210,7 @@ def _access(sampling: str, control: str, process: str, run: str) -> EngineAccess
 
 
 NO_ACCESS = EngineAccess()
-"""Of an engine without keys."""
+"""Access to an engine without keys."""
 
 
 class GenerateArguments(TypedDict, total=False):

@@ -61,7 +61,10 @@ def keeps_graphs(version: str) -> bool:
 
 
 def installed_version(python: str) -> str:
-    """Of SGLang in this interpreter, empty for our own, by its metadata; empty if unknown."""
+    """Version of the SGLang that an interpreter has, from its metadata.
+
+    An empty ``python`` is this process's own interpreter, an empty result an unknown version.
+    """
     if python:
         found = (info for at in site_packages(python) for info in at.glob("sglang-*.dist-info"))
         return next((info.name.split("-")[1].removesuffix(".dist") for info in found), "")

@@ -149,7 +149,7 @@ def suspects(dtypes: Sequence[str], places: Sequence[int], sizes: Sequence[int])
     found = bytearray(len(sizes) or 1)
     _library.bulk_nonfinite(
         len(sizes),
-        *(one.buffer_info()[0] for one in lists),
+        *(numbers.buffer_info()[0] for numbers in lists),
         (ctypes.c_char * len(found)).from_buffer(found),
     )
     return list(map(bool, found[: len(sizes)]))

@@ -155,8 +155,8 @@ def apply_all(
     Raises:
         ValueError: one is damaged or of another tensor; those before it are applied.
     """
-    for one in deltas:
-        flat = torch.frombuffer(bytearray(one), dtype=torch.uint8)
+    for encoded in deltas:
+        flat = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         delta = read_delta(name + SUFFIX, flat)
         if (delta.dtype, list(delta.shape)) != (dtype, list(shape)):
             raise ValueError(f"the delta of {name!r} is for {delta.dtype} {delta.shape}")

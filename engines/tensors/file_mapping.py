@@ -89,7 +89,7 @@ def _reserve(num_bytes: int) -> int:
 def _mapped(
     address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int
 ) -> int:
-    """Of libc, from the first byte of the file; or an OSError."""
+    """The address of libc's mapping from the first byte of the file; OSError if it fails."""
     place: int | None = _libc.mmap(address, num_bytes, protection, flags, descriptor, 0)
     if place is None or place == _FAILED:
         why = ctypes.get_errno()

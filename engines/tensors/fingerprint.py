@@ -90,7 +90,7 @@ def whole_fingerprint(fingerprints: Mapping[str, str]) -> str:
 
 
 def way_of(fingerprints: Mapping[str, str]) -> str:
-    """The method of these: ``xxh3`` or ``sums``; empty for none.
+    """The method of these: ``xxh3`` or ``sums``, or empty for none.
 
     Raises:
         ValueError: they were not all made in the same way, or are no fingerprints.

@@ -69,7 +69,7 @@ class Header:
 
     @property
     def num_bytes(self) -> int:
-        """With the length before it; the tensors begin here."""
+        """Size of the header and its length field; the tensors begin here."""
         return _LENGTH.size + len(self.text)
 
     def specs(self) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -15,18 +15,19 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def first_expert_of(name: str) -> str:
-    """The name of the first tensor that a stacked one becomes; empty if the name is another."""
+    """The name of the first tensor that a stacked one becomes, or empty if the name is another."""
     layer, parts = _layer_and_parts(name)
     return f"{layer}.0.{parts[0]}.weight" if parts else ""
 
 
 def stacked_name(name: str) -> str:
-    """The name of the stacked tensor with this one of an expert; empty if the name is another."""
+    """The name of the stacked tensor with this one of an expert, or empty if the name is
+    another."""
     found = _OF_EXPERT.fullmatch(name)
     if found is None:
         return ""
     layer, part = found.groups()
-    return next((f"{layer}.{one}" for one, parts in _PARTS.items() if part in parts), "")
+    return next((f"{layer}.{member}" for member, parts in _PARTS.items() if part in parts), "")
 
 
 def split_experts(name: str, stacked: Any) -> Iterator[tuple[str, Any]]:

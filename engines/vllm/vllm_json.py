@@ -279,7 +279,7 @@ def _report(ranks: Sequence[Mapping[str, str]], num_bytes: int | None = None) ->
 
 
 def read_errors(answer: Any) -> list[str]:
-    """Those of the workers, each once."""
+    """Errors of the workers, each once."""
     return list(dict.fromkeys(one["error"] for one in answer["results"] if one["error"]))
 
 

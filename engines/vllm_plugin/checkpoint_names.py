@@ -74,7 +74,7 @@ def _cut(whole: Part, layer: Any, leaf: str, joined: dict[str, list[str]]) -> It
 
 
 def packed_elsewhere(model: Any) -> str:
-    """The first layer whose weight a kernel keeps for itself, in no parameter; empty for none.
+    """The first layer whose weight a kernel keeps for itself, in no parameter, or empty for none.
 
     vLLM's int8 layers on a CPU are such: oneDNN packs their weights.
     """

@@ -21,7 +21,7 @@ from engines.tensors.safetensors_header import PlacedTensor, read_header
 
 
 def tensors_at(path: str) -> dict[str, torch.Tensor]:
-    """Those of all safetensors files in a folder, or of one file.
+    """The tensors of all safetensors files in a folder, or of one file.
 
     Raises:
         ValueError: there is none, one is damaged, or two hold the same name.
@@ -45,7 +45,7 @@ def tensors_at(path: str) -> dict[str, torch.Tensor]:
 
 
 def tensors_in(content: str) -> dict[str, torch.Tensor]:
-    """Those of one safetensors file in base64.
+    """The tensors of one safetensors file in base64.
 
     Raises:
         ValueError: it is damaged.
@@ -67,13 +67,13 @@ def _mapped(name: str, descriptor: int) -> list[tuple[str, torch.Tensor]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it must not be written: it is not
         whole = torch.frombuffer(mapping.view, dtype=torch.uint8)
-    return [(one.name, view_of(whole, one)) for one in placed]
+    return [(tensor.name, view_of(whole, tensor)) for tensor in placed]
 
 
-def view_of(whole: torch.Tensor, one: PlacedTensor) -> torch.Tensor:
+def view_of(whole: torch.Tensor, placed: PlacedTensor) -> torch.Tensor:
     """One tensor of the bytes ``whole``; a copy if it is not aligned there."""
-    dtype: torch.dtype = getattr(torch, one.dtype)
-    content = whole[one.offset : one.offset + one.num_bytes]
-    if one.offset % dtype.itemsize:
+    dtype: torch.dtype = getattr(torch, placed.dtype)
+    content = whole[placed.offset : placed.offset + placed.num_bytes]
+    if placed.offset % dtype.itemsize:
         content = content.clone()
-    return content.view(dtype).reshape(one.shape)
+    return content.view(dtype).reshape(placed.shape)

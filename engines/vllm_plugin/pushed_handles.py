@@ -66,7 +66,7 @@ def tensors_behind(layout: Any, handles: Any, device: torch.device) -> dict[str,
         data["event"],
         waits,
     )
-    return {one.name: view_of(whole, one) for one in placed}
+    return {tensor.name: view_of(whole, tensor) for tensor in placed}
 
 
 def read_handle(
@@ -84,9 +84,14 @@ def read_handle(
         numbers, waits = [handle[name] for name in _NUMBERS], handle["waits"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the handle of GPU {uuid} is damaged: {error!r}") from None
-    if any(type(one) is not int or one < 0 for one in numbers) or type(waits) is not bool:
+    if any(type(number) is not int or number < 0 for number in numbers) or type(waits) is not bool:
         raise ValueError(f"the handle of GPU {uuid} is damaged: {numbers}, {waits!r}")
     header = Header("the pushed bucket", b"", {}, layout)
     start = header.num_bytes
     placed = header.placed(start + numbers[0])
-    return data, numbers, waits, [one._replace(offset=one.offset - start) for one in placed]
+    return (
+        data,
+        numbers,
+        waits,
+        [tensor._replace(offset=tensor.offset - start) for tensor in placed],
+    )

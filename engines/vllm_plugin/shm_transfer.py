@@ -166,7 +166,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         self.broadcasts.done()
 
     def _tensors_of(self, update: ShmUpdate) -> dict[str, torch.Tensor]:
-        """Those of the bucket, which fit the model."""
+        """The bucket's tensors, checked against the model."""
         given = [update.path, update.content, update.handles, update.broadcast]
         if sum(map(bool, given)) != 1 or bool(update.handles) != bool(update.layout):
             raise ValueError(
@@ -210,9 +210,9 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         """The other tensors of each layer that has begun: vLLM loads a layer whole."""
         begun = {self._expected[name].layer for name in self._loaded & self._expected.keys()}
         rest = {
-            name: one.own
-            for name, one in self._expected.items()
-            if one.layer in begun and name not in self._loaded
+            name: expected.own
+            for name, expected in self._expected.items()
+            if expected.layer in begun and name not in self._loaded
         }
         self.model.load_weights(iter(rest.items()))
         self._loaded |= rest.keys()
@@ -241,7 +241,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         return f"it has {len(self._expected)}, for example {next(iter(self._expected))!r}"
 
     def _why_incomplete(self) -> str:
-        """Why this session must not end; empty if it may."""
+        """Why this session must not end."""
         if not self._is_known:
             return "" if self._is_quantised else self._why_half_loaded()
         missing: dict[str, list[str]] = defaultdict(list)
@@ -263,7 +263,7 @@ class ShmTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[mis
         return ""
 
     def _why_half_loaded(self) -> str:
-        """Why a joined layer must not be loaded as it is; empty if none is begun and not complete.
+        """Why a joined layer must not be loaded as it is.
 
         vLLM would leave memory in it that was never written.  Other layers may have elements that
         no push has, such as a padding.

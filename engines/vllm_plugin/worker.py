@@ -35,8 +35,9 @@ class WorkerExtension:
         return {"checksums": digests, "num_bytes": num_bytes}
 
     def rollout_manifest(self) -> list[dict[str, Any]]:
-        """Name, dtype and shape of each tensor of the checkpoint; empty where the names or shapes
-        here are vLLM's own, so that a push is checked against the checkpoint's files alone."""
+        """Name, dtype and shape of each tensor of the checkpoint, or empty where the names or
+        shapes here are vLLM's own, so that a push is checked against the checkpoint's files
+        alone."""
         parts = _parts(self)
         if not all(part.is_known for part in parts):
             return []

@@ -354,7 +354,7 @@ def _naming(body: bytes, lora_path: str | None) -> bytes:
 
 
 def _piece(writer: ChatAnswer, reply: Progress) -> bytes:
-    """The events of what is new; empty if nothing is."""
+    """The events of what is new, or empty if nothing is."""
     return as_events(writer.piece(reply.ids, reply.logprobs_from))
 
 

@@ -44,7 +44,7 @@ class Progress(Protocol):
     @property
     def signed(self) -> Mapping[str, str]: ...
     def logprobs_from(self, num: int) -> list[float]:
-        """Those of the tokens from this one on."""
+        """Log-probs of the tokens from number ``num`` on."""
         ...
 
 
@@ -53,8 +53,8 @@ class Ended:
     """The end of a turn's generation.
 
     Attributes:
-        num_cached: tokens of its prompt that the first engine had in its cache; None if that does
-            not say.
+        num_cached: tokens of its prompt that the first engine had in its cache, or None if that
+            does not say.
         signed: headers that name the engine and its weights.
     """
 
@@ -178,7 +178,7 @@ class _FromTemplate:
         return tokenised(self._template, text)[0]
 
     def continued(self, known: Known) -> list[int] | None:
-        """The ids behind those that are known; None if the template does not show them."""
+        """The ids behind those that are known, or None if the template does not show them."""
         mark = os.urandom(8).hex()
         return continuation(
             self._template, self._messages, known.num_known, known.end, mark, self._ends

@@ -59,7 +59,7 @@ class Progress:
     signed: Mapping[str, str]
 
     def logprobs_from(self, num: int) -> list[float]:
-        """Those of the tokens from this one on."""
+        """Log-probs of the tokens from number ``num`` on."""
         return [read_logprob(entry[0]) for entry in self.entries[num:]]
 
 
@@ -201,7 +201,7 @@ class RouterLink:
         """Keep the version of an adapter that answers now, until the pin is closed.
 
         Args:
-            lora_path: the adapter; empty for the one that was pushed last.
+            lora_path: the adapter, or empty for the one that was pushed last.
 
         Raises:
             ChatFailure: the router keeps none.
@@ -263,7 +263,7 @@ class Pin:
     Its connection is opened again when the router was lost.
 
     Attributes:
-        name: the version, as ``lora_path`` takes it; None for the base.
+        name: the version, as ``lora_path`` takes it, or None for the base.
     """
 
     def __init__(self, link: RouterLink, lora_path: str) -> None:
@@ -377,7 +377,8 @@ def _unusable(signed: Mapping[str, str]) -> Iterator[None]:
 async def _streamed(
     response: aiohttp.ClientResponse, signed: Mapping[str, str]
 ) -> AsyncGenerator[Progress | Ended, None]:
-    """Of the events that have arrived together only the last one: each has everything so far."""
+    """The events of a reply; of several that arrived together only the last, which repeats the
+    others."""
     reply: Progress | Ended | None = None
     pieces: list[bytes] = []  # of a line that has not ended
     async for data in response.content.iter_any():

@@ -66,7 +66,7 @@ class _Line:
             return False
         if self.num_entered % _LONGEST_WAITING_EVERY == _LONGEST_WAITING_EVERY - 1:
             return self.waiting[0] is share
-        return min(self.waiting, key=lambda one: one.client.had_s) is share
+        return min(self.waiting, key=lambda waiting: waiting.client.had_s) is share
 
 
 class Share:
@@ -209,7 +209,7 @@ class Shares:
         """Whether a client waits that has had less, ``used_s`` of this one included."""
         had_s = share.client.had_s + used_s
         with self._changed:
-            return any(one.client.had_s < had_s for one in self.running.waiting)
+            return any(share.client.had_s < had_s for share in self.running.waiting)
 
     def enter(self, line: _Line, share: Share) -> None:
         """Wait until the share's turn in this line has come.

@@ -42,8 +42,8 @@ class EngineConfig(ConfigSection):
     control have; ``false`` makes none. For attached engines the key that they were started with;
     default: none."""
     control_key: str = Field(default="", repr=False)
-    """Of attached engines, the key of calls that change them, as SGLang's ``admin-api-key``.
-    Default: ``key``."""
+    """Key of the calls that change attached engines, such as SGLang's ``admin-api-key``. Default:
+    ``key``."""
     python: str = ""
     """Python interpreter in which the engine is installed. Default: the interpreter of this
     process."""

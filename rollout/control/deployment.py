@@ -37,7 +37,7 @@ class Deployment:
     """The lifecycle of all servers together.
 
     Args:
-        stop_budget_s: deadline for one server to stop; None if the server has its own.
+        stop_budget_s: deadline for one server to stop, or None if the server has its own.
         lock_timeout_s: how long a transaction waits for the previous one.
         stacked: the servers that share a GPU with an earlier server.
         expect_version: see ``RolloutServer.start``.
@@ -110,7 +110,9 @@ class Deployment:
                 known = ", ".join(self._servers)
                 raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
         async with self._lock.held("serve"):
-            unpushed = {name: one for name, one in self._servers.items() if name not in pushes}
+            unpushed = {
+                name: server for name, server in self._servers.items() if name not in pushes
+            }
             await barrier({name: server.check_can_restore() for name, server in unpushed.items()})
             last = up_to(until, SERVE_UPDATED)
             return await self._whole("serve", self._update_and(last, pushes))

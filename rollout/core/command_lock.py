@@ -16,8 +16,8 @@ class CommandLock:
         timeout_s: how long a command waits for the command before it.
 
     Attributes:
-        owner: the command that holds it; empty if none does.
-        why_ended: why no other command begins any more; empty if they do.
+        owner: the command that holds it, or empty if none does.
+        why_ended: why no other command begins any more.
         opened: commands begin; until then they wait.
     """
 

@@ -47,7 +47,7 @@ class Mistake:
         setting: its dotted path, for example ``servers.policy.groups.main.num_engines``.
         value: its value; ``(hidden)`` for a secret.
         message: setting, value, and what would be accepted.
-        line: of its file, from 1; None if it is not known.
+        line: of its file, from 1, or None if it is not known.
     """
 
     setting: str
@@ -212,8 +212,8 @@ class WeightMismatch(WeightError):
     """A tensor or a weight version is wrong.
 
     Attributes:
-        tensor: name of the first tensor that differs; empty for a version.
-        engine_id: the engine that has it; empty if the push itself is wrong.
+        tensor: name of the first tensor that differs, or empty for a version.
+        engine_id: the engine that has it, or empty if the push itself is wrong.
     """
 
     def __init__(self, message: str, *, tensor: str = "", engine_id: str = "") -> None:
@@ -242,7 +242,7 @@ class LogprobMismatch(RolloutError):
     """The engines' log-probs of their tokens are not those of the trainer's model.
 
     Attributes:
-        engine_id, weight_version: the only ones that are off; empty if there are several.
+        engine_id, weight_version: the only ones that are off, or empty if there are several.
         gap: average absolute difference of the tokens that are off, in nats.
     """
 
@@ -296,7 +296,7 @@ class VersionUnavailable(GenerationFailed):
     """No engine has the weight version that a request wants, or has it long enough for a reply.
 
     Attributes:
-        weight_version: the one that could be had; None if that is not known.
+        weight_version: the one that could be had, or None if that is not known.
     """
 
     def __init__(

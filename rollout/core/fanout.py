@@ -134,7 +134,7 @@ async def barrier(
     all have ended when this returns or raises.
 
     Args:
-        budget_s: deadline for all; None if the awaitables have deadlines themselves.
+        budget_s: deadline for all, or None if the awaitables have deadlines themselves.
 
     Raises:
         PhaseTimeout: all failures are missed deadlines; names the late ones.

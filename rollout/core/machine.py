@@ -23,7 +23,7 @@ class Room:
     Attributes:
         free_bytes: of the file system of the files.
         available_bytes: of memory, as the kernel reports it.
-        cgroup_bytes: available under the limit of the control group; None without a limit.
+        cgroup_bytes: available under the limit of the control group, or None without a limit.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Room:
 
 
 def why_no_room(needed_bytes: int, room: Room, *, spare_bytes: int) -> str:
-    """Why ``needed_bytes`` more cannot be allocated; empty if they can.
+    """Why ``needed_bytes`` more cannot be allocated.
 
     Args:
         spare_bytes: memory that stays free for everything else on the host.

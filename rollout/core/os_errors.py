@@ -46,7 +46,7 @@ def naming_setting(
 
 
 def why_not_writable(path: str | Path) -> str:
-    """Why no files can be made in this folder; empty if they can.
+    """Why no files can be made in this folder.
 
     A folder that does not exist is judged by the folder in which it would be made.
     """

@@ -46,7 +46,7 @@ class Pending(Generic[T]):
     """A call under way.  Use ``result()`` in a thread and ``await`` in a coroutine.
 
     Args:
-        loop: the event loop that runs the call; None if it runs elsewhere.
+        loop: the event loop that runs the call, or None if it runs elsewhere.
         why_late: called when a caller waited too long: what the call waits for; may be empty.
     """
 
@@ -95,7 +95,7 @@ class Pending(Generic[T]):
         """The result of the call, or its error.
 
         Args:
-            timeout_s: seconds to wait; None for no limit.
+            timeout_s: seconds to wait, or None for no limit.
 
         Raises:
             ConfigError: ``timeout_s`` is no such number.
@@ -333,7 +333,7 @@ class LoopThread:
 
     @property
     def why_not_here(self) -> str:
-        """Why it takes no calls of this process, in whatever state it is; empty if it does."""
+        """Why it takes no calls of this process, in whatever state it is."""
         if os.getpid() == self._pid:
             return ""
         return (
@@ -401,7 +401,8 @@ class LoopThread:
 
 
 def place_of_error(error: BaseException) -> str:
-    """File and line where it was raised, the last that is of no library; empty if there is none."""
+    """File and line where it was raised, the last that is of no library, or empty if there is
+    none."""
     return _own_place(traceback.extract_tb(error.__traceback__))
 
 

@@ -64,12 +64,12 @@ class Sample:
         output_ids: token ids of the completion, shape ``[output_length]``.
         output_logprobs: natural-log probability of each output id under the policy that
             generated it, shape ``[output_length]``; 0.0 where the mask is 0.
-        weight_versions: which weight version generated which output tokens; empty if the engine
+        weight_versions: which weight version generated which output tokens, or empty if the engine
             does not report versions.
-        finish_reason: why generation ended, as the engine reports it; None for a failed sample.
+        finish_reason: why generation ended, as the engine reports it, or None for a failed sample.
         reward: None before the sample is rewarded.
         error: why a failed sample failed.
-        failure: the kind of it; None for a sample that has not failed.
+        failure: the kind of it, or None for a sample that has not failed.
         loss_mask: 1 for an output token that a policy generated, 0 for a token of a tool or an
             environment, shape ``[output_length]``; all ones if left out.
         traceback: traceback of the exception behind ``error``, if a hook raised one.
@@ -183,7 +183,7 @@ class Sample:
 
 
 def version_number(version: str) -> int | None:
-    """A weight version as a number; None if it is not a number.
+    """A weight version as a number, or None if it is not a number.
 
     Args:
         version: as an engine reports it.

@@ -37,7 +37,7 @@ class EngineSlot:
         engine_id: ``<group>-<index>``, unique within a server.
         node_id: node it runs on, the first if it has several; ``local`` outside Ray.
         bundle_indices: the placement-group bundles it covers, in order; empty outside Ray.
-        gpu_ids: physical GPU ids on that node, in order; empty for a CPU engine.
+        gpu_ids: physical GPU ids on that node, in order, or empty for a CPU engine.
         num_cpus: CPU cores reserved for it on each of its nodes.
         shares_gpus: the trainer, or engines of other servers, use its GPUs too.
         more: its other nodes, in order of rank; each has as many GPUs as the first.
@@ -89,10 +89,10 @@ class TrainerSlot:
 
     Attributes:
         rank: the trainer's rank that belongs on this GPU.
-        bundle_index: the bundle in the placement group; None without Ray.
+        bundle_index: the bundle in the placement group, or None without Ray.
         node_id: ``local`` without Ray.
         gpu_id: of this node, as Ray or ``CUDA_VISIBLE_DEVICES`` names it.
-        engines: the engines on this GPU, at most one of each server; empty if it has none.
+        engines: the engines on this GPU, at most one of each server, or empty if it has none.
     """
 
     rank: int
@@ -108,12 +108,12 @@ class DraftFigures:
 
     Attributes:
         draft: the path of its model, or the method that has one.
-        share: of the drafted tokens since the engine continued; None while too few are known.
+        share: of the drafted tokens since the engine continued, or None while too few are known.
         num_drafted: those tokens; of SGLang, which does not count them, at least so many.
         weight_version: with which it continued.
-        highest_share: of an earlier time; None if there was none.
+        highest_share: of an earlier time, or None if there was none.
         highest_version: the weight version of that time.
-        fall: that less than half is left of the highest share, in words; empty if more is.
+        fall: that less than half is left of the highest share, in words, or empty if more is.
     """
 
     draft: str
@@ -131,13 +131,13 @@ class EngineReport:
 
     Attributes:
         elapsed_s: seconds the call took.
-        failure: why it failed; empty if it did not.
+        failure: why it failed, or empty if it did not.
         freed_bytes: memory before a release minus after it; 0 if not measured.
         used_bytes: memory after a release or resume, on its GPUs by all programs, or of the host if
-            it has none; None after other commands, or if not measured.
+            it has none, or None after other commands, or if not measured.
         num_gpus: its GPUs; 0 for an engine on the CPU.
         verified_by: how its weights were verified: ``fingerprint``, ``canary`` or ``version``.
-        drafts: after ``continue_generation``, of the time before it; None without a draft.
+        drafts: after ``continue_generation``, of the time before it, or None without a draft.
     """
 
     engine_id: str
@@ -185,8 +185,8 @@ class PushStage:
             had written what it sends.  ``engine``, of rank 0: until the engines wanted the next
             bucket, or had applied the last one.  Where rank 0 sends alone (``tensor``,
             ``distributed``), its copies are part of ``engine``.
-        route: how the bytes reach the engines, with the encoding if it is not whole tensors; empty
-            for ``gather``.
+        route: how the bytes reach the engines, with the encoding if it is not whole tensors, or
+            empty for ``gather``.
         num_bytes: of the tensors that were gathered, of what this rank has sent, or of the tensors
             that were changed.
         density: the share of the elements that were changed, if only these were sent.
@@ -210,8 +210,8 @@ class UnchangedWeights:
     """Weights that pushes should have changed and have not, by the trainer's fingerprints.
 
     Attributes:
-        adapter: the LoRA adapter that was pushed; empty for the base.
-        patterns: of its tensors, as ``weights.frozen`` takes them; empty for whole pushes.
+        adapter: the LoRA adapter that was pushed, or empty for the base.
+        patterns: of its tensors, as ``weights.frozen`` takes them, or empty for whole pushes.
         num_pushes: the pushes in a row that left them as they were.
         what: the observation in one line.
         causes: the likely ones, the first first.
@@ -237,7 +237,7 @@ class StepReport:
         weight_version: version of all serving engines.
         push_stages: seconds and bytes of each rank of a push; a single process is rank 0.
         paused_s: seconds in which no engine could generate because of a push.
-        unchanged: what the last pushes did not change; None if they have no fingerprints.
+        unchanged: what the last pushes did not change, or None if they have no fingerprints.
     """
 
     phase_s: Mapping[str, float] = field(default_factory=dict)
@@ -282,15 +282,16 @@ class EngineStatus:
         is_stale: it was restarted and lacks the published weights, so it serves nothing.
         is_verified: its weights were verified after their last change.
         is_paused: it may generate nothing, because its generation was paused.
-        resident_bytes: host memory of its processes; None if not measured.
-        gpus: memory of its GPUs, with what other programs use; empty if it has none or unmeasured.
+        resident_bytes: host memory of its processes, or None if not measured.
+        gpus: memory of its GPUs, with what other programs use, or empty if it has none or
+            unmeasured.
         num_gpus: its GPUs; 0 for an engine on the CPU.
         num_payloads: its tensor-parallel ranks.
-        processes: its processes, one for each of its nodes; empty for an attached engine.
-        fingerprints: the method of its fingerprints; empty if they are not compared with pushed
+        processes: its processes, one for each of its nodes, or empty for an attached engine.
+        fingerprints: the method of its fingerprints, or empty if they are not compared with pushed
             ones.
-        why_no_groups: why it joins no broadcast groups; empty if it does.
-        why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        why_no_groups: why it joins no broadcast groups.
+        why_no_handles: why it takes no CUDA IPC handles.
         encodings: of tensors, that it applies besides whole ones.
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
@@ -299,8 +300,8 @@ class EngineStatus:
         process_name, start: as in ``EngineState``.
         access: what calls to it carry; its repr hides the keys.
         standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
-            or why there is none; empty without ``standby``.
-        drafts: how many of its drafted tokens are right; None without a draft.
+            or why there is none, or empty without ``standby``.
+        drafts: how many of its drafted tokens are right, or None without a draft.
     """
 
     engine_id: str
@@ -366,8 +367,8 @@ class StoreStatus:
 
     Attributes:
         is_on: whether pushes are stored.
-        reason: why they are not, or the last failure; empty if there was none.
-        version: the stored weight version; None before the first.
+        reason: why they are not, or the last failure, or empty if there was none.
+        version: the stored weight version, or None before the first.
         node_bytes: bytes it holds on each node that answers.
         write_s: seconds that the last write took.
         num_dropped: pushes that were not stored because a later push came first.
@@ -388,7 +389,7 @@ class ServerStatus:
     """The status of one rollout server.
 
     Attributes:
-        lock_owner: the command that runs now; empty if none does.
+        lock_owner: the command that runs now, or empty if none does.
         base_version: the version that engines report: of the base, where adapters are pushed.
         store: None if no weight store is configured.
         unchanged: see ``StepReport``.

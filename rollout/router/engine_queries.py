@@ -117,7 +117,9 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
     @app.get("/engines/{engine_id}/loads")
     async def loads(engine_id: str) -> Response:
         """The queue and the tokens of an engine, as it reports them: drivers have no key of it."""
-        member = next((one for one in gate.members if one.engine_id == engine_id), None)
+        member = next(
+            (candidate for candidate in gate.members if candidate.engine_id == engine_id), None
+        )
         if member is None or member.state not in _CAN_REPLY:
             return error_reply(404, "not_found", "no such engine replies: see /engines")
         try:

@@ -22,7 +22,7 @@ class Part:
 
     Attributes:
         num: how many tokens, as the engine counts them.
-        ids: the token ids; empty where the engine does not report any.
+        ids: the token ids, or empty where the engine does not report any.
         columns: lists with one entry per token, such as log-probs, by name; they may be of other
             types that can be sliced and joined as lists can.
         spans: the weight version of each token.

@@ -94,11 +94,11 @@ class Contract:
         return Fit.NOW
 
     def why_broken(self, oldest: int | None, newest: int | None, served: int | None) -> str:
-        """Why tokens of these versions do not fulfil it, in words; empty if they do.
+        """Why tokens of these versions do not fulfil it, in words.
 
         Args:
-            oldest, newest: versions of the tokens; None if they are not known.
-            served: the version that is served now; None if it is not known.
+            oldest, newest: versions of the tokens, or None if they are not known.
+            served: the version that is served now, or None if it is not known.
         """
         if not self.has_versions:
             return ""

@@ -431,7 +431,9 @@ def _store(now: Mapping[str, Any]) -> Iterator[Finding]:
 def _journal(now: Mapping[str, Any]) -> Iterator[Finding]:
     """The driver says once that its journal is behind, and once that it is not."""
     metrics = [report["metrics"] for report in now.get("figures", ())]
-    lost_s = next((one[JOURNAL_LOST] for one in reversed(metrics) if JOURNAL_LOST in one), 0.0)
+    lost_s = next(
+        (figures[JOURNAL_LOST] for figures in reversed(metrics) if JOURNAL_LOST in figures), 0.0
+    )
     if lost_s > 0:
         yield Finding(
             Severity.WRONG,

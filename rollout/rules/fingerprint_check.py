@@ -40,7 +40,7 @@ class EngineFingerprints:
 
     Attributes:
         report: its current fingerprints.
-        record: its fingerprints when it was last verified; None if there are none.
+        record: its fingerprints when it was last verified, or None if there are none.
         changed: checkpoint names pushed since the record; ``ALL_TENSORS`` for a full push.
         sent: the trainer's fingerprints of pushed tensors; only of tensors that the engine keeps
             in the same form and under the same name.
@@ -84,7 +84,7 @@ def find_mismatches(engines: Mapping[str, EngineFingerprints]) -> dict[str, str]
 
 
 def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
-    """Why fingerprints do not verify all weights of an engine that passed; empty if they do.
+    """Why fingerprints do not verify all weights of an engine that passed.
 
     Args:
         num_others: other engines that passed, which received the same push.
@@ -103,7 +103,7 @@ def why_inconclusive(engine: EngineFingerprints, num_others: int) -> str:
 
 
 def method_of_push(methods: Collection[str], *, has_store: bool, writes_files: bool) -> str:
-    """How to make the fingerprints of a push; empty if nothing would be compared with them.
+    """How to make the fingerprints of a push, or empty if nothing would be compared with them.
 
     Args:
         methods: those of the engines.
@@ -155,7 +155,7 @@ def without_adapters(report: WeightsReport) -> WeightsReport:
 
 
 def changed_adapter(report: WeightsReport, adapters: Mapping[str, Mapping[str, str]]) -> str:
-    """The first tensor of an adapter that is not as it was loaded; empty if there is none.
+    """The first tensor of an adapter that is not as it was loaded, or empty if there is none.
 
     Args:
         adapters: what the engine reported when it loaded them, by its names for them.
@@ -170,10 +170,10 @@ def changed_adapter(report: WeightsReport, adapters: Mapping[str, Mapping[str, s
 
 
 def why_not_as_sent(adapter: str, reported: Mapping[str, str], sent: Mapping[str, str]) -> str:
-    """Why an engine has not loaded the adapter that was sent; empty if it may have.
+    """Why an engine has not loaded the adapter that was sent.
 
     Args:
-        reported: its fingerprints by tensor; empty if it reports none.
+        reported: its fingerprints by tensor.
         sent: the trainer's, with the adapter's prefix.
     """
     prefix = adapter_prefix(adapter)
@@ -185,7 +185,7 @@ def why_not_as_sent(adapter: str, reported: Mapping[str, str], sent: Mapping[str
 
 
 def first_difference(report: WeightsReport, other: WeightsReport) -> str:
-    """Name of the first tensor, by rank and name, in which two reports differ; empty if none."""
+    """Name of the first tensor, by rank and name, in which two reports differ, or empty if none."""
     for mine, theirs in zip(report.tensors, other.tensors, strict=False):
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
@@ -196,7 +196,7 @@ def first_difference(report: WeightsReport, other: WeightsReport) -> str:
 
 
 def _changed_without_push(engine: EngineFingerprints) -> str:
-    """The first tensor that changed although it was not pushed; empty if there is none."""
+    """The first tensor that changed although it was not pushed, or empty if there is none."""
     if engine.record is None or engine.changed == ALL_TENSORS:
         return ""
     if not engine.changed:
@@ -213,7 +213,7 @@ def _changed_without_push(engine: EngineFingerprints) -> str:
 
 
 def _rank_without_push(engine: EngineFingerprints) -> str:
-    """Why one rank has not taken what the others have; empty if all may have taken it."""
+    """Why one rank has not taken what the others have."""
     if engine.record is None or not engine.changed:
         return ""
     ranks = list(zip(engine.record.tensors, engine.report.tensors, strict=False))
@@ -236,7 +236,7 @@ def _rank_without_push(engine: EngineFingerprints) -> str:
 
 
 def _not_as_pushed(engine: EngineFingerprints) -> str:
-    """The first tensor that differs from the pushed one; empty if no comparable tensor does."""
+    """The first tensor that differs from the pushed one, or empty if no comparable tensor does."""
     for name in sorted(engine.sent):
         if _has_reference(name, engine) and set(_held(name, engine)) != {engine.sent[name]}:
             return name

@@ -150,10 +150,10 @@ def liveness(streaks: Streaks, config: HealthConfig, *, can_spare: bool = True) 
 
 
 def why_other_version(known: int | None, held: str) -> str:
-    """Why an engine has not the weights that its group has recorded; empty if it may have.
+    """Why an engine has not the weights that its group has recorded.
 
     Args:
-        known: the recorded version; None while it has no whole one.
+        known: the recorded version, or None while it has no whole one.
         held: the version that it reports.
     """
     if known is None or held == str(known):
@@ -165,10 +165,10 @@ def why_other_version(known: int | None, held: str) -> str:
 
 
 def why_other_process(known: str, found: str) -> str:
-    """Why an engine is not the one that was attached; empty if it may be.
+    """Why an engine is not the one that was attached.
 
     Args:
-        known, found: its ``ServerInfo.start``, then and now; empty if that is not known.
+        known, found: its ``ServerInfo.start``, then and now.
     """
     if not known or not found or known == found:
         return ""
@@ -256,7 +256,7 @@ class EngineHealth:
     """The health of one engine, and its progress in a recovery.
 
     Attributes:
-        reason: why it died; empty while it lives.
+        reason: why it died, or empty while it lives.
         num_restarts: restarts since it last served for ``FORGET_AFTER_S``.
         retry_at_s: it is not restarted before this time.
         since_s: the time at which it entered its state.
@@ -475,7 +475,7 @@ def due_restarts(group: GroupHealth, now_s: float) -> list[str]:
 
 
 def next_retry_s(groups: Iterable[GroupHealth]) -> float | None:
-    """The time of the next possible restart; None if there is none."""
+    """The time of the next possible restart, or None if there is none."""
     engines = [engine for group in groups for engine in group.restartable().values()]
     return min((engine.retry_at_s for engine in engines), default=None)
 

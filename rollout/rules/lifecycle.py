@@ -80,7 +80,7 @@ class GroupTraits:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One row of the table.  ``only``: the groups that it applies to; None for all groups."""
+    """One row of the table.  ``only``: the groups that it applies to, or None for all groups."""
 
     phase: Phase
     command: Command
@@ -245,7 +245,7 @@ def hold_loaded_weights(phases: Iterable[Phase]) -> bool:
 
 
 def up_to(last: Command, commands: Sequence[Command]) -> Sequence[Command]:
-    """Those of ``commands`` that come before ``last``, and ``last``."""
+    """The part of ``commands`` that ends with ``last``."""
     return commands[: commands.index(last) + 1]
 
 
@@ -266,8 +266,8 @@ def check_restorable(
     """Check that what a release has discarded can be had without a push.
 
     Args:
-        why_not: by group that has no weights, why no source can give it the published ones; empty
-            if one can.
+        why_not: by group that has no weights, why no source can give it the published ones, or
+            empty if one can.
 
     Raises:
         LifecycleError: that of a group cannot.
@@ -287,7 +287,7 @@ def check_restorable(
 
 
 def why_unfit(engine: EngineStatus, version: int) -> str:
-    """Why an engine must get no request, whatever else is recorded of it; empty if it may.
+    """Why an engine must get no request, whatever else is recorded of it.
 
     Args:
         version: the published one of what engines report, which adapters leave as it is.
@@ -304,15 +304,17 @@ def why_unfit(engine: EngineStatus, version: int) -> str:
 
 
 def why_none_serves(groups: Iterable[GroupStatus], version: int, update: WeightUpdate) -> str:
-    """Why no engine of a server could serve, and what leads out; empty if one could."""
+    """Why no engine of a server could serve, and what leads out."""
     engines = [(group.worker_type, engine) for group in groups for engine in group.engines]
-    serving = {kind for kind, one in engines if not (one.fence_reason or one.is_stale)}
+    serving = {kind for kind, engine in engines if not (engine.fence_reason or engine.is_stale)}
     kinds = {kind for kind, _ in engines}
     # Prefill and decode engines serve only together.
     if WorkerType.REGULAR in serving or (kinds and kinds <= serving):
         return ""
-    stale = [one.engine_id for _, one in engines if one.is_stale and not one.fence_reason]
-    fenced = [one.fence_reason for _, one in engines if one.fence_reason]
+    stale = [
+        engine.engine_id for _, engine in engines if engine.is_stale and not engine.fence_reason
+    ]
+    fenced = [engine.fence_reason for _, engine in engines if engine.fence_reason]
     parts = [f"{_listed(stale)} restarted and lack weight version {version}"] if stale else []
     why = "; ".join([*parts, *fenced[:_MOST_LISTED]]) or "the server has no engine"
     return f"no engine can serve: {why}; {_way_out(bool(stale), version, update)}"
@@ -367,7 +369,7 @@ def next_phase(phase: Phase, command: Command, traits: GroupTraits) -> Phase:
 
 
 def server_phase(phases: Iterable[Phase]) -> Phase | None:
-    """The common phase of all groups of a server; None if they differ."""
+    """The common phase of all groups of a server, or None if they differ."""
     distinct = set(phases)
     return distinct.pop() if len(distinct) == 1 else None
 

@@ -284,7 +284,7 @@ def bundles_of_group(
             requested=plan.totals(),
         )
     for request in plan.bundles[plan.num_gpus :]:
-        fitting = [one for one in without if resources[one].get("CPU", 0) >= request.num_cpus]
+        fitting = [node for node in without if resources[node].get("CPU", 0) >= request.num_cpus]
         if not fitting:
             raise PlacementError(
                 f"an engine on the CPU needs a bundle without a GPU and with {request.num_cpus:g} "

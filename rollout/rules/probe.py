@@ -53,7 +53,7 @@ _COMPUTES_EVERY_TOKEN = re.compile(r"(^|\.)layers\.\d+\.(?!.*\.experts\.).*weigh
 def prompt_for(
     vocabulary_size: int, max_tokens: int, given: Sequence[Sequence[int]] = ()
 ) -> Prompt:
-    """The prompt of the probe for a model, always the same; empty if it cannot have one.
+    """The prompt of the probe for a model, always the same, or empty if it cannot have one.
 
     Tokens are drawn from the middle half of the vocabulary, because special tokens (end of text,
     image placeholders) are at one of its ends.
@@ -99,7 +99,8 @@ class CanaryLogprobs:
     start: int = 0
 
     def tokens_of(self, index: int, start: int) -> tuple[float, ...]:
-        """The log-probs of one prompt's tokens after the one at ``start``; empty without them."""
+        """The log-probs of one prompt's tokens after the one at ``start``, or empty without
+        them."""
         return self.logprobs[index][start - self.start :] if start >= self.start else ()
 
 
@@ -161,7 +162,7 @@ def find_logprob_mismatches(
 
 
 def _own_mismatch(engine: EngineLogprobs, tolerance: float) -> str:
-    """Why one engine fails, without a look at the others; empty if it does not."""
+    """Why one engine fails, without a look at the others."""
     if mismatch := _first_non_number(engine.now):
         return mismatch
     if mismatch := _logprob_difference(engine.now, engine.of_trainer(), tolerance):
@@ -172,7 +173,7 @@ def _own_mismatch(engine: EngineLogprobs, tolerance: float) -> str:
 
 
 def _first_non_number(now: Mapping[str, CanaryLogprobs]) -> str:
-    """Which log-probability is not finite; empty if all are finite."""
+    """Which log-probability is not finite, or empty if all are finite."""
     for adapter, canary in now.items():
         for index, values in enumerate(canary.logprobs):
             for position, value in enumerate(values, start=canary.start + 1):
@@ -185,7 +186,7 @@ def _first_non_number(now: Mapping[str, CanaryLogprobs]) -> str:
 def _logprob_difference(
     now: Mapping[str, CanaryLogprobs], other: Mapping[str, CanaryLogprobs], tolerance: float
 ) -> str:
-    """How two differ by more than the tolerance; empty if they do not.
+    """How two differ by more than the tolerance, or empty if they do not.
 
     Returns:
         The beginning of a sentence; the caller adds whose the other one is.
@@ -257,8 +258,8 @@ class Answer:
     Attributes:
         logprobs: natural-log probabilities of the last tokens of the prompt, or of the next ones.
         num_cached: tokens of the prompt that came from a cache.
-        of_prompt: those of the last tokens of the prompt; empty if they were not requested.
-        why: the engine's message, as of why there are none; empty if there is none.
+        of_prompt: those of the last tokens of the prompt, or empty if they were not requested.
+        why: the engine's message, as of why there are none, or empty if there is none.
     """
 
     logprobs: tuple[float, ...]
@@ -277,7 +278,7 @@ class Answers:
         text: past the caches, without an image.
         made_of: identifies the weights; equal for equal weights.
         process: of one process of the engine: a store may have what an earlier one computed.
-        report: fingerprints of the weights; None where the engine has none.
+        report: fingerprints of the weights, or None where the engine has none.
     """
 
     through: Answer
@@ -298,7 +299,7 @@ class Answers:
         return "text" if self.fresh is self.text else "image"
 
     def without_numbers(self) -> str:
-        """Which prompt has log-probs past the caches that are not finite; empty if none has."""
+        """Which prompt has log-probs past the caches that are not finite, or empty if none has."""
         past = {"text": self.text, self.prompt: self.fresh}
         broken = (n for n, answer in past.items() if not all(map(math.isfinite, answer.logprobs)))
         return next(broken, "")
@@ -317,7 +318,7 @@ class Stale:
 
 
 def find_stale(now: Answers, before: Answers, tolerance: float, *, is_exact: bool) -> Stale | None:
-    """What an engine answered from old state; None if it did not.
+    """What an engine answered from old state, or None if it did not.
 
     Args:
         before: its answers with the weights before.

@@ -21,7 +21,7 @@ class ReleasePolicy:
     """The release policy of one group.
 
     Attributes:
-        tags: the memory that is released; empty for a group that keeps its GPUs.
+        tags: the memory that is released, or empty for a group that keeps its GPUs.
         weights_cpu_backup: the engine keeps a host copy of its weights while they are released.
         weights_from: from where the weights are restored, as ``rollout plan`` prints it.
     """
@@ -77,14 +77,14 @@ def release_policy(
 
 
 def _draft_without_backup(group: GroupConfig) -> str:
-    """The draft whose weights only a copy of all weights keeps; empty if there is none."""
+    """The draft whose weights only a copy of all weights keeps, or empty if there is none."""
     kind = group.engine.of_kind
     return "" if kind.draft_backup_option else kind.draft(group.engine.options)
 
 
 def draft_note(group: GroupConfig, update: WeightUpdate, *, has_backup: bool) -> str:
-    """The draft of engines that are launched: what keeps its weights, and what becomes of it; empty
-    without one.
+    """The draft of engines that are launched: what keeps its weights, and what becomes of it, or
+    empty without one.
 
     Args:
         has_backup: an engine keeps a copy of all weights over a release.
@@ -96,11 +96,11 @@ def draft_note(group: GroupConfig, update: WeightUpdate, *, has_backup: bool) ->
 
 
 def draft_text(kind: Kind, draft: str, update: WeightUpdate, backup: str | None) -> str:
-    """What keeps the weights of a draft, and what becomes of it; empty for none.
+    """What keeps the weights of a draft, and what becomes of it, or empty for none.
 
     Args:
         draft: as in ``Features``.
-        backup: the option with which the engine keeps a copy of them over a release; None if it
+        backup: the option with which the engine keeps a copy of them over a release, or None if it
             is never released.
     """
     if not draft:
@@ -130,7 +130,7 @@ _ELASTIC_BACKUP = "enable-elastic-expert-backup"
 
 
 def elastic_backup_note(name: str, group: GroupConfig, update: WeightUpdate) -> str:
-    """A warning about SGLang's expert backup; empty if the group does not use it."""
+    """A warning about SGLang's expert backup, or empty if the group does not use it."""
     options = {
         key.lstrip("-").replace("_", "-"): value for key, value in group.engine.options.items()
     }
@@ -180,7 +180,7 @@ def bytes_to_resume(
 
     Args:
         reported: as the engine reported before the release.
-        freed_bytes: by the release of all these tags; None if not measured.
+        freed_bytes: by the release of all these tags, or None if not measured.
     """
     found = dict(reported)
     too_much = 0 if freed_bytes is None else sum(reported.values()) - freed_bytes

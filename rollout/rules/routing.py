@@ -42,7 +42,7 @@ class Backend:
     """One engine behind the router.
 
     Attributes:
-        reason: why it is not serving; empty if it is.
+        reason: why it is not serving, or empty if it is.
         may_return: when it is lost, recovery may bring it back without any command.
         kind: as in ``engines.kinds``.
         needs_names: it gets only requests that name their weight version to its prefix cache.
@@ -82,7 +82,7 @@ class Hint:
     """The properties of a request that a policy may use, besides load.
 
     Attributes:
-        affinity: requests with the same one prefer the same engine; empty for none.
+        affinity: requests with the same one prefer the same engine, or empty for none.
         prompt: the first bytes of the prompt as they are in the body.
         num_bytes: of the body; most of them are the prompt.
     """
@@ -150,7 +150,7 @@ class Candidates:
         return self._total
 
     def get(self, engine_id: str) -> Backend | None:
-        """The engine with this id; None if it is not a candidate."""
+        """The engine with this id, or None if it is not a candidate."""
         place = self._places.get(engine_id)
         return None if place is None else self.members[place]
 

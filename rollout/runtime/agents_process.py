@@ -87,7 +87,7 @@ class AgentsProcess:
         Raises:
             RolloutError: it has ended.
         """
-        path = os.pathsep.join(one or os.getcwd() for one in sys.path)
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         process = self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", *self._program),
             *(str(listener.fileno()), str(os.getpid()), router_url),

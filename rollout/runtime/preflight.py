@@ -88,7 +88,8 @@ def wrong_settings(config: RolloutConfig) -> list[Mistake]:
 
 
 def push_sizes(model_path: str) -> PushSizes | None:
-    """Of a checkpoint, by its tensors or else by its config; None if neither says."""
+    """Sizes of a push of a checkpoint, from its tensors or else from its config; None if neither
+    gives them."""
     try:
         manifest = read_checkpoint_manifest(model_path)
     except WeightMismatch:

@@ -190,7 +190,7 @@ class Cluster:
                 group.granted.set()
 
     def _try_place(self, group: PlacementGroup) -> list[Location] | None:
-        """Locations for all its bundles; None if not all waiting bundles fit."""
+        """Locations for all its bundles, or None if not all waiting bundles fit."""
         before = [(dict(node.free), list(node.free_gpu_ids)) for node in self.nodes]
         places = list(group.places) or [("", ())] * len(group.bundle_specs)
         for index, bundle in enumerate(group.bundle_specs):

@@ -111,9 +111,9 @@ class StubRay:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
-        for one in gc.get_objects():
-            if type(one) is socket.socket and one.family == socket.AF_INET:
-                one.close()
+        for tracked in gc.get_objects():
+            if type(tracked) is socket.socket and tracked.family == socket.AF_INET:
+                tracked.close()
 
     def remote(self, *args: Any, **options: Any) -> Any:
         if args:

@@ -103,7 +103,7 @@ class Owner:
 
     Attributes:
         label: its name in messages.
-        died: why it died; empty while it lives.
+        died: why it died, or empty while it lives.
     """
 
     label: str

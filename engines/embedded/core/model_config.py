@@ -67,7 +67,7 @@ class ModelConfig:
 
     Attributes:
         rope: its position embeddings.
-        windows: of each layer, how many keys up to its own a token sees; None for all of them.
+        windows: of each layer, how many keys up to its own a token sees, or None for all of them.
         sparse_layers: the layers that have experts.
         qkv_bias: whether the projections to queries, keys and values add a bias.
         out_bias: whether that of the attention's output does.
@@ -134,7 +134,9 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
         raise ValueError("the embedded engine runs no quantized checkpoints; SGLang and vLLM do")
     kind = raw["model_type"]
     # A key that is null is one without a value, and not one that is missing.
-    values = {name: one for name, one in {**_DEFAULTS[kind], **raw}.items() if one is not None}
+    values = {
+        name: value for name, value in {**_DEFAULTS[kind], **raw}.items() if value is not None
+    }
     has_bias = kind == "qwen2" or (kind != "mistral" and bool(values.get("attention_bias")))
     try:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
@@ -195,7 +197,7 @@ def _windows(kind: str, values: Mapping[str, Any]) -> list[int | None]:
     ]
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"config.json: layer type {min(unknown)!r} is not supported")
-    return [window if one == "sliding_attention" else None for one in types]
+    return [window if layer_type == "sliding_attention" else None for layer_type in types]
 
 
 def _sparse_layers(kind: str, values: Mapping[str, Any]) -> set[int]:

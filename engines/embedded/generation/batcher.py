@@ -57,7 +57,7 @@ class Batcher:
     Attributes:
         is_frozen: no step is taken; commands are still run.
         on_idle: called on the generation thread whenever nothing is in flight.
-        failure: what ended the generation thread; None while it lives.
+        failure: what ended the generation thread, or None while it lives.
         step_report: what changed since the last report.
     """
 

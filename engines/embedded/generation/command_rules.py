@@ -22,7 +22,7 @@ class Situation:
 
     Attributes:
         is_saver_enabled: started with ``--enable-memory-saver``.
-        paused: the mode of the pause; None while serving.
+        paused: the mode of the pause, or None while serving.
         num_in_flight: requests admitted and not answered; those held at the gate do not count.
         released: tags whose memory is given back.
     """

@@ -31,16 +31,16 @@ class Generation:
         stop_ids: token ids that end it (end-of-sequence and the caller's own).
         early_ids: those that are not drawn before its least length; as in SGLang and vLLM, the end
             of sequence is one of them also where it ends nothing.
-        find_stop: finds a stop string in the last tokens; None where there are none.
+        find_stop: finds a stop string in the last tokens, or None where there are none.
         seed: of its random numbers; None takes them from the process's own stream.
         logprob_start_len: first prompt token whose log-probability is returned; -1 for none.
-        adapter: the LoRA adapter it runs with; None for the base model alone.
+        adapter: the LoRA adapter it runs with, or None for the base model alone.
         cache_key: it uses only prefixes that were cached with this key.
         wants_experts: the experts that computed its tokens are kept.
         routed_experts: of each token that was computed, int32 of shape ``[layers, experts]``.
         input_logprobs: of the prompt's tokens after that one, None where it is NaN.
         spans: pairs (weight version, index of the first token it produced).
-        finish_reason: SGLang's object; None while running.
+        finish_reason: SGLang's object, or None while running.
         refusal: why it has no reply: it was never admitted, or its logits are no numbers.
     """
 

@@ -94,7 +94,7 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _invert_truncated(
     probabilities: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """As ``_invert``, among the ``top_k`` likeliest and the fewest that reach ``top_p``."""
+    """``_invert`` among the ``top_k`` likeliest tokens and the fewest that reach ``top_p``."""
     ordered, order = probabilities.sort(dim=-1, descending=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     before = ordered.cumsum(dim=-1) - ordered

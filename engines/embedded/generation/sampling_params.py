@@ -38,7 +38,7 @@ _NOT_SUPPORTED: dict[str, Any] = {
 def _as_strings(value: Any) -> Any:
     """One string is a list of one; an empty one stops nothing."""
     values = [value] if isinstance(value, str) else value
-    return tuple(one for one in values if one != "") if isinstance(values, list) else values
+    return tuple(text for text in values if text != "") if isinstance(values, list) else values
 
 
 @dataclass(
@@ -91,7 +91,7 @@ def parse(raw: Any) -> Params:
     except ValidationError as error:
         wrong = error.errors()
         name = str(wrong[0]["loc"][0])
-        why = " or ".join(one["msg"] for one in wrong if one["loc"][0] == name)
+        why = " or ".join(mistake["msg"] for mistake in wrong if mistake["loc"][0] == name)
         raise Invalid(f"sampling_params: {name}: {why}, not {given[name]!r:.80}") from None
     if params.min_new_tokens > params.max_new_tokens:
         raise Invalid(

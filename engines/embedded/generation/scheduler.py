@@ -83,7 +83,7 @@ class Scheduler:
         parts: OrderedDict[str, Part] = OrderedDict()
         room = self._max_tokens
         # Next tokens go before the rest of prompts.
-        for sequence in sorted(self.running.values(), key=lambda one: one.num_pending > 1):
+        for sequence in sorted(self.running.values(), key=lambda running: running.num_pending > 1):
             rid, num = sequence.generation.rid, min(sequence.num_pending, room)
             if num and rid in self.running and self._grow(sequence, num, parts):
                 room -= num
@@ -106,7 +106,7 @@ class Scheduler:
             sequence.num_known = index + 1
 
     def remove(self, rid: str) -> Generation | None:
-        """End a sequence; None if there is none of this id."""
+        """End a sequence, or None if there is none of this id."""
         sequence = self.running.pop(rid, None)
         if sequence is not None:
             self.pages.give(sequence.pages)

@@ -95,7 +95,8 @@ class TextCodec:
         return text if cut < 0 else text[:cut]
 
     def stop_finder(self, params: Params) -> StopFinder | None:
-        """A search of a completion's last tokens for the stop strings; None if there are none."""
+        """A search of a completion's last tokens for the stop strings, or None if there are
+        none."""
         if not params.stop:
             return None
         # A token is at least a byte, so a match that the newest token ends starts within this.

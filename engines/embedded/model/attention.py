@@ -44,7 +44,7 @@ class AttentionBucket:
 
     Attributes:
         queries: positions in the flat batch, ``[sequences * query_length]``; None: all, in order.
-        pages: pages of the cache that hold their keys, ``[sequences * pages_each]``; None for
+        pages: pages of the cache that hold their keys, ``[sequences * pages_each]``, or None for
             fresh prompts, whose keys are at ``queries``.
         mask: which keys a query sees, ``[sequences, 1, queries, keys]``; None: plainly causal.
         kept: where the unpadded queries are in ``queries``; None: all of them.
@@ -142,7 +142,7 @@ def attend(
     Args:
         query: of the new tokens, ``[tokens, heads, head_dim]``.
         key: theirs, as ``value``: ``[tokens, kv_heads, head_dim]``.
-        stored: the cache, which has them already; None where all sequences are fresh.
+        stored: the cache, which has them already, or None where all sequences are fresh.
     """
     if len(buckets) == 1 and buckets[0].queries is None:
         return _attend(buckets[0], query, key, value, stored, scaling)

@@ -32,9 +32,9 @@ class Step:
         positions: of each in its sequence, ``[tokens]``.
         plans: attention buckets, for each window that a layer has.
         slots: where keys and values of each token go in the cache, ``[tokens]``.
-        cache: of each layer; empty for a pass that leaves nothing behind.
-        experts: gets the experts of each token and sparse layer, ``[tokens, experts]``; None where
-            they are not wanted.
+        cache: of each layer, or empty for a pass that leaves nothing behind.
+        experts: gets the experts of each token and sparse layer, ``[tokens, experts]``, or None
+            where they are not wanted.
     """
 
     tokens: torch.Tensor

@@ -88,7 +88,7 @@ class LoadVerifier:
 
 
 def read_verifier(path: Path) -> LoadVerifier | None:
-    """The verifier of the checkpoint in this folder; None if it has no fingerprints.
+    """The verifier of the checkpoint in this folder, or None if it has no fingerprints.
 
     Raises:
         ValueError: the fingerprint file is invalid.

@@ -99,7 +99,7 @@ class Adapters:
         return list(self._loaded)
 
     def find(self, name: str | None) -> Adapter | None:
-        """The adapter a request names; None for none."""
+        """The adapter a request names, or None for none."""
         if name is None:
             return None
         found = self._loaded.get(name)
@@ -145,7 +145,7 @@ class Adapters:
         del self._loaded[name]
 
     def fingerprints(self) -> dict[str, str]:
-        """Of all tensors of all adapters, as ``lora:<adapter>:<tensor>``."""
+        """Fingerprints of all tensors of all adapters, named ``lora:<adapter>:<tensor>``."""
         return {
             f"lora:{adapter.name}:{tensor}": text
             for adapter in self._loaded.values()

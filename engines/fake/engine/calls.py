@@ -29,7 +29,7 @@ class CallHandler:
             test that explores orders of events decides here, and may let the call wait.
         is_frozen: nothing is answered, as after SIGSTOP.
         calls: every call that reached it, in order.
-        death_reason: what ended it; empty while it lives.
+        death_reason: what ended it, or empty while it lives.
     """
 
     def __init__(self, engine_id: str) -> None:
@@ -61,11 +61,11 @@ class CallHandler:
         self.faults.strike(operation, lose(executed=True))
 
     def freeze(self) -> None:
-        """As SIGSTOP: nothing is answered or done, until ``thaw`` or a kill."""
+        """Stand still as under SIGSTOP: nothing is answered or done, until ``thaw`` or a kill."""
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """As SIGCONT."""
+        """Go on as after SIGCONT."""
         self.is_frozen = False
         self._notify()
 

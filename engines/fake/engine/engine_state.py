@@ -35,14 +35,14 @@ class FakeSettings:
         drain_s: seconds until an aborted request has left.
         vocab_size: token ids it knows.
         context_length: tokens a prompt must be shorter than; None takes any.
-        eos_token_id: the token that ends an output; None for a model that has none.
+        eos_token_id: the token that ends an output, or None for a model that has none.
         reports_released: it reports the released tags and its update groups, as the embedded engine
             does and SGLang does not.
         reports_manifest: it lists its tensors, as the embedded engine does and SGLang does not.
         reports_memory: it reports the memory of each tag, as engines on a GPU do.
         understands_images: its model does.
-        fingerprints: the method of its fingerprints; empty as SGLang's, which no trainer makes.
-        draft: the path of its draft model; empty for none.
+        fingerprints: the method of its fingerprints, or empty as SGLang's, which no trainer makes.
+        draft: the path of its draft model, or empty for none.
     """
 
     memory_saver: bool = True
@@ -71,7 +71,7 @@ class FakeEngineState(CallHandler):
 
     Attributes:
         caches: what it has of its weights after a request.
-        paused: the mode of the pause; None while it serves.
+        paused: the mode of the pause, or None while it serves.
         in_flight: admitted requests, by id.
         released: tags whose memory is given back.
         is_cache_stale: the prefix cache holds entries of older weights.

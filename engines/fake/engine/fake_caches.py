@@ -34,9 +34,9 @@ class FakeCaches:
 
     Args:
         prefix_cache: it has one, which a flush empties.
-        storage_cache: name of its storage tier; empty for none.
+        storage_cache: name of its storage tier, or empty for none.
         image_cache: it has embeddings of images, unless its environment switches them off.
-        shared_image_store: name of a store of embeddings; empty for none.
+        shared_image_store: name of a store of embeddings, or empty for none.
         weight_copies: it computes with copies of its weights, made at the end of an update.
 
     Attributes:
@@ -124,7 +124,9 @@ class FakeCaches:
 
     def _embedding(self, weights: FakeWeights, image: PromptImage) -> str:
         """What the tower computes of an image; by the image's name alone where it is cached."""
-        tower = sorted(one for one in weights.digests.items() if one[0].startswith("visual."))
+        tower = sorted(
+            digest for digest in weights.digests.items() if digest[0].startswith("visual.")
+        )
         computed = digest_of((image.data, tower))
         if self._embeddings is None:
             return computed

@@ -234,7 +234,7 @@ class FakeEngine(FakeEngineState):
             later(_ABORTED_BEHIND_STREAM_S, self._abort_if_live, request.rid)
 
     def _abort_if_live(self, rid: str) -> None:
-        """As SGLang's tokenizer manager and scheduler: only a live id, and all that begin so."""
+        """Abort requests whose id begins with ``rid``, if ``rid`` is live, as SGLang does."""
         if rid in self.in_flight:
             self._abort(rid)
 

@@ -34,7 +34,7 @@ _BOUNDS = {
 
 
 def why_unknown(wire: Mapping[str, Any]) -> str:
-    """Why a JSON object is none of sampling parameters; empty if it is."""
+    """Why a JSON object is none of sampling parameters."""
     unknown = [name for name in wire if name not in _KNOWN]
     if unknown:
         return f"unknown field `{unknown[0]}`, expected one of {', '.join(sorted(_KNOWN))}"
@@ -46,7 +46,7 @@ def why_unknown(wire: Mapping[str, Any]) -> str:
 
 
 def why_refused(sampling: SamplingParams, vocab_size: int) -> str:
-    """Why no request is drawn so, as SGLang judges it; empty if one is."""
+    """Why no request is drawn so, as SGLang judges it."""
     for name in _NOT_SIMULATED:
         if getattr(sampling, name):
             return f"{name} is not simulated by a fake"
@@ -67,7 +67,7 @@ class Drawing:
     """How the tokens of one request are drawn.
 
     Args:
-        eos: the token that ends an output; None for a model without one.
+        eos: the token that ends an output, or None for a model without one.
         prompt: what a repetition penalty counts besides the output; nothing on SGLang.
         always_stops: the tokens of ``stop_token_ids`` end it under ``ignore_eos`` too; not on
             SGLang.
@@ -122,7 +122,7 @@ class Drawing:
         return logit
 
     def end_of(self, output: Sequence[int], text: str) -> int | str | None:
-        """The token or text that ends the output after its last token; None if it goes on."""
+        """The token or text that ends the output after its last token, or None if it goes on."""
         ends = self._always if self._sampling.ignore_eos else self._ends
         if output and output[-1] in ends:
             return output[-1]

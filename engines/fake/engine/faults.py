@@ -92,7 +92,7 @@ def hang(*, executed: bool = False, tokens: int | None = None) -> Fault:
 
 
 def freeze(*, executed: bool = False, tokens: int | None = None) -> Fault:
-    """As SIGSTOP: from this call on nothing is answered, until ``thaw`` or a kill."""
+    """Stand still as under SIGSTOP from this call on, until ``thaw`` or a kill."""
     return Fault(FaultKind.FREEZE, _moment(executed, tokens))
 
 

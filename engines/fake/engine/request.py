@@ -32,7 +32,7 @@ class FakeRequest:
         cached_tokens: of its prompt, that came from a cache.
         drawing: how its tokens are drawn; made when it is admitted.
         text_of: makes a text of tokens.
-        matched: the token or text that ended it; None while none did.
+        matched: the token or text that ended it, or None while none did.
     """
 
     rid: str

@@ -65,7 +65,7 @@ class _JoinedGroup:
 
     Attributes:
         group: None when it was left.
-        line: connection to the rendezvous, which lives as long as rank 0; None if it had gone.
+        line: connection to the rendezvous, which lives as long as rank 0, or None if it had gone.
         in_use: held while something is received.
     """
 

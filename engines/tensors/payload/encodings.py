@@ -59,7 +59,7 @@ def decoded(name: str, content: torch.Tensor) -> Encoded:
 
 
 def why_not_for(encoded: Encoded, tensor: torch.Tensor, version: str) -> str:
-    """Why it does not begin from this tensor of a model of ``version``; empty if it does."""
+    """Why it does not begin from this tensor of a model of ``version``."""
     dtype = dtype_name(tensor.dtype)
     if (encoded.base, encoded.dtype, list(encoded.shape)) == (version, dtype, list(tensor.shape)):
         return ""

@@ -302,7 +302,7 @@ class ArrayTensor:
     """An array of numpy.
 
     Attributes:
-        tensor: what it holds; None until it is filled.
+        tensor: what it holds, or None until it is filled.
     """
 
     tensor: StridedTensor | None = None

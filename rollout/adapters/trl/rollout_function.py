@@ -37,7 +37,7 @@ class RolloutFunction:
 
     Args:
         policy: of this process; every rank of the trainer has one, see ``rollout.connect``.
-        group: the ranks that train, a process group of torch.distributed; None for all.
+        group: the ranks that train, a process group of torch.distributed, or None for all.
         rank_timeout_s: a push fails on all ranks if one is silent for so many seconds.
         request_timeout_s: seconds for each completion.
 
@@ -157,7 +157,7 @@ class RolloutFunction:
 
 
 def _why_not(trainer: Any) -> str:
-    """Why this trainer cannot sample here; empty if it can."""
+    """Why this trainer cannot sample here."""
     if trainer.args.use_vllm:
         return "GRPOConfig(use_vllm=True) starts vLLM besides the engines; leave it out"
     if trainer.tools or trainer.environment_factories:

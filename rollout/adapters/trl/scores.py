@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of the completions of one prompt.
+    """Advantages and metrics of the completions of one prompt.
 
     Attributes:
         advantages: ``(reward - mean) / std``; 0 for a completion that no function can judge.
@@ -24,7 +24,7 @@ def score(by_function: Mapping[str, Sequence[float | None]]) -> Scores:
     """Add up the rewards of all functions, and compare those of the group.
 
     Args:
-        by_function: name of a reward function -> its reward for each completion; None where it
+        by_function: name of a reward function -> its reward for each completion, or None where it
             cannot judge one.
     """
     columns = {
@@ -34,8 +34,12 @@ def score(by_function: Mapping[str, Sequence[float | None]]) -> Scores:
     totals = [_total(row) for row in zip(*columns.values(), strict=True)]
     judged = [total for total in totals if not math.isnan(total)]
     mean = sum(judged) / len(judged) if judged else math.nan
-    std = math.sqrt(sum((one - mean) ** 2 for one in judged) / len(judged)) if judged else math.nan
-    advantages = [0.0 if math.isnan(one) else (one - mean) / (std + 1e-8) for one in totals]
+    std = (
+        math.sqrt(sum((score - mean) ** 2 for score in judged) / len(judged))
+        if judged
+        else math.nan
+    )
+    advantages = [0.0 if math.isnan(score) else (score - mean) / (std + 1e-8) for score in totals]
     metrics = [
         {"reward": total, "reward_std": std}
         | {f"rewards/{name}": rewards[index] for name, rewards in columns.items()}

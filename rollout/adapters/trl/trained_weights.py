@@ -41,7 +41,7 @@ def trained_weights(model: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def checkpoint_name(name: str, prefix: str, adapters: Collection[str]) -> str:
-    """The checkpoint's name of a tensor of a PEFT model; empty for one it does not have.
+    """The checkpoint's name of a tensor of a PEFT model, or empty for one it does not have.
 
     Args:
         prefix: begins the names of the adapter's own tensors, for example ``lora_``.

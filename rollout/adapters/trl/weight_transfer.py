@@ -90,7 +90,7 @@ class WeightTransfer:
 
 
 def _own_group() -> Any:
-    """A process group of this process alone; None without torch.distributed."""
+    """A process group of this process alone, or None without torch.distributed."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

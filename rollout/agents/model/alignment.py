@@ -74,7 +74,8 @@ def tokenised(template: Template, text: str) -> tuple[list[int], list[Checkpoint
 def compared(
     template: Template, text: str, ids: Sequence[int], known: Iterable[Checkpoint]
 ) -> tuple[int | None, list[Checkpoint]]:
-    """Index of the first of a prompt's ids that a new tokenisation would not give; None for none.
+    """Index of the first of a prompt's ids that a new tokenisation would not give, or None for
+    none.
 
     Args:
         text: that the template gives now for the prompt.
@@ -99,11 +100,11 @@ def _behind_checkpoint(
     """The last checkpoint that is the text's own, and those behind it, each with the next ids."""
     checkpoint, digest = _BEGIN, blake2b(digest_size=16)
     reading, at = digest.copy(), 0
-    for one in sorted(known, key=lambda one: one.num_characters):
-        reading.update(_bytes(text[at : one.num_characters]))
-        at = one.num_characters
-        if one.digest == reading.digest() and template.has_border(text, at):
-            checkpoint, digest = one, reading.copy()
+    for known_point in sorted(known, key=lambda point: point.num_characters):
+        reading.update(_bytes(text[at : known_point.num_characters]))
+        at = known_point.num_characters
+        if known_point.digest == reading.digest() and template.has_border(text, at):
+            checkpoint, digest = known_point, reading.copy()
     for piece, ids in template.pieces(text, checkpoint.num_characters):
         yield checkpoint, ids
         digest.update(_bytes(piece))
@@ -131,7 +132,7 @@ class Ends:
 
     def as_in_history(self, text: str) -> str:
         """A rendered text that ends with an answer, as it is with messages behind it."""
-        found = next((one for one in self.texts if text.endswith(one)), None)
+        found = next((ending for ending in self.texts if text.endswith(ending)), None)
         return text if found is None else text.removesuffix(found) + self.closing
 
 
@@ -150,7 +151,7 @@ def continuation(
 
     Args:
         num_known: the last of them is an answer.
-        end: the token that ended this answer; None if it was cut off.
+        end: the token that ended this answer, or None if it was cut off.
         mark: a text that no message contains.
 
     Returns:
@@ -180,7 +181,7 @@ def continuation(
 def _behind(
     mark: str, template: Template, messages: Sequence[Message], *, for_answer: bool
 ) -> str | None:
-    """What the template writes behind the mark; None if it writes no mark or refuses."""
+    """What the template writes behind the mark, or None if it writes no mark or refuses."""
     try:
         _, found, rest = template.render(messages, for_answer=for_answer).rpartition(mark)
     except BadChat:
@@ -189,12 +190,12 @@ def _behind(
 
 
 def first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
-    """Index of the first token that differs; None if there is none."""
+    """Index of the first token that differs, or None if there is none."""
     if len(ids) == len(others) and list(ids) == list(others):
         return None
     pairs = zip(ids, others, strict=False)
     shorter = min(len(ids), len(others))
-    return next((index for index, (one, other) in enumerate(pairs) if one != other), shorter)
+    return next((index for index, (mine, other) in enumerate(pairs) if mine != other), shorter)
 
 
 def drift_of(difference: int | None, *, is_fork: bool) -> Drift:

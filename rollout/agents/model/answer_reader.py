@@ -37,7 +37,7 @@ class Answer:
 
     Attributes:
         calls: as OpenAI's messages have them.
-        num_thinking: ids up to the end of the thinking; None if that is not known.
+        num_thinking: ids up to the end of the thinking, or None if that is not known.
     """
 
     content: str
@@ -134,7 +134,7 @@ class Reading:
     """Reads one answer.
 
     Args:
-        thinking: the marks around it; None if the model has none.
+        thinking: the marks around it, or None if the model has none.
         ends: tokens that may end the answer, and are then no part of its text.
         tools: of the request; without them no calls are read.
         new_id: makes a text of at least 9 letters and digits that no other call has.
@@ -196,7 +196,7 @@ class Reading:
 
     def _settle(self, matched: str | int | None) -> None:
         """Take what was held back: nothing follows it."""
-        last = [one for one in self._last if one != matched]
+        last = [token for token in self._last if token != matched]
         self._last = []
         for token in (*self.source.feed(last), *self.source.rest()):
             self._take_all(self.stops.feed(token))
@@ -416,7 +416,7 @@ class AnswerReader:
     """Reads the answers of one model.
 
     Attributes:
-        thinking: the marks around it; None if the model has none.
+        thinking: the marks around it, or None if the model has none.
         parse: reads a whole answer, where the form is that of no row of the table.
     """
 
@@ -457,6 +457,6 @@ class AnswerReader:
 
 
 def unread_call(answer: Answer) -> str:
-    """The beginning of a call in ``answer`` that was not read; empty if there is none."""
+    """The beginning of a call in ``answer`` that was not read, or empty if there is none."""
     begins = (*(begin for form in FORMS for begin in form.blocks), *_BEGINS_ELSEWHERE)
     return next((begin for begin in begins if begin in answer.content), "")

@@ -42,7 +42,7 @@ class Call:
 
     Attributes:
         arguments: a JSON object.
-        id: that the model gave to it; empty if it gave none.
+        id: that the model gave to it, or empty if it gave none.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Form:
         may_be_bare: a whole answer that is a JSON object may be a call too.
         stray: a mark that has no meaning right behind calls.
         stops: tokens that end an answer; engines must know them.
-        closing: the one that templates write in a history for any of them; empty for the same.
+        closing: the one that templates write in a history for any of them, or empty for the same.
         id_form: a call's id, made of a random text, as the templates of these models take it.
     """
 
@@ -87,7 +87,7 @@ class Form:
         return tuple(filter(None, (*self.blocks, *self.blocks.values(), *self.marks)))
 
     def calls(self, tokens: Tokens, tools: Tools) -> tuple[list[Call], str] | None:
-        """The calls in a block, and the text behind them; None if it is not calls alone."""
+        """The calls in a block, and the text behind them, or None if it is not calls alone."""
         try:
             attempts, rest = self.read(_apart(tokens, self.all_marks), _plain(tools))
             calls = [call_of(attempt) for attempt in attempts]
@@ -101,17 +101,20 @@ def _plain(tools: Tools) -> list[dict[str, Any]]:
     """The tools of a request, which may have any form, with what parsers read of them."""
     functions = [tool.get("function") for tool in tools]
     return [
-        {"name": one["name"], "parameters": {"properties": _properties(one.get("parameters"))}}
-        for one in functions
-        if isinstance(one, Mapping) and isinstance(one.get("name"), str)
+        {
+            "name": function["name"],
+            "parameters": {"properties": _properties(function.get("parameters"))},
+        }
+        for function in functions
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
     ]
 
 
 def _properties(schema: Any) -> dict[str, Any]:
     found = schema.get("properties") if isinstance(schema, Mapping) else None
     return {
-        name: {} if not isinstance(one, Mapping) else _readable(one)
-        for name, one in (found.items() if isinstance(found, Mapping) else ())
+        name: {} if not isinstance(field, Mapping) else _readable(field)
+        for name, field in (found.items() if isinstance(found, Mapping) else ())
     }
 
 
@@ -400,8 +403,10 @@ def _mistral_at(text: str, at: int) -> tuple[list[Any], int] | None:
             value, at = decoder.raw_decode(text, space.end() if space else at)
             values = value if isinstance(value, list) else [value]
         calls = [
-            ParsedToolCall("", one["name"], one.get("arguments", {}), id=_mistral_id(one.get("id")))
-            for one in values
+            ParsedToolCall(
+                "", call["name"], call.get("arguments", {}), id=_mistral_id(call.get("id"))
+            )
+            for call in values
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
@@ -494,7 +499,7 @@ FORMS = (
 )
 """In this order: a template of a later form may have a part of an earlier one's texts."""
 UNREAD = Form("none", (), {}, lambda tokens, tools: ([], ""))
-"""Of models whose answers the parser of their renderer reads as a whole."""
+"""The form of models whose renderer parses whole answers itself."""
 BY_NAME = {form.name: form for form in FORMS}
 
 
@@ -505,5 +510,5 @@ def form_of(template: str, name: str = "auto") -> Form:
         template: text of the chat template for requests with tools.
         name: of a form; ``auto`` for the one that the template shows.
     """
-    shown = (form for form in FORMS if all(one in template for one in form.in_template))
+    shown = (form for form in FORMS if all(marker in template for marker in form.in_template))
     return next(shown, HERMES) if name == "auto" else BY_NAME[name]

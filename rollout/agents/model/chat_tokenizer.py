@@ -43,7 +43,7 @@ class Check(Protocol):
 
 
 class Unchecked:
-    """Of work that is wanted to its end."""
+    """A check that never stops the work: its result is wanted whatever it takes."""
 
     def __call__(self) -> None:
         pass
@@ -76,13 +76,14 @@ class ChatTokenizer:
     """Chat template and tokenizer of one model; safe in several threads.
 
     Attributes:
-        templates: by name; ``default``, and ``tool_use`` where the model has one; empty for none.
+        templates: by name; ``default``, and ``tool_use`` where the model has one, or empty for
+            none.
         texts: of the templates, by name.
         special_tokens: what templates know as ``bos_token``, ``eos_token`` and so on.
         added: ids of the added tokens, by text.
         special: texts of those that are special, by id.
-        borders: where texts are cut; None if they cannot be.
-        image_token: stands for an image in a prompt; None for a model of text.
+        borders: where texts are cut, or None if they cannot be.
+        image_token: stands for an image in a prompt, or None for a model of text.
     """
 
     tokenizer: Tokenizer
@@ -96,7 +97,7 @@ class ChatTokenizer:
 
     @property
     def tool_template(self) -> str:
-        """Text of the template for requests with tools; empty for none."""
+        """Text of the template for requests with tools, or empty for none."""
         return self.texts.get("tool_use", self.texts.get("default", ""))
 
     def pieces(self, text: str, begin: int = 0) -> Iterator[tuple[str, list[int]]]:
@@ -119,7 +120,9 @@ class ChatTokenizer:
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token alone; a part of a character is U+FFFD."""
-        return self.tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
+        return self.tokenizer.decode_batch(
+            [[token_id] for token_id in ids], skip_special_tokens=False
+        )
 
     def bound(self, tools: Any, options: Mapping[str, Any]) -> BoundTemplate:
         """The template for one request.
@@ -195,8 +198,8 @@ def load_chat_tokenizer(folder: str) -> ChatTokenizer:
         templates,
         texts,
         special_tokens(settings),
-        {token.content: one for one, token in added.items()},
-        {one: token.content for one, token in added.items() if token.special},
+        {token.content: token_id for token_id, token in added.items()},
+        {token_id: token.content for token_id, token in added.items() if token.special},
         borders_of(added.values()),
         image_token,
     )

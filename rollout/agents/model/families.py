@@ -79,7 +79,7 @@ class Family:
     _made: dict[str, Renderer | None] = field(default_factory=dict, compare=False)
 
     def renderer(self, options: Mapping[str, Any] = {}) -> Renderer | None:
-        """The renderer with these options of a chat template; None if it has them not."""
+        """The renderer with these options of a chat template, or None if it has them not."""
         key = json.dumps(options, sort_keys=True, default=repr)
         if key not in self._made:
             if len(self._made) >= _NUM_RENDERERS:
@@ -132,7 +132,7 @@ class ChatModel:
     @property
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer, which an engine may not know."""
-        return [self.chat.added[one] for one in self.form.stops if one in self.chat.added]
+        return [self.chat.added[stop] for stop in self.form.stops if stop in self.chat.added]
 
     @property
     def eos_ids(self) -> list[int]:
@@ -282,7 +282,7 @@ def load_chat_model(
         "thinking is separated" if thinking or form in (HARMONY, UNREAD) else "no thinking",
     )
     stops = form.stops if form.closing else ()
-    ids = frozenset(chat.added[one] for one in (*stops, form.closing) if one in chat.added)
+    ids = frozenset(chat.added[word] for word in (*stops, form.closing) if word in chat.added)
     return ChatModel(chat, reader, family, Ends(stops, ids, form.closing))
 
 
@@ -329,7 +329,7 @@ def _found_by_trial(chat: ChatTokenizer, folder: str) -> tuple[Family | None, st
         config = config_from_name(name)
         for fields in _variants(config):
             family = Family(name, tokens, merge_fields(config, **fields))
-            if _fits(family, [one for one in probes if not _deviates(fields, one.messages)]):
+            if _fits(family, [probe for probe in probes if not _deviates(fields, probe.messages)]):
                 noted = f" with {fields}" if fields else ""
                 return family, f"the renderer {name}{noted}, which gives the chat template's ids"
     return None, "the chat template alone, whose ids no renderer gives"
@@ -357,7 +357,7 @@ def _in_order(folder: str) -> list[str]:
         kind = str(settings.get("model_type", "")).replace("_", "")
     except (OSError, ValueError, AttributeError):
         names, kind = [Path(folder).name], ""
-    known = {one.partition("/")[2]: name for one, name in MODEL_RENDERER_MAP.items()}
+    known = {model.partition("/")[2]: name for model, name in MODEL_RENDERER_MAP.items()}
     named = [known[name] for name in names if name in known]
 
     def place(name: str) -> tuple[bool, int, str]:
@@ -424,7 +424,7 @@ def _deviates(fields: Mapping[str, bool], messages: Sequence[Message]) -> bool:
     """Without thinking renderers write its marks in a history too, where templates do not."""
     is_off = False in fields.values()
     return is_off and any(
-        one["role"] == "assistant" and "tool_calls" not in one for one in messages
+        message["role"] == "assistant" and "tool_calls" not in message for message in messages
     )
 
 

@@ -21,12 +21,12 @@ _NAMES = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Those that a turn's prompt has behind its parent's.
+    """The images that a turn's prompt adds to its parent's.
 
     Attributes:
         placeholder: id of the token that stands for an image.
         digests: of their files, in order.
-        sizes: tokens of each, as the engine reported them; empty before that.
+        sizes: tokens of each, as the engine reported them, or empty before that.
     """
 
     placeholder: int = 0
@@ -43,8 +43,8 @@ class Images:
         if not self.sizes:
             return ids
         sizes, found = iter(self.sizes), array("I")
-        for one in ids:
-            found.extend([one] * (next(sizes) if one == self.placeholder else 1))
+        for token_id in ids:
+            found.extend([token_id] * (next(sizes) if token_id == self.placeholder else 1))
         return found
 
 
@@ -52,9 +52,9 @@ NO_IMAGES = Images()
 
 
 def placeholder_in(config: Mapping[str, Any]) -> int | None:
-    """The token that stands for an image, by a model's ``config.json``; None for one of text."""
+    """The token that stands for an image, by a model's ``config.json``, or None for one of text."""
     found = (config.get(name) for name in _NAMES)
-    return next((one for one in found if isinstance(one, int)), None)
+    return next((token_id for token_id in found if isinstance(token_id, int)), None)
 
 
 def placed(
@@ -119,13 +119,13 @@ def measured(images: Images, num_before: int, sent: Sequence[int], reported: Any
     if not isinstance(reported, list | tuple):
         raise ValueError("the engine did not report the ids of a prompt with images")
     sizes, at, token = list[int](), 0, images.placeholder
-    for one in sent:
+    for token_id in sent:
         begin = at
-        if one == token:
+        if token_id == token:
             while at < len(reported) and reported[at] == token:
                 at += 1
             sizes.append(at - begin)
-        elif at < len(reported) and reported[at] == one:
+        elif at < len(reported) and reported[at] == token_id:
             at += 1
         if at == begin:
             raise ValueError(f"the engine changed the ids of a prompt with images at {begin}")

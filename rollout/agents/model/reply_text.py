@@ -26,7 +26,7 @@ class Marks:
     Attributes:
         ids: those that are tokens of their own, by id.
         hidden: special tokens that are no marks and not in an answer's text.
-        texts: the marks that are texts; None for none.
+        texts: the marks that are texts, or None for none.
         partial: their beginnings.
         longest: length of the longest of these.
     """
@@ -49,10 +49,10 @@ def marks_of(
     """The marks with these words.
 
     Args:
-        id_of: the id of an added token; None for other texts.
+        id_of: the id of an added token, or None for other texts.
         special: texts of the special tokens, by id.
     """
-    ids = {one: word for word in words if (one := id_of(word)) is not None}
+    ids = {token_id: word for word in words if (token_id := id_of(word)) is not None}
     texts = sorted(set(words) - set(ids.values()), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
     partial = frozenset(word[:num] for word in texts for num in range(1, len(word)))
@@ -83,7 +83,11 @@ class ReplyText:
     def feed(self, ids: Sequence[int]) -> Iterator[str]:
         """The texts and marks of the next ids, as far as they are certain."""
         marks, begin = self.marks, 0
-        for at in [at for at, one in enumerate(ids) if one in marks.ids or one in marks.hidden]:
+        for at in [
+            at
+            for at, token_id in enumerate(ids)
+            if token_id in marks.ids or token_id in marks.hidden
+        ]:
             yield from self._plain(ids[begin:at])
             yield from self.rest()
             begin = at + 1
@@ -161,7 +165,7 @@ class StopStrings:
         if self._is_met:
             return []
         text = "".join(self._held)
-        met = [at for one in self.strings if (at := text.find(one)) >= 0]
+        met = [at for string in self.strings if (at := text.find(string)) >= 0]
         self._is_met = bool(met)
         at = min(met) if met else self._open_at(text)
         return self._until(at)
@@ -176,7 +180,7 @@ class StopStrings:
         """Where the text may begin to be a stop string."""
         longest = max(map(len, self.strings))
         for at in range(max(0, len(text) - longest + 1), len(text)):
-            if any(one.startswith(text[at:]) for one in self.strings):
+            if any(string.startswith(text[at:]) for string in self.strings):
                 return at
         return len(text)
 

@@ -47,7 +47,7 @@ class Borders:
 
 
 def borders_of(added: Iterable[AddedToken]) -> Borders | None:
-    """The borders of a tokenizer with these tokens; None if it has none.
+    """The borders of a tokenizer with these tokens, or None if it has none.
 
     No border is a token that is searched in the normalized text; one that takes the space before it
     or is found by what stands beside it; and one that can be a part of another, or begin within it.

@@ -297,7 +297,7 @@ class SessionFiles:
         return f"{self._folder.path}/{_name(digest)}"
 
     def listed(self) -> Iterator[Listed]:
-        """Those that are there.  What is not ours in their place is left, and logged."""
+        """The session files of the folder.  Files of others are left alone, and logged."""
         now_s = time.time()
         with os.scandir(self._folder.descriptor) as entries:
             for entry in entries:

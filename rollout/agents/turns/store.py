@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ID_CHARACTERS = 256
 _BYTES_PER_SESSION = 4096
-"""With the longest id, and the entry that an index has of it."""
+"""Memory of an empty session with the longest id, including its entry in an index."""
 _MOST_EXPIRED_AT_ONCE = 32
 
 
@@ -101,14 +101,14 @@ class SessionStore:
         self.num_turns = dict.fromkeys(Drift, 0)
         closed, self._num_closed_written = files.closed(max_sessions)
         self._closed = OrderedDict.fromkeys(closed)
-        for one in sorted(files.listed(), key=lambda one: -one.age_s):
-            if one.digest in self._closed:  # killed before it could remove it
-                self._remove(one.digest)
+        for file in sorted(files.listed(), key=lambda listed: -listed.age_s):
+            if file.digest in self._closed:  # killed before it could remove it
+                self._remove(file.digest)
                 continue
-            session = Session(now_s - one.age_s, one.digest, is_loaded=False)
-            self._sessions[one.digest] = session
+            session = Session(now_s - file.age_s, file.digest, is_loaded=False)
+            self._sessions[file.digest] = session
             self.num_bytes += _BYTES_PER_SESSION
-            self._set_file_bytes(session, one.num_bytes)
+            self._set_file_bytes(session, file.num_bytes)
         for digest, name in files.pins().items():
             if digest in self._sessions:
                 self._sessions[digest].pinned = (name,)
@@ -122,7 +122,7 @@ class SessionStore:
         self._files.close()
 
     def why_full(self, session_id: str, now_s: float) -> str:
-        """Why another turn of this session cannot be kept; empty if it can."""
+        """Why another turn of this session cannot be kept."""
         self.expire(now_s)
         if self.num_bytes >= self._max_bytes:
             return (
@@ -135,7 +135,7 @@ class SessionStore:
         return ""
 
     def why_closed(self, session_id: str) -> str:
-        """Why this session takes no further turn; empty if it does."""
+        """Why this session takes no further turn."""
         if digest_of(session_id) not in self._closed:
             return ""
         return (
@@ -147,7 +147,7 @@ class SessionStore:
 
     def staying(self) -> list[tuple[bytes, str]]:
         """Digests of the sessions that stay with an adapter's version, and the version."""
-        stay = [(digest, one.pinned) for digest, one in self._sessions.items()]
+        stay = [(digest, session.pinned) for digest, session in self._sessions.items()]
         return [(digest, pinned[0]) for digest, pinned in stay if pinned and pinned[0] is not None]
 
     async def stay(self, session: Session, name: str) -> None:

@@ -56,9 +56,10 @@ class Generated:
     Attributes:
         logprobs: one for each id.
         experts: routed experts of the tokens that were computed for this turn and for none before
-            it, from the parent's last token to the one before its own last; None if not reported.
+            it, from the parent's last token to the one before its own last, or None if not
+            reported.
         logprob_kind: of the log-probs.
-        num_cached: tokens of the whole prompt that came from the engine's cache; None if it does
+        num_cached: tokens of the whole prompt that came from the engine's cache, or None if it does
             not report them.
         engine_id: the engine that generated the last of it.
     """
@@ -92,13 +93,13 @@ class Turn:
 
     @property
     def end(self) -> int | None:
-        """The token that ended the answer; None if it was cut off."""
+        """The token that ended the answer, or None if it was cut off."""
         ends = isinstance(self.generated.finish.matched, int) and len(self.generated.ids) > 0
         return self.generated.ids[-1] if ends else None
 
     @property
     def num_bytes(self) -> int:
-        """That it takes in memory, at most."""
+        """Upper bound of its memory."""
         prompt, generated, finish = self.prompt, self.generated, self.generated.finish
         texts = [generated.text, str(finish.kind), str(finish.matched or ""), finish.message]
         texts.append(generated.engine_id)
@@ -160,10 +161,10 @@ class Known:
     """What a session has of a new request: the turn that it continues, if there is one.
 
     Attributes:
-        parent: number of that turn; None for a new beginning.
+        parent: number of that turn, or None for a new beginning.
         num_known: messages whose ids are known; the last one is the turn's answer.
         is_fork: the client changed an answer behind that.
-        end: the token that ended the turn's answer; None if it was cut off.
+        end: the token that ended the turn's answer, or None if it was cut off.
         ids: up to the end of the answer.
         num_answer: how many of them are the answer.
         checkpoints: of these ids.
@@ -267,17 +268,17 @@ class TurnTree:
     def ids(self, turn: Turn | None) -> array[int]:
         """All ids up to the end of a turn's answer."""
         ids = array(IDS)
-        for one in self._path(turn):
-            ids += array(IDS, one.prompt.ids)
-            ids += array(IDS, one.generated.ids)
+        for ancestor in self._path(turn):
+            ids += array(IDS, ancestor.prompt.ids)
+            ids += array(IDS, ancestor.generated.ids)
         return ids
 
     def checkpoints(self, turn: Turn | None) -> list[Checkpoint]:
-        """Those of the prompts up to a turn's own."""
-        return [each for one in self._path(turn) for each in one.prompt.checkpoints]
+        """Checkpoints of the prompts from the root to a turn's own."""
+        return [each for ancestor in self._path(turn) for each in ancestor.prompt.checkpoints]
 
     def new_experts(self, prompt: Prompt, reported: bytes | None, num_tokens: int) -> bytes | None:
-        """The part of ``reported`` that a turn with this prompt adds; None if a part is missing.
+        """The part of ``reported`` that a turn with this prompt adds, or None if a part is missing.
 
         Args:
             reported: routed experts of all ``num_tokens`` that were computed.
@@ -311,7 +312,7 @@ class TurnTree:
     def num_added(self, prompt: Prompt) -> int:
         """Ids that an engine computes of the whole prompt beside those that it gets."""
         images = [turn.prompt.images for turn in self._before(prompt)]
-        return sum(one.num_added for one in (*images, prompt.images))
+        return sum(image.num_added for image in (*images, prompt.images))
 
     def _before(self, prompt: Prompt) -> list[Turn]:
         return self._path(None if prompt.parent is None else self.turns[prompt.parent])
@@ -361,11 +362,11 @@ def _compact(prompt: Prompt) -> Prompt:
     return replace(prompt, ids=array(IDS, prompt.ids))
 
 
-def compact_generated(one: Generated) -> Generated:
+def compact_generated(generated: Generated) -> Generated:
     """The same with its tokens as they are held; for 64 k tokens it takes 1.5 ms.
 
     Raises:
         TypeError, OverflowError: they are no ids or log-probs.
     """
-    ids, logprobs = array(IDS, one.ids), array(LOGPROBS, one.logprobs)
-    return replace(one, ids=ids, logprobs=logprobs)
+    ids, logprobs = array(IDS, generated.ids), array(LOGPROBS, generated.logprobs)
+    return replace(generated, ids=ids, logprobs=logprobs)

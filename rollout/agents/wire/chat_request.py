@@ -72,7 +72,7 @@ _FORMS = {
 
 
 class Begun(NamedTuple):
-    """The beginning of an answer, which the client gives; empty for none."""
+    """The beginning of an answer, which the client gives, or empty for none."""
 
     content: str = ""
     reasoning: str = ""
@@ -90,9 +90,9 @@ class ChatRequest:
         sampling: as ``/generate`` takes it.
         fields: of ``/generate``, beside ids and sampling.
         calls_tools: tool calls in the answer are separated from its text.
-        lora_path: the adapter; empty for the one that was pushed last, None for the base.
+        lora_path: the adapter, or empty for the one that was pushed last, None for the base.
         stops, stop_ids: texts and tokens that end the answer, and are no part of its text.
-        effort: of the thinking, as OpenAI's clients name it; empty for the model's own.
+        effort: of the thinking, as OpenAI's clients name it, or empty for the model's own.
         stays: its session stays with the version of the adapter that answers it.
         contract: the members of its body that are one, which are not read so far.
     """
@@ -203,9 +203,10 @@ def read_chat(body: bytes) -> ChatRequest:
 
 
 def _stops(stop: Any, kind: type[T]) -> tuple[T, ...]:
-    """Those of a request, which the engine refuses if they have another form."""
+    """Stop strings or stop ids of a request.  Values of another form are left to the engine, which
+    refuses them."""
     given = stop if isinstance(stop, list) else [stop]
-    return tuple(one for one in given if type(one) is kind and one != "")
+    return tuple(stop for stop in given if type(stop) is kind and stop != "")
 
 
 def _sampling(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 MAX_IMAGES = 64
-"""Of one chat."""
+"""Most images of one chat."""
 _DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,")
 _BEGINNINGS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
 _ROLES = ("user", "tool")

@@ -107,7 +107,8 @@ def _is_call(call: Any) -> bool:
 
 
 def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """With its arguments as an object, which templates need; OpenAI sends their JSON."""
+    """A tool call for a template: OpenAI sends its arguments as JSON text, templates need an
+    object."""
     function = dict(call["function"])
     try:
         given = function.get("arguments") or {}

@@ -16,7 +16,7 @@ class WorkerSettings:
     Attributes:
         number: of this worker, from 0.
         folder: of its sessions' files.
-        client_key, control_key: the router's; empty for none.
+        client_key, control_key: the router's, or empty for none.
         max_read_bytes: longest body.
         request_timeout_s: longest turn.
     """

@@ -110,7 +110,7 @@ def _errors(engines: list[dict[str, Any]]) -> Iterator[Text]:
 
 
 def _memory(engine: dict[str, Any]) -> str:
-    """Of its GPUs, by all programs, or of the host if it has none."""
+    """Memory in use on its GPUs, by all programs; on the host for an engine without GPUs."""
     gpus = engine["gpus"]
     if engine["num_gpus"] and not gpus:
         return "not measured"

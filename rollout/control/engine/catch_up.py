@@ -70,8 +70,8 @@ def released_in(phase: Phase, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
 
 
 WhyWrong = Callable[[EngineState, int, str], Awaitable[str]]
-"""Why an engine does not answer as a version does; empty if it may.  The reason why its
-fingerprints are inconclusive is given; empty if they are not."""
+"""Why an engine does not answer as a version does.  The reason why its
+fingerprints are inconclusive is given, or empty if they are not."""
 
 
 async def readmit(
@@ -86,7 +86,7 @@ async def readmit(
 
     Args:
         complete: loads the adapters of the others into it.
-        expected: fingerprints of an engine verified at ``version``; None if there is none.
+        expected: fingerprints of an engine verified at ``version``, or None if there is none.
     """
     if MemoryTag.WEIGHTS in member.released:
         return False
@@ -137,7 +137,7 @@ def _note_restored(member: EngineState, version: int, restored: Restored) -> Non
 def _why_inconclusive(
     member: EngineState, version: int, report: WeightsReport | None, expected: WeightsReport | None
 ) -> str:
-    """Why its fingerprints are not enough to verify its weights; empty if they are.
+    """Why its fingerprints are not enough to verify its weights.
 
     Raises:
         WeightMismatch: the fingerprints show other weights.

@@ -43,7 +43,7 @@ class DraftRecord:
         version: of its weights now.
 
     Attributes:
-        last: the window that has ended last; None before the first.
+        last: the window that has ended last, or None before the first.
     """
 
     def __init__(self, draft: str, version: int | None = None) -> None:

@@ -137,7 +137,7 @@ async def redo(member: EngineState, tags: Sequence[MemoryTag], *, is_release: bo
 
 
 async def why_no_room(tags: Sequence[MemoryTag], members: Sequence[EngineState]) -> str:
-    """Why the GPUs have no room to resume these tags; empty if they have, or if unknown.
+    """Why the GPUs have no room to resume these tags.
 
     Checked before any engine is called: the memory saver ends the process of an engine that
     cannot get its memory back.
@@ -162,7 +162,7 @@ async def _why_no_room_for(member: EngineState, tags: Sequence[MemoryTag]) -> st
 
 
 async def why_no_room_beside(member: EngineState) -> str:
-    """Why one more engine does not fit on the GPUs of one that serves; empty if it does."""
+    """Why one more engine does not fit on the GPUs of one that serves."""
     gpus = await member.process.gpu_memory()
     if gpus is None:
         return "the memory of its GPUs is not measured (pip install nvidia-ml-py)"
@@ -204,8 +204,8 @@ def release_outcome(
     """The outcome of a release of ``tags``.
 
     Args:
-        released: tags that the engine reports as released; None without a report.
-        freed_bytes: measured from outside; None if not measured.
+        released: tags that the engine reports as released, or None without a report.
+        freed_bytes: measured from outside, or None if not measured.
         least_bytes: the least that must be freed; may be 0.
     """
     if released is not None:

@@ -64,9 +64,9 @@ class Probe:
     """Asks the engines of one group.
 
     Attributes:
-        prompts: those of the log-prob check; empty if it is disabled or impossible.
-        prompt: the one of the sentinel; empty if that is disabled or impossible.
-        image_tokens: those for one image; empty if the model sees none, or in another form.
+        prompts: those of the log-prob check, or empty if it is disabled or impossible.
+        prompt: the one of the sentinel, or empty if that is disabled or impossible.
+        image_tokens: those for one image, or empty if the model sees none, or in another form.
         refused_version: weight version that no engine has passed with, and that one failed with;
             None for none.  No restarted engine is given it.
     """
@@ -140,7 +140,7 @@ class Probe:
         return verification
 
     async def why_wrong(self, member: EngineState, peers: Sequence[EngineState]) -> str:
-        """Why one restarted engine does not answer as its weights should; empty if it does.
+        """Why one restarted engine does not answer as its weights should.
 
         Args:
             peers: engines verified at the same version.
@@ -234,7 +234,7 @@ class Probe:
         """Ask for the log-probs of a prompt after the token at ``start``, and of new tokens.
 
         Args:
-            key: names the prompt's prefixes in the caches; empty for a name that none has.
+            key: names the prompt's prefixes in the caches, or empty for a name that none has.
             start: None for those of new tokens alone.
         """
         reply = await member.engine.generate(
@@ -335,7 +335,7 @@ class Probe:
         """Compare the log-probs of engines that have loaded an adapter.
 
         Args:
-            expected: those of the trainer's model; empty if it has given none.
+            expected: those of the trainer's model, or empty if it has given none.
 
         Returns:
             Replies by engine id; those with other log-probs are failures.
@@ -395,8 +395,8 @@ class Probe:
         return [name for name in compared if name not in wrong]
 
     async def why_changed(self, member: EngineState) -> str:
-        """Why an engine does not compute what it did at its last check with the same weights; empty
-        if it does, or if nothing is known to compare with.
+        """Why an engine does not compute what it did at its last check with the same weights, or
+        empty if it does, or if nothing is known to compare with.
 
         It answers requests meanwhile, so only a difference that shows twice counts.
         """
@@ -447,7 +447,8 @@ def check_expected(expected: Logprobs, prompts: Sequence[Prompt]) -> None:
 
 
 def prompts_of(lifecycle: LifecycleConfig, model_path: str) -> tuple[Prompt, ...]:
-    """The prompts of the log-prob check for this model; empty if it is disabled or impossible."""
+    """The prompts of the log-prob check for this model, or empty if it is disabled or
+    impossible."""
     if lifecycle.verify_by == "version":
         return ()
     prompt = _prompt_of(lifecycle, model_path)

@@ -181,7 +181,7 @@ class Starter:
         return claim.release
 
     async def why_runs(self, old: EngineState) -> str:
-        """Why an attached engine has not ended, which only its owner may do; empty if it has."""
+        """Why an attached engine has not ended, which only its owner may do."""
         if not await old.process.is_alive():
             return ""
         engine = self._reach(old.process, old.engine_id)

@@ -42,35 +42,36 @@ class EngineState:
 
     Attributes:
         num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
-        why_no_groups: why it joins no broadcast groups; empty if it does.
-        why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        why_no_groups: why it joins no broadcast groups.
+        why_no_handles: why it takes no CUDA IPC handles.
         encodings: as in ``EngineStatus``.
         needs_names, logprobs, bootstrap_port: as in ``EngineStatus``.
-        update_group: name of its broadcast group; empty for none.
+        update_group: name of its broadcast group, or empty for none.
         is_verified: its weights were verified after their last change.
-        record: its fingerprints at its last verification; None if there were none.
+        record: its fingerprints at its last verification, or None if there were none.
         changed: names of the tensors that were pushed since the record.
         snapshot: its fingerprints when it copied its weights, to check the push path.
         has_checker: it reports fingerprints of its weights, and the settings use them.
         compares_weights: it can compare its weights with a copy that it made of them.
-        fingerprint_method: how it makes fingerprints; empty if a trainer cannot make the same ones.
-        checker_refusal: why its checker cannot report these weights; empty if it can.
-        why_partial: why its last fingerprints are not of all its ranks; empty if they are.
+        fingerprint_method: how it makes fingerprints, or empty if a trainer cannot make the same
+            ones.
+        checker_refusal: why its checker cannot report these weights, or empty if it can.
+        why_partial: why its last fingerprints are not of all its ranks.
         moves_experts: it places its experts by their load, so they are not compared.
         reports_memory: it reports the memory of each tag.
         is_paused: it may generate nothing, because it was given a pause and has not answered a
             continue.
         released_bytes: what each tag held when it was released, as far as it reported that, and
             at most what was freed.
-        used_after: memory in use after its last release or resume; None if not measured.
+        used_after: memory in use after its last release or resume, or None if not measured.
         reports_groups: it reports its broadcast groups.
-        tensors: its own list of weights; empty if it reports none.
+        tensors: its own list of weights, or empty if it reports none.
         pushed: the trainer's fingerprints of the pushed tensors; ``pushed_dtypes`` likewise.
         adapters: the versions of adapters that it has loaded, by its names for them, and what it
             has reported of each: fingerprints by tensor, or nothing.
         expected: log-probs of the trainer's model for the canary prompts, by adapter.
         canary: its log-probs at its last log-prob check, by adapter; see ``probe``.
-        sentinel: its last answers to the sentinel; None if it is not asked.
+        sentinel: its last answers to the sentinel, or None if it is not asked.
         sees_images: its model does, so the sentinel shows it one.
         names_images_by_file: the engine takes no other names of images.
         refuses_long_prompts: it has refused the one of the sentinel.
@@ -80,10 +81,10 @@ class EngineState:
         is_gone: it is fenced, and known to have ended.
         is_asleep: paused and flushed, without the memory that its group releases; it is none of
             the engines of its group.
-        process_name: of its process and its log; empty if that is its id.
+        process_name: of its process and its log, or empty if that is its id.
         fence_cause: its first reason to be fenced, when a try to replace it gave it another.
         start: of its process, as ``ServerInfo.start``, if it is attached; else empty.
-        drafts: its drafted tokens; None without a draft.
+        drafts: its drafted tokens, or None without a draft.
     """
 
     slot: EngineSlot
@@ -181,7 +182,7 @@ class EngineState:
 
     @property
     def why_adapters_unknown(self) -> str:
-        """Why its fingerprints say nothing of an adapter; empty if they do of all."""
+        """Why its fingerprints say nothing of an adapter."""
         unknown = next((name for name, reported in self.adapters.items() if not reported), "")
         return f"it does not report fingerprints of adapter {unknown!r}" if unknown else ""
 
@@ -202,7 +203,7 @@ class EngineState:
         self.is_paused = False
 
     async def fingerprints(self) -> WeightsReport | None:
-        """Fingerprints of its current base; None if it does not report them.
+        """Fingerprints of its current base, or None if it does not report them.
 
         Raises:
             LifecycleError: an adapter is not what it was when it was loaded.
@@ -223,7 +224,7 @@ class EngineState:
         return without_experts(report) if self.moves_experts else report
 
     async def gpu_memory(self) -> Sequence[GpuMemory]:
-        """Memory of its GPUs, in order of rank; empty if it has none, or if not measured."""
+        """Memory of its GPUs, in order of rank, or empty if it has none, or if not measured."""
         return (await self.process.gpu_memory() or ()) if self.slot.gpu_ids else ()
 
     async def used_bytes(self) -> int | None:
@@ -238,14 +239,14 @@ class EngineState:
         return sum(gpu.used_bytes for gpu in gpus) if gpus else None
 
     async def own_bytes(self) -> int | None:
-        """The same, without programs beside it; None if the driver does not separate them."""
+        """The same, without programs beside it, or None if the driver does not separate them."""
         if not self.slot.gpu_ids:
             return await self.process.resident_bytes()
         own = [gpu.own_bytes for gpu in await self.gpu_memory()]
         return None if None in own or not own else sum(num or 0 for num in own)
 
     async def memory_by_tag(self) -> Mapping[str, int]:
-        """Its current memory in bytes by tag; empty if it does not report it."""
+        """Its current memory in bytes by tag, or empty if it does not report it."""
         return (await self.engine.server_info()).resident_bytes if self.reports_memory else {}
 
     def is_verified_at(self, version: int) -> bool:
@@ -274,7 +275,7 @@ class EngineState:
         before it on its slot had at the same version.
 
         Args:
-            old: that engine; None if there was none.
+            old: that engine, or None if there was none.
         """
         self.record, self.canary = None, {}
         is_known = old is not None and old.is_verified and not old.changed
@@ -325,7 +326,7 @@ class EngineState:
     # not show that, so these two look at the engine itself.
 
     def why_cannot_serve(self) -> str:
-        """Why it must not generate; empty if it may."""
+        """Why it must not generate."""
         if self.released:
             return self._has_released()
         if not self.is_verified and not self.is_stale:
@@ -333,7 +334,7 @@ class EngineState:
         return ""
 
     def why_cannot_update(self) -> str:
-        """Why it cannot take new weights; empty if it can."""
+        """Why it cannot take new weights."""
         return self._has_released() if MemoryTag.WEIGHTS in self.released else ""
 
     def _has_released(self) -> str:

@@ -55,7 +55,7 @@ class GroupAdapters:
             check_expected(push.canary, self._probe.prompts)
         members = self._serving()
         answers = await self._on(members, partial(self._load, push=push))
-        loaded = [one for one in members if answers[one.engine_id].failure is None]
+        loaded = [member for member in members if answers[member.engine_id].failure is None]
         if len(loaded) == len(members) and self._needs_logprobs(push, loaded):
             check = self._probe.verify_adapter
             answers |= await check(loaded, name, push.canary, self._budget_s)
@@ -117,7 +117,7 @@ class GroupAdapters:
     def _error(self, name: str, failures: Sequence[EngineFailure], num: int) -> Exception:
         group = self._settings.name
         if len(failures) == num and all(
-            isinstance(one.__cause__, EngineRejected) for one in failures
+            isinstance(failure.__cause__, EngineRejected) for failure in failures
         ):
             return WeightMismatch(f"no engine of group {group} takes adapter {name}: {failures[0]}")
         text = format_failures(STAGE, group, failures)
@@ -133,4 +133,4 @@ async def _unload_from(member: EngineState, names: Collection[str]) -> None:
         with suppress(EngineRejected):  # it never got it
             await member.engine.unload_lora_adapter(name)
         member.adapters.pop(name, None)
-        member.canary = {key: one for key, one in member.canary.items() if key != name}
+        member.canary = {key: answer for key, answer in member.canary.items() if key != name}

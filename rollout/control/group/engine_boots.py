@@ -40,8 +40,8 @@ class _Boot:
     """What boots, has booted or sleeps on one slot.
 
     Attributes:
-        task: starts an engine; None while none boots.
-        ready: the engine that has booted or sleeps; None if there is none.
+        task: starts an engine, or None while none boots.
+        ready: the engine that has booted or sleeps, or None if there is none.
         is_awaited: ``boot`` waits for it, in the place of an engine that is fenced or was removed.
     """
 
@@ -176,7 +176,7 @@ class EngineBoots:
             )
 
     def take(self, engine_id: str) -> EngineState | None:
-        """The engine that has booted or sleeps there; None if there is none, or it was ended."""
+        """The engine that has booted or sleeps there, or None if there is none, or it was ended."""
         boot = self._boots[engine_id]
         ready, boot.ready = boot.ready, None
         return ready
@@ -198,7 +198,7 @@ class EngineBoots:
         return [standby for standby in ready if standby is not None]
 
     def standby_state(self, engine_id: str) -> str:
-        """As in ``EngineStatus``."""
+        """The state of the standby engine, as ``EngineStatus.standby`` shows it."""
         boot = self._boots[engine_id]
         if boot.task is not None:
             return "booting"

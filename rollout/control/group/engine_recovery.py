@@ -158,7 +158,7 @@ class EngineRecovery:
         return bool(member.pushed or member.expected or member.canary or peers)
 
     def _verified_at(self, version: int) -> list[EngineState]:
-        return [one for one in self._engines.unfenced() if one.is_verified_at(version)]
+        return [engine for engine in self._engines.unfenced() if engine.is_verified_at(version)]
 
     def _ended_at(self, version: int) -> list[EngineState]:
         """Engines that have ended, and that had ``version``, verified, when they did."""
@@ -171,7 +171,7 @@ class EngineRecovery:
         """Why a restarted engine does not answer as ``version`` does.
 
         Args:
-            why_inconclusive: why its fingerprints are not enough; empty if they are.
+            why_inconclusive: why its fingerprints are not enough.
 
         Returns:
             Empty if it does.  Also empty if that cannot be checked now: then the engine is checked
@@ -223,7 +223,7 @@ class LostState:
 
     Attributes:
         known: the last known status of the group, in the last phase that it completed.
-        unfinished: the command during which it was lost; None if it was at rest.
+        unfinished: the command during which it was lost, or None if it was at rest.
         version: the published weight version.
     """
 

@@ -26,7 +26,7 @@ class EngineProbe:
     """The result of probing one engine.
 
     Attributes:
-        reason: why the result is bad; empty if it is good.
+        reason: why the result is bad, or empty if it is good.
         is_stale: it restarted and lacks the pushed weights, so it does not serve.
     """
 

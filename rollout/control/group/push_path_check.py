@@ -61,7 +61,7 @@ class PushPathCheck:
         self._updater = updater
 
     def why_not(self, version: int | None) -> str:
-        """Why the engines cannot take a snapshot; empty if they can."""
+        """Why the engines cannot take a snapshot."""
         for member in self._engines.unfenced():
             if not member.compares_weights:
                 return f"engine {member.engine_id} has no /weights_checker"

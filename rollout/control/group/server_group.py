@@ -270,7 +270,7 @@ class ServerGroup:
         return report
 
     def _why_not(self, command: Command, version: int | None) -> str:
-        """Why ``command`` cannot run although the table allows it; empty if it can."""
+        """Why ``command`` cannot run although the table allows it."""
         engines = self._engines.unfenced()
         match command:
             case Command.UPDATE_WEIGHTS:
@@ -396,8 +396,8 @@ class ServerGroup:
         """The recorded state of the group and its engines; calls no engine."""
         phase = self._commands.phase.value
         engines, asleep = await asyncio.gather(
-            asyncio.gather(*(self._status_of(one, phase) for one in self._engines.members())),
-            asyncio.gather(*(one.status("asleep") for one in self._boots.sleeping())),
+            asyncio.gather(*(self._status_of(member, phase) for member in self._engines.members())),
+            asyncio.gather(*(sleeper.status("asleep") for sleeper in self._boots.sleeping())),
         )
         return GroupStatus(
             name=self.name,
@@ -420,7 +420,7 @@ class ServerGroup:
         return status
 
     async def pushed_fingerprints(self) -> dict[str, str]:
-        """Of the tensors of the last push, also if they came with its stream."""
+        """Fingerprints of the tensors of the last push, also if they came with its stream."""
         return self._weight_updater.fingerprints
 
     async def recorded(self, cursor: Cursor) -> Excerpt:
@@ -549,7 +549,7 @@ class ServerGroup:
             return True
 
     async def why_cannot_restore(self, version: int) -> str:
-        """Why no weight source could give its engines ``version``; empty if one could."""
+        """Why no weight source could give its engines ``version``."""
         return await self._recovery.why_cannot_restore(version)
 
     async def readmit(self, engine_id: str, version: int) -> bool:

@@ -112,7 +112,7 @@ def check_equal_weights(engines: EngineSet) -> None:
 
 
 def why_no_engine_holds(version: int | None, engines: EngineSet) -> str:
-    """Why ``version`` cannot be verified; empty if it can.
+    """Why ``version`` cannot be verified.
 
     If all engines are stale there is nothing to verify, and none serves until the next push.
     """

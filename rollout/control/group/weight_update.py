@@ -48,7 +48,7 @@ class WeightUpdater:
             WeightMismatch: an engine has no such tensors, and nothing was sent.
             WeightsUnavailable: the trainer did not send what it announced.
         """
-        members = [one for one in self._engines.unfenced() if push.route_of(one.engine_id)]
+        members = [member for member in self._engines.unfenced() if push.route_of(member.engine_id)]
         contents = push.contents_under(self._settings.update)
         self.check(push)
         sent = self.fingerprints = {}

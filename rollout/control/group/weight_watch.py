@@ -40,7 +40,7 @@ class _Check:
     Attributes:
         member: the engine; another one may come to its slot.
         num_commands: of its group, when it began; one that waits for its end has been counted.
-        why: what is wrong with its weights; empty if nothing is, or if that is not known.
+        why: what is wrong with its weights, or empty if nothing is, or if that is not known.
         again_s: when the next one may begin.
     """
 

@@ -62,7 +62,7 @@ class RecoveryActions:
         reason = self._tracker.why_dead(group, engine_id)
         async with asyncio.timeout(self._tracker.terms[group].margin_s):
             await self._groups[group].fence(engine_id, reason)
-        self._tracker.change(group, engine_id, lambda one, _: replace(one, is_fenced=True))
+        self._tracker.change(group, engine_id, lambda health, _: replace(health, is_fenced=True))
 
     def boot(self, plan: Iterable[Restart], *, memory_is_free: bool = False) -> None:
         """Start new engines for these, in the background, each on its slot.
@@ -158,7 +158,7 @@ class RecoveryActions:
             self._tracker.mark_verified(group, engine_id)
             logger.info("engine %s serves again at weight version %d", engine_id, version)
         else:
-            self._tracker.change(group, engine_id, lambda one, _: one.not_readmitted())
+            self._tracker.change(group, engine_id, lambda health, _: health.not_readmitted())
 
     def _mark_dead(self, group: str, engine_id: str, what: str, error: BaseException) -> None:
         self._tracker.mark_dead(group, engine_id, what, error)

@@ -81,7 +81,7 @@ class RecoveryMonitor:
 
     Attributes:
         actions: what it does to engines; only for who holds the command lock.
-        published: the routing that the router knows; None if it changed that itself.
+        published: the routing that the router knows, or None if it changed that itself.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class RecoveryMonitor:
         The caller holds the lock, and the trainer has just freed the memory.
         """
         health = self.tracker.groups()
-        if self._config.recover and any(one.is_short for one in health if one.name in groups):
+        if self._config.recover and any(group.is_short for group in health if group.name in groups):
             await self.actions.fence_dead()
             plan = plan_for_short(self.tracker.groups(), groups)
             self.actions.boot(plan, memory_is_free=True)

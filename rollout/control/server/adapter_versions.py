@@ -86,7 +86,7 @@ class AdapterVersions:
 
     def has_published(self, versions: Mapping[str, int]) -> None:
         """The router maps to these from now on; the others are unloaded when they are unused."""
-        self._published = {engine_name(*one) for one in versions.items()}
+        self._published = {engine_name(*adapter_version) for adapter_version in versions.items()}
         for name in self.pushes.keys() - self._published - self._tasks.keys():
             task = keep_task(partial(self._unload_unused, name), f"unload:{name}", Then.IS_OVER)
             self._tasks[name] = task
@@ -105,9 +105,9 @@ class AdapterVersions:
     async def _make_room(self, adapter: str, *, is_open: bool) -> None:
         """Wait until the engines may have one more version of an adapter."""
         versions = sorted(
-            (one for one in self.pushes if adapter_of(one) == adapter), key=version_of
+            (pushed for pushed in self.pushes if adapter_of(pushed) == adapter), key=version_of
         )
-        for name in [one for one in versions if one not in self._published]:
+        for name in [version for version in versions if version not in self._published]:
             if len(versions) < MOST_VERSIONS:
                 return
             wait_s = self._config.lifecycle.drain_timeout_s if is_open else 0.0

@@ -59,7 +59,7 @@ class AgentsClient:
         folder: of all its workers.
 
     Attributes:
-        urls: base URLs of the workers, by their numbers; empty if they do not run.
+        urls: base URLs of the workers, by their numbers, or empty if they do not run.
         watches: of the workers, by their numbers.
     """
 

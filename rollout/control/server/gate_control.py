@@ -91,11 +91,11 @@ class GateControl:
 
     @property
     def router_url(self) -> str:
-        """Base URL of the router; empty if it does not run."""
+        """Base URL of the router, or empty if it does not run."""
         return self._router.url
 
     async def why_none_serves(self, weight_version: int) -> str:
-        """Why no engine could serve if the gate opened now; empty if one could."""
+        """Why no engine could serve if the gate opened now."""
         statuses = (await self._registry.statuses()).values()
         return why_none_serves(statuses, weight_version, self._config.weights.update)
 
@@ -133,7 +133,7 @@ class GateControl:
             budgets = self._config.lifecycle
             fewest = fewest_engines(self._config.groups[name], budgets, len(group.engines))
             if num_left < fewest:
-                fenced = "; ".join(filter(None, (one.fence_reason for one in group.engines)))
+                fenced = "; ".join(filter(None, (engine.fence_reason for engine in group.engines)))
                 raise PhaseFailed(
                     f"group {name}: {num_left} of {len(group.engines)} engines left, {fewest} "
                     f"needed; the gate stays {self.state}: {fenced}",
@@ -178,7 +178,7 @@ class GateControl:
         """Wait until the requests in flight, of all engines or of one, have finished.
 
         Returns:
-            The engines that still have requests after ``timeout_s``; empty if none.
+            The engines that still have requests after ``timeout_s``, or empty if none.
         """
         try:
             await self._router.drained(timeout_s, engine_id)

@@ -50,15 +50,15 @@ def lost_groups(record: JournalRecord, groups: Mapping[str, GroupConfig]) -> dic
     lost: dict[str, LostState] = {}
     for name, group in groups.items():
         phase = record.phases[name]
-        entries = [one for one in record.engines if one.group == name]
+        entries = [engine for engine in record.engines if engine.group == name]
         known = GroupStatus(
             name,
             group.worker_type,
             phase,
             group.needs_offload,
-            tuple(one.status(phase) for one in entries if not one.is_asleep),
+            tuple(entry.status(phase) for entry in entries if not entry.is_asleep),
             kind=group.engine.kind.value,
-            asleep=tuple(one.status("asleep") for one in entries if one.is_asleep),
+            asleep=tuple(entry.status("asleep") for entry in entries if entry.is_asleep),
             python=group.engine.python,
         )
         command = record.unfinished.get(name)
@@ -117,7 +117,7 @@ class GroupRegistry:
         return status
 
     async def pushed_fingerprints(self) -> dict[str, str]:
-        """Of the tensors of the last push; empty if no group knows them."""
+        """Fingerprints of the tensors of the last push, from the first group that knows them."""
         for group in self.groups.values():
             with suppress(Exception):  # a lost group must not hide the others
                 async with asyncio.timeout(_STATUS_TIMEOUT_S):

@@ -90,10 +90,10 @@ class JournalRecord:
         process: the process that runs the server: the driver, or an actor.
         control: where the driver takes calls, ``host:port``; empty with Ray, or if it was stopped.
         key: of these calls.
-        page: URL of its page; empty if it has none.
+        page: URL of its page, or empty if it has none.
         page_needs_key: for viewing.
         phases: the phase of each group after the last command.
-        doing: the command that runs; empty for none.
+        doing: the command that runs, or empty for none.
         unfinished: by group, the command that it may have begun and not ended.
         gate: state of the router's gate.
         has_pushed, has_served, has_adapters, base_version: of the last push; see ``LastPush``.
@@ -132,7 +132,7 @@ class JournalRecord:
 
     @property
     def why_lost(self) -> str:
-        """Why no other process can continue this server; empty if one can."""
+        """Why no other process can continue this server."""
         if self.is_ended:
             return "it was stopped before"
         if self.is_behind:

@@ -50,7 +50,7 @@ class PhaseRunner:
 
     Attributes:
         changes: what the pushes have changed.
-        doing: the command that runs; empty for none.
+        doing: the command that runs, or empty for none.
         expected_version: the gate stays closed until a push of this version or a newer one.
     """
 
@@ -103,7 +103,7 @@ class PhaseRunner:
 
     @property
     def why_expecting(self) -> str:
-        """Why the published weights must not serve; empty if they may."""
+        """Why the published weights must not serve."""
         expected, following = self.expected_version, self._next_adapter
         if max(self.weight_version, following.version if following else 0) >= expected:
             return ""
@@ -272,7 +272,7 @@ class PhaseRunner:
         return StepReport(weight_version=self.weight_version, unchanged=self.changes.findings)
 
     async def why_not_newer(self, push: WeightPush) -> str:
-        """Why this push cannot have its version; empty if it can."""
+        """Why this push cannot have its version."""
         if push.version < self.expected_version:
             return f"weight version {push.version} is too old: {self.why_expecting}"
         if push.version == self.weight_version:
@@ -508,7 +508,7 @@ class PhaseRunner:
 
 
 def _of_drafts(reports: Iterable[PhaseReport]) -> dict[str, float]:
-    """The share of drafted tokens that were right before this step, for trackers; empty if it is
+    """The share of drafted tokens that were right before this step, for trackers, or empty if it is
     not known."""
     engines = (engine.drafts for report in reports for engine in report.engines)
     shares = [drafts.share for drafts in engines if drafts is not None and drafts.share is not None]

@@ -42,7 +42,7 @@ class RouterClient:
 
     Args:
         router: in this process, or an actor that Ray starts again.
-        end: kills the process of that actor; None where the router is a thread of this process.
+        end: kills the process of that actor, or None where the router is a thread of this process.
 
     Attributes:
         metrics: what the router was given last for drivers.
@@ -62,7 +62,7 @@ class RouterClient:
 
     @property
     def url(self) -> str:
-        """Base URL of the router; empty if it does not run."""
+        """Base URL of the router, or empty if it does not run."""
         return self._endpoint.url if self._endpoint else ""
 
     async def start(self) -> Endpoint:

@@ -28,7 +28,7 @@ class FoundJournal:
 
     Attributes:
         record: None if it cannot be read.
-        trouble: why its page cannot be queried; empty if it can.
+        trouble: why its page cannot be queried, or empty if it can.
     """
 
     file: Path

@@ -119,8 +119,8 @@ class RolloutServer:
 
         Args:
             router: see ``RouterClient``.
-            agents: its workers; None for none.
-            actor_factory: replaces lost actors; None without actors.
+            agents: its workers, or None for none.
+            actor_factory: replaces lost actors, or None without actors.
         """
         self.name = name
         self._page = page
@@ -614,13 +614,13 @@ class RolloutServer:
         return self._config
 
     async def expected_manifest(self) -> Manifest | None:
-        """The tensors a full push must contain; None if the checkpoint has no list."""
+        """The tensors a full push must contain, or None if the checkpoint has no list."""
         return self._expected
 
     async def fingerprint_methods(self) -> frozenset[str]:
         """The methods of the engines' fingerprints, as last known; calls no engine."""
         statuses = self._registry.all_last_known()
-        return frozenset(one.fingerprints for status in statuses for one in status.engines)
+        return frozenset(engine.fingerprints for status in statuses for engine in status.engines)
 
     async def router_serves(self) -> tuple[int, Any, str, dict[str, Any]]:
         """The router was lost and begins again; see ``RouterClient.serves``."""

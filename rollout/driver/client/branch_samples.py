@@ -58,7 +58,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
         kind = joined(kind, read_kind(turn.get("logprob_kind")))
         spans += _spans(turn, len(ids))
         ids += turn["output_ids"]
-        logprobs += [_number(one) if is_new else 0.0 for one in turn["output_logprobs"]]
+        logprobs += [_number(logprob) if is_new else 0.0 for logprob in turn["output_logprobs"]]
         mask += [int(is_new)] * len(turn["output_ids"])
     leaf = path[-1]
     images = [image for turn in path for image in turn.get("images") or ()]

@@ -246,12 +246,12 @@ class HttpGenerationClient:
         except WRONG_FORM:  # it is no router
             return None
         loads = await asyncio.gather(*map(self._load_of, serving))
-        known = [one for one in loads if one is not None]
+        known = [load for load in loads if load is not None]
         return EngineLoad(
             num_engines=len(serving),
-            num_running=sum(one.num_running_reqs for one in known),
-            num_waiting=sum(one.num_waiting_reqs for one in known),
-            kv_use=max((one.kv_use for one in known if one.kv_use is not None), default=None),
+            num_running=sum(load.num_running_reqs for load in known),
+            num_waiting=sum(load.num_waiting_reqs for load in known),
+            kv_use=max((load.kv_use for load in known if load.kv_use is not None), default=None),
             weight_version=_version_of(router.get("gate", {}), self._names),
             why_waiting=_why_waiting(router.get("gate", {})),
             logprobs=tuple(_read_rule(engine) for engine in serving if engine.get("logprobs")),

@@ -113,14 +113,14 @@ def extend_from(sample: Sample, whole: Sample, num_tokens: int, num_characters: 
     sample.text = whole.text[:num_characters]
     sample.logprob_kind = whole.logprob_kind
     sample.weight_versions = tuple(
-        replace(one, end=min(one.end, num_tokens))
-        for one in whole.weight_versions
-        if one.start < num_tokens
+        replace(span, end=min(span.end, num_tokens))
+        for span in whole.weight_versions
+        if span.start < num_tokens
     )
     sample.engines = tuple(
-        replace(one, end=min(one.end, num_tokens))
-        for one in whole.engines
-        if one.start < num_tokens
+        replace(span, end=min(span.end, num_tokens))
+        for span in whole.engines
+        if span.start < num_tokens
     )
 
 

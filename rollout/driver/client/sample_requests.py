@@ -215,4 +215,4 @@ def _with_images(
     images = image_data if is_batched else [image_data]
     if not isinstance(images, list | tuple) or len(images) != num_prompts:
         raise wrong("image_data", image_data, f"a list with the images of each of {num_prompts}")
-    return [fields if one is None else fields | {"image_data": one} for one in images]
+    return [fields if image is None else fields | {"image_data": image} for image in images]

@@ -151,7 +151,7 @@ def _token_arrays(shape: tuple[int, ...], samples: Sequence[Sample]) -> dict[str
 
 
 def _experts_per_token(samples: Sequence[Sample]) -> int:
-    """Of all layers together; 0 if no sample has routed experts."""
+    """Experts of one token in all layers together; 0 if no sample has routed experts."""
     found: dict[float, int] = {}
     for index, sample in enumerate(samples):
         if sample.routed_experts:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 _LEAST = 32
 """Tokens that are off, without which no shape is seen; a quarter of them for each of two sides."""
 _SHARE = 0.9
-"""Of the tokens that have to be on a side: a small penalty may be less than what others gain."""
+"""Share of the tokens that have to be on a side: a small penalty may be less than what others
+gain."""
 _LEAST_KEPT = 0.02
-"""Of the distribution, by a cut.  Damaged weights go far below it."""
+"""Least share of the distribution that a cut leaves.  Damaged weights go far below it."""
 
 CUT = (
     "The engine finds no token less probable than the trainer does, as behind top-p, top-k, min-p "
@@ -31,7 +32,7 @@ BIAS = "Each token is on one side wherever it stands, as with a logit bias"
 
 @dataclass(frozen=True, slots=True)
 class TokenGap:
-    """Of one token that is off.
+    """How far one token is off.
 
     Attributes:
         gap: the trainer's log-prob less the engine's.

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 _MOST_BYTES = 2 << 30
-"""Of memory.  With sympy loaded it has about 100 MB."""
+"""Memory limit of the child.  With sympy loaded it has about 100 MB."""
 _MOST_KEPT_KB = 512 << 10
 """A process that has had more is replaced: caches may hold it, and the next text needs memory."""
 

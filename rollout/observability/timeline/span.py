@@ -90,7 +90,7 @@ class Span:
 
     @property
     def freed_bytes(self) -> int | None:
-        """By how much the engine's memory shrank; None if it was not measured."""
+        """Memory that the engine gave back, or None if it was not measured."""
         if self.memory_before_bytes is None or self.memory_after_bytes is None:
             return None
         return self.memory_before_bytes - self.memory_after_bytes

@@ -113,7 +113,7 @@ class Versions(NamedTuple):
     newest: int | None
 
     def joined(self, other: Versions | None) -> Versions:
-        """Those of both."""
+        """The versions of both."""
         if other is None:
             return self
         return Versions(

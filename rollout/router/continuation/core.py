@@ -66,13 +66,13 @@ class Experts:
         self._rows, self._num_rows = b"", 0
 
     def joined(self, reported: str | None, num: int) -> bytes | None:
-        """Those of ``num`` tokens that were computed, each from the engine that did so first.
+        """Routed experts of ``num`` tokens, each from the engine that computed the token first.
 
         Args:
-            reported: those that the current engine has reported, of the prompt and all tokens.
+            reported: the experts that the current engine reports, for the prompt and all tokens.
 
         Returns:
-            None if these are not of so many.
+            None if ``reported`` is not of ``num`` tokens.
         """
         try:
             rows = base64.b64decode(reported or "")
@@ -95,10 +95,10 @@ class Experts:
             self._rows, self._num_rows = b"", 0
 
     def whole(self, reported: str | None, num: int) -> str:
-        """Those of ``num`` tokens where earlier engines have reported some; else an empty text.
+        """Routed experts of ``num`` tokens, or an empty text if no earlier engine has reported any.
 
         Raises:
-            ValueError: the current engine's are not of so many.
+            ValueError: the current engine reports another number of tokens.
         """
         if not self._rows:
             return ""

@@ -83,7 +83,9 @@ class Membership:
         # One that served without a break has the errors that it had.
         since = {engine_id: entry.serving_since for engine_id, entry in entries.items()}
         self.errors = {
-            one: found for one, found in self.errors.items() if since.get(one, epoch) < epoch
+            engine_id: found
+            for engine_id, found in self.errors.items()
+            if since.get(engine_id, epoch) < epoch
         }
         self.avoided &= self.errors.keys()
         self._refresh_candidates()
@@ -129,8 +131,10 @@ class Membership:
 
     def avoid_at(self, now_s: float) -> None:
         """Avoid the engines that are to be avoided at this time."""
-        avoided = frozenset(one for one, found in self.errors.items() if found.is_avoided(now_s))
-        serving = (one.engine_id for one in self if one.state is BackendState.SERVING)
+        avoided = frozenset(
+            engine_id for engine_id, found in self.errors.items() if found.is_avoided(now_s)
+        )
+        serving = (backend.engine_id for backend in self if backend.state is BackendState.SERVING)
         if avoided.issuperset(serving):  # then the requests may be the cause
             self.errors.clear()
             avoided = frozenset()

@@ -42,7 +42,7 @@ _WITHOUT_BODY = frozenset({204, 304})
 _LINE_END = (b"\r", b"\n")
 _CR = 13
 MANY_BYTES = 1 << 17
-"""Of one read: the next one comes after the other connections have had their turn."""
+"""Most bytes of one read; then the other connections have their turn."""
 _MOST_WRITTEN = 1 << 18
 _MOST_READ = 1 << 15
 # Each event takes time to read, and its bytes take hardly any.

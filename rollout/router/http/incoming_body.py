@@ -12,7 +12,7 @@ from collections.abc import Callable
 STALLED_S = 10.0
 """The longest time to the first part of a body, and between two parts."""
 LEAST_BYTES_PER_S = 64 << 10
-"""Of a body that takes longer than this."""
+"""Least speed of a body, after its first ``STALLED_S`` seconds."""
 
 
 class IncomingBodies:

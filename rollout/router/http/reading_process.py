@@ -164,7 +164,7 @@ class ReadingProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(one or os.getcwd() for one in sys.path)
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import main; main()"],
         stdin=subprocess.PIPE,

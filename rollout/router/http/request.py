@@ -243,7 +243,7 @@ def _key_member(name: str, namespace: str, has_own: bool, own: object) -> bytes:
     if own is UNKNOWN:  # so this request shares with no other
         key = _inside(namespace, new_rid())
     elif isinstance(own, list):  # one for each prompt of the body
-        key = [_inside(namespace, one) for one in own]
+        key = [_inside(namespace, name) for name in own]
     else:
         key = _inside(namespace, own)
     return json.dumps({name: key}).encode()[1:-1]

@@ -458,7 +458,7 @@ class Exchange:
         return self._proxy.gate.version_for(generation.named.names)
 
     def _versions(self, generation: Generation) -> Versions | None:
-        """Those that the tokens so far can have; None without any."""
+        """Weight versions that the tokens so far can have; None before the first token."""
         place, reader = self.stage, generation.reader
         if reader is None or not isinstance(place, OnEngine):
             return generation.versions

@@ -23,7 +23,7 @@ from rollout.router.http.routes import COMPLETION_PATHS
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _NUM_REPORTS = 32
 _MAX_REPORTS_BYTES = 4 << 20
-"""Of JSON; as objects they take up to twenty times as much."""
+"""Bound for the JSON of loaded reports; as objects they take up to twenty times as much."""
 _LARGEST_STEP = 1 << 53
 _LARGEST_NUMBER = sys.float_info.max
 _MAX_NAMES = 512
@@ -44,7 +44,8 @@ class Latency:
 
 
 class Latencies:
-    """By route and engine; unknown paths share a label, so that clients cannot make more."""
+    """Latencies by route and engine.  Unknown paths share a label, so that clients cannot make
+    more."""
 
     def __init__(self) -> None:
         self.by_label: dict[tuple[str, str], Latency] = {}

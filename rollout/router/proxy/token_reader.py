@@ -47,11 +47,11 @@ class Context(NamedTuple):
 
 
 OPEN, FINAL = Context(may_continue=True), Context(may_continue=False)
-"""With an open gate, and where an abort is the end."""
+"""What an abort means with an open gate, and where it is the end of the request."""
 
 
 def _events(payloads: list[Payload], *, is_end: bool) -> bytes:
-    """Of a stream; with ``is_end`` they are its last."""
+    """Server-sent events of a stream; with ``is_end`` they are its last."""
     events = b"".join([b"data: %s\n\n" % dumps(payload) for payload in payloads])
     return events + _DONE if is_end else events
 

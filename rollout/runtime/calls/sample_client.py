@@ -157,9 +157,9 @@ class SampleClient:
         with self._under_way(request_id) as call:
             client = await self._client()
             ended = await asyncio.gather(*map(reply_to, requests))
-        replies = [one if isinstance(one, GenerateReply) else None for one in ended]
+        replies = [reply if isinstance(reply, GenerateReply) else None for reply in ended]
         failures = {
-            index: one for index, one in enumerate(ended) if isinstance(one, GenerationError)
+            index: reply for index, reply in enumerate(ended) if isinstance(reply, GenerationError)
         }
         if failures:
             raise _failed(failures, replies)
@@ -253,7 +253,7 @@ class ReplyStream:
             self._news.set()
 
     async def _next(self) -> GenerateReply | None:
-        """The newest reply that was not taken; None at the end."""
+        """The newest reply that was not taken, or None at the end."""
         if not self._reading.cancelled():
             await self._news.wait()
         reply, self._newest = self._newest, None

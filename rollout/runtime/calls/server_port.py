@@ -53,7 +53,7 @@ class ServerCalls:
 
     def has_far_engines(self) -> bool:
         """Whether an engine that gets a push is on another host than this process."""
-        return any(one.node != self.own_node for one in self.places(self.status()))
+        return any(place.node != self.own_node for place in self.places(self.status()))
 
     def fingerprint_method(self, *, writes_files: bool) -> str:
         if not self.config.weights.fingerprint:
@@ -88,7 +88,7 @@ class ServerCalls:
 
 
 def engine_places(status: ServerStatus, caller: Caller) -> list[EnginePlace]:
-    """Of all engines that get a push; fenced ones get none."""
+    """Places of the engines that get a push; fenced engines get none."""
     return [
         _place(engine, caller)
         for group in status.groups

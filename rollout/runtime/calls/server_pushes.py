@@ -86,7 +86,7 @@ class ServerPushes:
             if self._rank is None:
                 self._rank = TrainerRank(self._config, idle_group=self.idle_group)
             rank = self._rank
-        self._open = [one for one in self._open if not one.is_closed]
+        self._open = [push for push in self._open if not push.is_closed]
         push = push_of_one_rank(rank, self.server, request, may_stream=may_stream)
         self._open.append(push)
         return push

@@ -33,12 +33,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def read_checkpoint_config(model_path: str | Path) -> Mapping[str, Any]:
-    """The ``config.json`` of a checkpoint; empty if it cannot be read."""
+    """The ``config.json`` of a checkpoint, or empty if it cannot be read."""
     return _read(Path(model_path) / "config.json")
 
 
 def read_generation_config(model_path: str | Path) -> Mapping[str, Any]:
-    """The ``generation_config.json`` of a checkpoint; empty if it cannot be read."""
+    """The ``generation_config.json`` of a checkpoint, or empty if it cannot be read."""
     return _read(Path(model_path) / "generation_config.json")
 
 
@@ -51,7 +51,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How a checkpoint is quantised; empty if it is not."""
+    """How a checkpoint is quantised, or empty if it is not."""
     for part in _parts(config):
         found = part.get("quantization_config") or part.get("compression_config")
         if isinstance(found, Mapping):
@@ -65,7 +65,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool | None:
-    """Whether its head is its embedding; None if the config does not say, and transformers has a
+    """Whether its head is its embedding, or None if the config does not say, and transformers has a
     default for each type of model."""
     found = [part.get("tie_word_embeddings") for part in _parts(config)]
     return True if any(found) else None if found.count(None) == len(found) else False
@@ -87,7 +87,7 @@ def head_size_of(config: Mapping[str, Any]) -> int:
 def elements_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Elements of the model, and of a trainer's largest tensor, where the experts of a layer are
     one; zeros if the config does not say, or has parts that are not counted here."""
-    part = next((one for one in _parts(config) if "hidden_size" in one), {})
+    part = next((section for section in _parts(config) if "hidden_size" in section), {})
     hidden, layers, vocabulary, heads, inner = (_count(part, name) for name in _SIZES)
     if not (hidden and layers and vocabulary and heads and inner):
         return 0, 0
@@ -127,8 +127,8 @@ def context_length_of(config: Mapping[str, Any]) -> int:
 
 
 def image_tokens_of(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Begin, placeholder and end of one image, as far as the config names them; empty if it names
-    no placeholder."""
+    """Begin, placeholder and end of one image, as far as the config names them, or empty if it
+    names no placeholder."""
     begin, placeholder, end = (
         next((config[name] for name in names if type(config.get(name)) is int), None)
         for names in _IMAGE_TOKENS

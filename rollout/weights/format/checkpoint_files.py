@@ -13,7 +13,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def why_not_whole(folder: Path) -> str:
-    """Why a folder is no whole checkpoint; empty if nothing speaks against it.
+    """Why a folder is no whole checkpoint.
 
     Files that an index names are all there, and no safetensors file ends before its tensors do.
     """

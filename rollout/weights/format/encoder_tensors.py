@@ -21,7 +21,7 @@ _OF_LANGUAGE = re.compile(
 
 
 def pushed_encoder(model_path: str, update: WeightUpdate, not_pushed: Sequence[str]) -> str:
-    """A tensor of an encoder that a push may change, in words; empty if no push changes one.
+    """A tensor of an encoder that a push may change, in words, or empty if no push changes one.
 
     Args:
         not_pushed: patterns of tensors that a full push does not contain.

@@ -34,7 +34,7 @@ class BegunPush:
     """A push of one rank that an encoding has a part in.
 
     Attributes:
-        model: its tensors, by name; empty if they are not known.
+        model: its tensors, by name, or empty if they are not known.
         is_whole: all engines get whole tensors; the encoding may prepare the next push.
         is_stored: what engines get is kept for the store.
     """
@@ -51,8 +51,8 @@ class EncodedPush:
 
     Attributes:
         base: the weight version that it begins from.
-        tensors: tensor -> its content; None for one that was sent whole.  Those that are equal to
-            the base's are left out.
+        tensors: tensor -> its content, or None for one that was sent whole.  Those that are equal
+            to the base's are left out.
     """
 
     base: int

@@ -59,7 +59,7 @@ def check_adapter(config: Mapping[str, Any], tensors: Manifest, base: Manifest |
     Args:
         config: PEFT's ``adapter_config.json``, or its ``config.to_dict()``.
         tensors: the adapter's tensors, under PEFT's names.
-        base: the model's tensors; None if the checkpoint has no manifest.
+        base: the model's tensors, or None if the checkpoint has no manifest.
 
     Raises:
         WeightMismatch: a name is not ``...lora_A.weight`` or ``...lora_B.weight``, a pair is

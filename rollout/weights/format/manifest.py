@@ -58,7 +58,7 @@ class Manifest:
     """All tensors of a checkpoint or of a push, by name.
 
     Attributes:
-        fingerprints: by name; empty if none were computed.
+        fingerprints: by name, or empty if none were computed.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -144,7 +144,7 @@ def check_push(
 
 
 def _hint_for(unknown: TensorSpec, expected: Manifest) -> str:
-    """What a tensor that the model does not have was meant to be; empty if that is unknown."""
+    """What a tensor that the model does not have was meant to be, or empty if that is unknown."""
     if unknown.name.endswith(HEAD):
         for name, known in expected.tensors.items():
             if name.endswith(EMBEDDING) and known.shape == unknown.shape:
@@ -173,7 +173,7 @@ def _check_complete(pushed: Manifest, expected: Manifest, not_pushed: Sequence[s
 
 
 def first_match(name: str, patterns: Sequence[str]) -> str:
-    """The first shell pattern that matches a name; empty if none does."""
+    """The first shell pattern that matches a name, or empty if none does."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")
 
 
@@ -202,7 +202,7 @@ def _names_like(pattern: str, names: Collection[str]) -> list[str]:
 
 
 def _why_not_quantised(known: TensorSpec, expected: Manifest) -> str:
-    """Why a tensor of another dtype cannot be pushed as a quantised one; empty if it is none.
+    """Why a tensor of another dtype cannot be pushed as a quantised one.
 
     Without its scales, a float8 number means nothing.
     """
@@ -215,7 +215,7 @@ def _why_not_quantised(known: TensorSpec, expected: Manifest) -> str:
 
 
 def _why_no_cast(pushed: TensorSpec, known: TensorSpec, casts: Casts) -> str:
-    """Why a tensor cannot have another dtype than the model's; empty if it can."""
+    """Why a tensor cannot have another dtype than the model's."""
     is_float = "float" in pushed.dtype and "float" in known.dtype
     if not is_float or "float8" in pushed.dtype + known.dtype:
         return "; push that dtype"
@@ -230,7 +230,7 @@ def _why_no_cast(pushed: TensorSpec, known: TensorSpec, casts: Casts) -> str:
 
 
 def read_checkpoint_manifest(model_path: str | Path) -> Manifest | None:
-    """The manifest of a checkpoint directory; None if it holds no safetensors file.
+    """The manifest of a checkpoint directory, or None if it holds no safetensors file.
 
     Raises:
         WeightMismatch: a file is not in safetensors format.

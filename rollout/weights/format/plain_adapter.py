@@ -46,7 +46,7 @@ def plain_adapter(
     Args:
         config: PEFT's ``adapter_config.json``, or its ``config.to_dict()``.
         tensors: the adapter's tensors, under PEFT's names.
-        base: the model's tensors; None if the checkpoint has no manifest.
+        base: the model's tensors, or None if the checkpoint has no manifest.
         kinds: of the engines that will load it.
 
     Raises:
@@ -113,7 +113,8 @@ def _needed_beside(module: str, kinds: Collection[str]) -> Iterator[str]:
 def _zeros(
     spec: TensorSpec, half: str, rank: int, module: str, other: str, base: Manifest | None
 ) -> TensorSpec | None:
-    """Zeros for another module, like a tensor of this one; None if the model has no such module."""
+    """Zeros for another module, like a tensor of this one, or None if the model has no such
+    module."""
     if base is None:
         raise WeightMismatch(
             f"SGLang cannot load an adapter of {module!r} without {other!r}, whose shape is not "

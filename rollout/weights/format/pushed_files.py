@@ -43,7 +43,7 @@ class FileBytes:
 
 
 def why_damaged(folder: Path, fingerprints: Mapping[str, str]) -> str:
-    """Why the files of a folder are not those that the trainer wrote; empty if they are.
+    """Why the files of a folder are not those that the trainer wrote.
 
     Args:
         folder: of safetensors files; one that is not on this host is not judged.
@@ -67,14 +67,14 @@ def _why_damaged(file: Path, fingerprints: Mapping[str, str]) -> str:
             found = list(threads.map(partial(_fingerprint, descriptor), placed))
     finally:
         os.close(descriptor)
-    for one, text in zip(placed, found, strict=True):
-        if text != fingerprints.get(one.name):
-            return f"tensor {one.name!r} in {file} is not what the trainer wrote"
+    for tensor, text in zip(placed, found, strict=True):
+        if text != fingerprints.get(tensor.name):
+            return f"tensor {tensor.name!r} in {file} is not what the trainer wrote"
     return ""
 
 
-def _fingerprint(descriptor: int, one: PlacedTensor) -> str:
-    hasher = start(one.name, one.dtype, one.shape)
-    for piece in FileBytes(descriptor, one.offset, one.num_bytes).pieces(_PIECE_BYTES):
+def _fingerprint(descriptor: int, tensor: PlacedTensor) -> str:
+    hasher = start(tensor.name, tensor.dtype, tensor.shape)
+    for piece in FileBytes(descriptor, tensor.offset, tensor.num_bytes).pieces(_PIECE_BYTES):
         hasher.update(piece)
     return host_fingerprint_of(hasher)

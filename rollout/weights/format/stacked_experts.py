@@ -29,7 +29,7 @@ class ExpertSplitter:
 
 
 def splitter_of(names: Iterable[str], expected: Manifest | None) -> ExpertSplitter | None:
-    """The name map for these tensors of a trainer; None if none of them is to be split."""
+    """The name map for these tensors of a trainer, or None if none of them is to be split."""
     if expected is None:
         return None
     stacked = frozenset(name for name in names if is_stacked(name, expected))
@@ -43,7 +43,7 @@ def is_stacked(name: str, expected: Manifest) -> bool:
 
 
 def stacked_bytes(checkpoint: Manifest) -> Collection[int]:
-    """Of each tensor that a trainer may hold in place of those of single experts."""
+    """Size of each stacked tensor that a trainer may hold in place of single experts."""
     found: Counter[str] = Counter()
     for name, spec in checkpoint.tensors.items():
         if stacked := stacked_name(name):

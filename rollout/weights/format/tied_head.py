@@ -16,7 +16,7 @@ from rollout.weights.format.manifest import (
 
 
 def tied_head(model_path: str, update: WeightUpdate, not_pushed: Sequence[str]) -> TiedHead | None:
-    """What is known of it; None if there is none, or nothing is known."""
+    """What is known of it, or None if there is none, or nothing is known."""
     config = read_checkpoint_config(model_path)
     manifest = read_checkpoint_manifest(model_path)
     names = tuple(manifest.tensors) if manifest else ()

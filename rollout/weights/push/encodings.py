@@ -20,7 +20,7 @@ class DeltaEncoding:
     """The elements that have changed since the version that an engine holds.
 
     Attributes:
-        copies: of what the engines hold; None before the first push.
+        copies: of what the engines hold, or None before the first push.
     """
 
     name = EncodingChoice.DELTA.value

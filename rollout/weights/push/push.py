@@ -30,7 +30,7 @@ class PushRequest:
         name_map: from the trainer's tensors to the checkpoint's.
         dtype: of float tensors, which are cast before they are gathered.
         adapter: of a LoRA adapter, its configuration.
-        adapter_name: which of ``weights.adapters``; empty where there is one.
+        adapter_name: which of ``weights.adapters``, or empty where there is one.
         is_base: all base weights, also where ``update`` is ``lora``.
 
     Raises:
@@ -164,7 +164,7 @@ class Push:
 
 
 Stages = Mapping[str, Sequence[PushStage]]
-"""Of each push, by its name."""
+"""Name of a push -> its stages."""
 
 
 def send_all(

@@ -106,7 +106,7 @@ def push_memory_text(peaks: PushMemory) -> str:
 
 
 def why_too_small(sizes: PushSizes, weights: WeightsConfig, total_bytes: int) -> str:
-    """Why no push fits into the folder of shared memory, whatever is in it; empty if one does.
+    """Why no push fits into the folder of shared memory, whatever is in it.
 
     Args:
         total_bytes: of its file system.
@@ -114,8 +114,8 @@ def why_too_small(sizes: PushSizes, weights: WeightsConfig, total_bytes: int) ->
     takes_files = weights.transport in (Transport.AUTO, Transport.SHARED_MEMORY)
     if not takes_files or weights.update is not WeightUpdate.FULL:
         return ""
-    of_files = [one for one in push_memory(sizes, weights) if one.route == Transport.SHARED_MEMORY]
-    needed = min(one.least_shared_bytes for one in of_files)
+    of_files = [row for row in push_memory(sizes, weights) if row.route == Transport.SHARED_MEMORY]
+    needed = min(row.least_shared_bytes for row in of_files)
     if needed <= total_bytes:
         return ""
     return (

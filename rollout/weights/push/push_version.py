@@ -44,7 +44,7 @@ class LastPush:
         contents pushed again do not take back that their version has served.
 
         Args:
-            adapter: name of the adapter that is pushed; empty for none.
+            adapter: name of the adapter that is pushed, or empty for none.
         """
         has_served = self.has_served and version == self.version
         if contents is WeightUpdate.LORA:
@@ -78,7 +78,7 @@ def _shown(version: Any) -> str:
 
 
 def why_not_newer(version: int, manifest: Manifest, last: LastPush) -> str:
-    """Why a push cannot have this version; empty if it can."""
+    """Why a push cannot have this version."""
     if version > last.version:
         return ""
     if version < last.version or last.manifest is None:
@@ -103,10 +103,10 @@ def why_not_newer(version: int, manifest: Manifest, last: LastPush) -> str:
 
 
 def why_no_path_check(weights: WeightsConfig, pushed: int | None) -> str:
-    """Why ``checks.push_path`` cannot check the push path; empty if it can.
+    """Why ``checks.push_path`` cannot check the push path.
 
     Args:
-        pushed: the version pushed last; None if the engines hold what they loaded.
+        pushed: the version pushed last, or None if the engines hold what they loaded.
     """
     if weights.update is not WeightUpdate.FULL:
         return f"it needs pushes of all weights, and weights.update is {weights.update}"

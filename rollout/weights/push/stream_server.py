@@ -116,7 +116,7 @@ class PushStreamServer:
             close = getattr(self._buckets, "close", None)
             if close is not None:  # a generator releases the buffers of its buckets
                 close()
-            keeping = [one for one in self._readers.values() if one.keeps]
+            keeping = [reader for reader in self._readers.values() if reader.keeps]
             self._when_ended(len(keeping) == self._num_readers > 0)
 
     def _gather_readers(self) -> None:
@@ -124,7 +124,9 @@ class PushStreamServer:
         with self._changed:
             self._wait(lambda: bool(self._connected()), None)
             if not self._wait(lambda: len(self._connected()) == self._num_readers, self._gather_s):
-                names = sorted(name for name, one in self._readers.items() if one.is_connected)
+                names = sorted(
+                    name for name, reader in self._readers.items() if reader.is_connected
+                )
                 self._error = (
                     f"{len(names)} of {self._num_readers} groups connected for the push "
                     f"within {self._gather_s:g} s ({', '.join(names)}); no engine was called"

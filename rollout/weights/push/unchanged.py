@@ -60,7 +60,7 @@ class PushChanges:
         frozen: patterns of tensors that never change.
 
     Attributes:
-        findings: of the last pushes, the worst first; None as long as the pushes have no
+        findings: of the last pushes, the worst first, or None as long as the pushes have no
             fingerprints.
     """
 
@@ -77,7 +77,7 @@ class PushChanges:
 
         Args:
             manifest: with the trainer's fingerprints.
-            adapter: name of the adapter that was pushed; empty for none.
+            adapter: name of the adapter that was pushed, or empty for none.
         """
         if not manifest.fingerprints:
             return ()
@@ -90,7 +90,7 @@ class PushChanges:
         return [new for new in self.findings if (new.adapter, new.patterns) not in known]
 
     def metrics(self) -> dict[str, float]:
-        """For the trackers of a training script; empty if nothing is known."""
+        """For the trackers of a training script, or empty if nothing is known."""
         if self.findings is None:
             return {}
         return {

@@ -62,17 +62,17 @@ class WeightPush:
         version: the new weight version, at most ``MAX_VERSION``.
         manifest: all its tensors.
         buckets: payloads for the route, or awaitables of payloads (a Ray ObjectRef), so that only
-            one bucket is in memory at a time; empty if they come from ``stream``.
+            one bucket is in memory at a time, or empty if they come from ``stream``.
         route: sends them to an engine.
-        stream: where the trainer sends buckets as it makes them; None if ``buckets`` has all.
+        stream: where the trainer sends buckets as it makes them, or None if ``buckets`` has all.
         contents: the part of the model that is pushed.  None means the value of
             ``weights.update``; with ``lora`` it means some of the base's tensors.
-        canary: log-probs of the canary prompts from the trainer's own model; empty if it did not
+        canary: log-probs of the canary prompts from the trainer's own model, or empty if it did not
             compute them.
         checks_path: the engines compare what they hold after the push with what they held before.
         routes: engine id -> its own route, where they differ; a bucket then has several payloads.
         encoded: of copies for the store, what engines got in place of the whole tensors in
-            ``buckets``; None for nothing.
+            ``buckets``, or None for nothing.
     """
 
     version: int
@@ -90,7 +90,7 @@ class WeightPush:
         object.__setattr__(self, "version", checked_version(self.version))
 
     def route_of(self, engine_id: str) -> EngineRoute | None:
-        """The route of an engine; None if it came after a push with several was planned."""
+        """The route of an engine, or None if it came after a push with several was planned."""
         return self.routes.get(engine_id) if self.routes else EngineRoute("", self.route)
 
     def read_by(self, num_groups: int) -> WeightPush:
@@ -105,7 +105,7 @@ class WeightPush:
 
     @property
     def adapter(self) -> str:
-        """Name of the LoRA adapter that is pushed; empty for none."""
+        """Name of the LoRA adapter that is pushed, or empty for none."""
         return self.route.name if isinstance(self.route, AsAdapter) else ""
 
     @property
@@ -134,8 +134,8 @@ def check_fits(
 
     Args:
         weights: the server's settings.
-        why_not_newer: why it cannot have its version; empty if it can.
-        expected: the tensors of its model; None if the checkpoint has no manifest.
+        why_not_newer: why it cannot have its version.
+        expected: the tensors of its model, or None if the checkpoint has no manifest.
 
     Raises:
         WeightMismatch: the reason; nothing was sent.
@@ -315,7 +315,7 @@ class _PushRun:
         return not any(engine_id in self._failed for engine_id in self._joined)
 
     async def _send_all(self, source: BucketSource) -> None:
-        begun = [one for one in self._active() if self._route(one).needs_session]
+        begun = [engine_id for engine_id in self._active() if self._route(engine_id).needs_session]
         try:
             await self._call("begin_weight_update", self._each(begun, _begin))
             begun = [engine_id for engine_id in begun if engine_id not in self._failed]
@@ -368,13 +368,13 @@ class _PushRun:
     ) -> dict[str, Callable[[], Awaitable[Any]]]:
         return {
             engine_id: partial(
-                one.route.send,
+                engine_route.route.send,
                 self._targets[engine_id],
-                packed[one.payload],
+                packed[engine_route.payload],
                 stage,
             )
             for engine_id in self._active()
-            if (one := self._routes[engine_id]).payload in packed
+            if (engine_route := self._routes[engine_id]).payload in packed
         }
 
     async def _check_files(self, payload: Payload, source: BucketSource) -> None:
@@ -385,9 +385,10 @@ class _PushRun:
         """
         parts = self._parts(payload)
         folders = {
-            parts[one.payload]["path"]
+            parts[engine_route.payload]["path"]
             for engine_id in self._active()
-            if (one := self._routes[engine_id]).route.loads_files and one.payload in parts
+            if (engine_route := self._routes[engine_id]).route.loads_files
+            and engine_route.payload in parts
             if not self._targets[engine_id].is_compared
         }
         fingerprints = {**self._push.manifest.fingerprints, **source.fingerprints}
@@ -408,7 +409,9 @@ class _PushRun:
     async def _pack(self, payload: Payload) -> Mapping[str, Any]:
         """A bucket as it is sent, by the names of its payloads."""
         parts = self._parts(payload)
-        routes = {one.payload: one.route for one in self._routes.values()}
+        routes = {
+            engine_route.payload: engine_route.route for engine_route in self._routes.values()
+        }
         pack = partial(_packed, {name: parts[name] for name in routes if name in parts}, routes)
         return await asyncio.to_thread(pack) if _is_large(parts.values()) else pack()
 

@@ -103,7 +103,7 @@ class DeliveryPlan:
     """What follows from the facts.
 
     Attributes:
-        hashing_host: the host whose ranks take fingerprints as they write files; None for none.
+        hashing_host: the host whose ranks take fingerprints as they write files, or None for none.
         writes_files: whole tensors are written to files.
         checks_values: writers of files check the values as they copy them, and no rank does else.
     """

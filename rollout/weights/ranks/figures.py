@@ -92,8 +92,8 @@ class PushFigures:
         self._gathered_s = self._clock()
 
     def measured(self, pairs: Pairs, changes: Pairs) -> tuple[float, float, int, int | None]:
-        """Of this rank's share of the bucket: seconds of its gather and copies, its bytes, and
-        those that were sent in their place."""
+        """This rank's share of the bucket: seconds of its gather and of its copies, its bytes, and
+        the bytes that were sent in their place."""
         gather_s, copy_s = self._gathered_s - self._start_s, self._clock() - self._gathered_s
         sent_bytes = None if changes is pairs else _num_bytes(changes)
         return round(gather_s, 6), round(copy_s, 6), _num_bytes(pairs), sent_bytes
@@ -116,14 +116,19 @@ class PushFigures:
             index,
             self._start_s,
             # A rank may read the go before rank 0 begins the bucket itself.
-            max(self._clock(), self._start_s + max(one.gather_s + one.copy_s for one in shares)),
+            max(
+                self._clock(),
+                self._start_s + max(share.gather_s + share.copy_s for share in shares),
+            ),
             num_bytes,
             0.0,
-            [one.gather_s for one in shares],
-            [one.copy_s if rank in senders else 0.0 for rank, one in enumerate(shares)],
+            [share.gather_s for share in shares],
+            [share.copy_s if rank in senders else 0.0 for rank, share in enumerate(shares)],
             [
-                (num_bytes if one.sent_bytes is None else one.sent_bytes) if rank in senders else 0
-                for rank, one in enumerate(shares)
+                (num_bytes if share.sent_bytes is None else share.sent_bytes)
+                if rank in senders
+                else 0
+                for rank, share in enumerate(shares)
             ],
         )
 
@@ -162,10 +167,10 @@ class PushFigures:
         """The same over time, for the server's timeline; times are Unix seconds of rank 0."""
         offset_s = time.time() - self._clock()
         found = []
-        for one in self._rounds:
-            buckets = f"buckets {one.first} to {one.last}"
-            message = buckets if one.last > one.first else f"bucket {one.first}"
-            for rank, name, start_s, elapsed_s, num_bytes in _parts(one):
+        for round_ in self._rounds:
+            buckets = f"buckets {round_.first} to {round_.last}"
+            message = buckets if round_.last > round_.first else f"bucket {round_.first}"
+            for rank, name, start_s, elapsed_s, num_bytes in _parts(round_):
                 span = Span(Kind.RANK, name, "", offset_s + start_s, elapsed_s, Outcome.OK)
                 span.rank, span.num_bytes, span.said = rank, num_bytes, message
                 span.weight_version = version
@@ -177,15 +182,15 @@ class PushFigures:
         return found
 
 
-def _parts(one: _Round) -> Iterator[tuple[int, str, float, float, int]]:
+def _parts(round_: _Round) -> Iterator[tuple[int, str, float, float, int]]:
     """Rank, stage, start, seconds and bytes; those of a rank follow one another."""
     for rank, (gather_s, copy_s, sent) in enumerate(
-        zip(one.gather_s, one.copy_s, one.sent, strict=True)
+        zip(round_.gather_s, round_.copy_s, round_.sent, strict=True)
     ):
-        yield rank, GATHER, one.start_s, gather_s, one.num_bytes
+        yield rank, GATHER, round_.start_s, gather_s, round_.num_bytes
         if sent:
-            yield rank, COPY, one.start_s + gather_s, copy_s, sent
-    yield 0, ENGINE, one.end_s - one.engine_s, one.engine_s, one.num_bytes
+            yield rank, COPY, round_.start_s + gather_s, copy_s, sent
+    yield 0, ENGINE, round_.end_s - round_.engine_s, round_.engine_s, round_.num_bytes
 
 
 def _in_twos(rounds: Sequence[_Round]) -> Iterator[_Round]:
@@ -198,5 +203,5 @@ def _num_bytes(pairs: Pairs) -> int:
     return sum(map(attrgetter("nbytes"), pairs.tensors))
 
 
-def _sums(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    return [first + second for first, second in zip(one, other, strict=True)]
+def _sums(mine: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    return [first + second for first, second in zip(mine, other, strict=True)]

@@ -50,7 +50,7 @@ class Follower:
     """One rank in one push; rank 0 is one, too.
 
     Args:
-        timeout_s: for each gather with other ranks; None for a single process,
+        timeout_s: for each gather with other ranks, or None for a single process,
             which has no shards.
 
     Attributes:
@@ -77,7 +77,7 @@ class Follower:
 
     @cached_property
     def source(self) -> PlannedSource | StreamedSource:
-        """Of this rank's tensors; other ranks than 0 open it when they have the plan."""
+        """The source of this rank's tensors; ranks other than 0 open it when they have the plan."""
         rank, request, expected = self.rank, self._request, self._server.expected
         shared: Any = {
             "name_map": request.name_map,
@@ -103,7 +103,7 @@ class Follower:
 
     @property
     def model(self) -> Mapping[str, TensorSpec]:
-        """The model's tensors, by name; empty if they are not known."""
+        """The model's tensors, by name, or empty if they are not known."""
         expected = self._server.expected
         return _UNKNOWN if expected is None else expected.tensors
 
@@ -118,7 +118,7 @@ class Follower:
 
     @cached_property
     def gpu(self) -> OwnGpu | None:
-        """The GPU with its tensors; None if they are in host memory."""
+        """The GPU with its tensors, or None if they are in host memory."""
         return gpu_with(self._request.named_tensors)
 
     def ready(self, *, has_before_kv: bool = False) -> Ready:
@@ -170,7 +170,7 @@ class Follower:
         return source.is_known_after_gathers
 
     def digests_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Of those tensors that other ranks may have too."""
+        """Digests of the named tensors, to compare with ranks that may hold them too."""
         source = self.source
         return source.digests_of(names) if names and isinstance(source, PlannedSource) else {}
 
@@ -264,11 +264,11 @@ class RankShares:
 
     Args:
         resources: what it opens is closed with them.
-        gpu: the one with the tensors; None if they are in host memory.
-        model: its tensors, by name; empty if they are not known.
+        gpu: the one with the tensors, or None if they are in host memory.
+        model: its tensors, by name, or empty if they are not known.
 
     Attributes:
-        buffers: files that stay until the push has ended; None if it needs none.
+        buffers: files that stay until the push has ended, or None if it needs none.
         encoders: those that have a part in the push.
     """
 
@@ -298,7 +298,7 @@ class RankShares:
         self.encoders: Encoders = dict(self._begun(model))
 
     def builder(self, payload: str) -> ShareBuilder:
-        """Of the route with this payload."""
+        """The builder of the route with this payload."""
         return self._builders[payload]
 
     def make(
@@ -327,12 +327,13 @@ class RankShares:
     def _store_copies(
         self, end: RankEnd, resources: ExitStack
     ) -> BufferWriter | DeviceCopies | None:
-        """Writes copies for the store; None if it reads the files of the push, or has no part."""
+        """Writes copies for the store, or None if it reads the files of the push, or has no
+        part."""
         plan = self.plan
         if plan.store is None or not plan.store.is_offered or end.own_host != 0:
             return None
         whole = [self._builders.get(chosen.payload) for chosen in plan.routes if chosen.is_full]
-        if any(isinstance(one, BufferWriter) for one in whole):
+        if any(isinstance(writer, BufferWriter) for writer in whole):
             return None
         copies: BufferWriter | DeviceCopies
         if end.gpu is not None:
@@ -344,7 +345,7 @@ class RankShares:
 
     @property
     def density(self) -> float | None:
-        """The share of the elements that the push has changed so far; None if unknown."""
+        """The share of the elements that the push has changed so far, or None if unknown."""
         found = (encoder.density for encoder in self.encoders.values())
         return next((share for share in found if share is not None), None)
 
@@ -378,7 +379,7 @@ class RankShares:
 
 
 def _buffers(rank: TrainerRank, plan: PushPlan, resources: ExitStack) -> PushBuffers | None:
-    """Files that stay until the push has ended; None if it needs none."""
+    """Files that stay until the push has ended, or None if it needs none."""
     store = plan.store if rank.hosts[rank.rank] == 0 else None
     if store is None and not plan.is_copied:
         return None

@@ -59,7 +59,7 @@ class PushEnd:
 
     Attributes:
         routes: as the figures name them.
-        copies: those of all ranks for the store; None if it reads the push itself, or nothing.
+        copies: those of all ranks for the store, or None if it reads the push itself, or nothing.
     """
 
     version: int
@@ -70,7 +70,7 @@ class PushEnd:
     server: ServerPort
 
     def offer_copies(self) -> Pending[None] | None:
-        """Offer the copies to the store; None without copies."""
+        """Offer the copies to the store, or None without copies."""
         parts = (encoder.stored for encoder in self.encoders.values())
         stored = next((part for part in parts if part is not None), None)
         push = None if self.copies is None else self.copies.push(self.version, stored)
@@ -222,7 +222,7 @@ class Leader:
         return stores and self._contents is WeightUpdate.FULL
 
     def _store_plan(self, files: StoreFiles) -> StorePlan | None:
-        """How rank 0's host keeps the push for the store; None if it need not."""
+        """How rank 0's host keeps the push for the store, or None if it need not."""
         if files is StoreFiles.NONE:
             return None
         is_offered = files is StoreFiles.OFFERED
@@ -267,7 +267,7 @@ class Leader:
         assert isinstance(buckets, RootBuckets)
         sent = buckets.take()
         # They are encoded on the host, and NCCL sends from the GPU.
-        return Pairs(sent.specs, [one.to(device) for one in sent.tensors])
+        return Pairs(sent.specs, [tensor.to(device) for tensor in sent.tensors])
 
     def copy(self, shares: Sequence[Share], pairs: Pairs) -> None:
         """Keep a bucket until all are made."""
@@ -289,10 +289,10 @@ class Leader:
         elif self.plan.delivery is Delivery.ONE_LOAD and len(payloads) > 1:
             buffers = self.follower.shares.buffers
             assert buffers is not None
-            (name,) = (one.payload for one in self.plan.routes)
-            payloads = [joined_folder(buffers, [one[name]["path"] for one in payloads])]
+            (name,) = (route.payload for route in self.plan.routes)
+            payloads = [joined_folder(buffers, [payload[name]["path"] for payload in payloads])]
         elif self.is_single:
-            payloads = [next(iter(one.values())) for one in payloads]
+            payloads = [next(iter(payload.values())) for payload in payloads]
         manifest = Manifest(self._manifest().tensors, self._fingerprints)
         if self._contents is WeightUpdate.LORA:
             manifest = prefixed_manifest(self.follower.adapter, manifest)
@@ -313,7 +313,7 @@ class Leader:
 
     @property
     def _has_checkpoint(self) -> bool:
-        return any(one.payload == Transport.DISK for one in self.plan.routes)
+        return any(route.payload == Transport.DISK for route in self.plan.routes)
 
     def streamed_push(self, offered: Any) -> WeightPush:
         """A push whose buckets come from ``offered``, which the stream iterates in its thread.
@@ -402,7 +402,7 @@ def next_sample(sizes: Mapping[str, int], first: int) -> tuple[str, ...]:
 
 
 def _agreed_version(readies: Sequence[Ready]) -> int | None:
-    """The version that all ranks push; None if none names one.
+    """The version that all ranks push, or None if none names one.
 
     Raises:
         WeightMismatch: they name different ones.
@@ -422,7 +422,7 @@ def _unknown_to(readies: Sequence[Ready], source: PlannedSource) -> TensorList |
         return None
     tensors = source.tensors
     digest = digest_of(tensors)
-    return tensors if any(one.knows != digest for one in readies[1:]) else None
+    return tensors if any(ready.knows != digest for ready in readies[1:]) else None
 
 
 def _check_same(shares: Sequence[Share]) -> None:

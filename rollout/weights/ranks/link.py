@@ -106,8 +106,8 @@ class RankLink:
     """The ranks that push together.
 
     Attributes:
-        texts: where their messages are; None for a single rank, which has none.
-        group: their process group; None for a single rank.
+        texts: where their messages are, or None for a single rank, which has none.
+        group: their process group, or None for a single rank.
     """
 
     rank: int = 0

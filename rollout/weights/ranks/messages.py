@@ -36,7 +36,7 @@ class Ready:
         version: the weight version that it names.
         has_before_kv: it has ``before_kv``.
         node: where it runs.
-        gpu: UUID of the GPU with its tensors; empty if they are in host memory.
+        gpu: UUID of the GPU with its tensors, or empty if they are in host memory.
         room_bytes: of the model, that it has room for in shared memory.
     """
 
@@ -94,8 +94,8 @@ class PushPlan:
 
     @property
     def broadcast(self) -> Chosen | None:
-        """The route of all engines that take a broadcast; None for none."""
-        found = (one for one in self.routes if one.transport == Transport.DISTRIBUTED)
+        """The route of all engines that take a broadcast, or None for none."""
+        found = (route for route in self.routes if route.transport == Transport.DISTRIBUTED)
         return next(found, None)
 
     @property
@@ -103,7 +103,7 @@ class PushPlan:
         """Whether no route takes the fingerprints while it copies."""
         own = (Transport.DISTRIBUTED, Transport.DISK)
         is_taken = self.terms.hashing_host is not None or any(
-            one.transport in own and one.is_full for one in self.routes
+            route.transport in own and route.is_full for route in self.routes
         )
         return bool(self.terms.fingerprints) and not is_taken
 
@@ -244,8 +244,8 @@ Order = PushPlan | MakeBucket | FreeMemory | Done | Stop | Wait
 Message = Answer | Order
 
 _KINDS: dict[str, Any] = {
-    one.__name__: one
-    for one in (
+    kind.__name__: kind
+    for kind in (
         *(Ready, EnginesNotNeeded, Fits, Share, MemoryFreed, Failed),
         *(PushPlan, MakeBucket, FreeMemory, Done, Stop, Wait),
     )

@@ -206,7 +206,7 @@ class CopiedPush:
                 self._fingerprints |= copy["fingerprints"]
 
     def push(self, version: int, encoded: EncodedPush | None = None) -> WeightPush | None:
-        """The copies as a push that the store can read; None if they are not complete."""
+        """The copies as a push that the store can read, or None if they are not complete."""
         if self._why_not:
             logger.warning("store: weight version %d is not kept: %s", version, self._why_not)
             return None

@@ -102,7 +102,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """On rank 0: decide on the push.  The result is the plan; None after ``timeout_s``: the same
+    """On rank 0: decide on the push.  The result is the plan, or None after ``timeout_s``: the same
     again waits for it."""
 
     readies: Sequence[Ready]
@@ -142,7 +142,7 @@ class Offload:
 
 
 Asked = PushPlan | MakeBucket | FreeMemory
-"""Of every rank; the result is its answer."""
+"""An order that every rank carries out and answers."""
 Step = Put | Claim | Get | Delete | Plan | Begin | Offer | AwaitEngines | Finish | Offload | Asked
 Steps = Generator[Step, Any, T]
 
@@ -256,10 +256,12 @@ class PushRound:
             if all(answer is not None for answer in others):
                 break
             yield from self._send(Wait())
-            if any(isinstance(one, Failed) and one.has_lost_rank for one in (own, *others)):
+            if any(
+                isinstance(answer, Failed) and answer.has_lost_rank for answer in (own, *others)
+            ):
                 break
         answers = [own, *others]
-        reported = [one.error.error() for one in answers if isinstance(one, Failed)]
+        reported = [answer.error.error() for answer in answers if isinstance(answer, Failed)]
         if missing := [rank for rank, answer in enumerate(answers) if answer is None]:
             raise self._silent(missing, what or f"at the begin of the {self.call}", reported)
         if reported:

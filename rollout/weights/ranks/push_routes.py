@@ -78,19 +78,19 @@ def choose_routes(
     if note := by_value_note(wanted, chosen, sizes[0]):
         logger.warning("%s", note)
     assigned = {
-        name: EngineRoute(one.payload, ROUTES[one.transport].route(one))
-        for name, one in chosen.items()
+        name: EngineRoute(choice.payload, ROUTES[choice.transport].route(choice))
+        for name, choice in chosen.items()
     }
     if not chosen:  # engines that come later get what an engine on this host would
         near = Chosen(Transport.SHARED_MEMORY if wanted is Transport.AUTO else wanted)
         later = EnginePlace("of a later engine", "", encodings=tuple(by_name))
         chosen = {"": encoded_for(later, near, terms, by_name)}
     by_payload: dict[str, Chosen] = {}
-    for one in chosen.values():
-        first = by_payload.setdefault(one.payload, replace(one, why=""))
-        gpus = tuple(dict.fromkeys((*first.gpus, *one.gpus)))
-        encoding = first.encoding if first.is_read else one.encoding
-        by_payload[one.payload] = replace(first, gpus=gpus, encoding=encoding)
+    for choice in chosen.values():
+        first = by_payload.setdefault(choice.payload, replace(choice, why=""))
+        gpus = tuple(dict.fromkeys((*first.gpus, *choice.gpus)))
+        encoding = first.encoding if first.is_read else choice.encoding
+        by_payload[choice.payload] = replace(first, gpus=gpus, encoding=encoding)
     return PushRoutes(tuple(by_payload.values()), ranks, assigned)
 
 

@@ -139,7 +139,7 @@ class RankPush:
         return self._leader
 
     def _plan(self, readies: Sequence[Ready], timeout_s: float) -> PushPlan | None:
-        """The plan; None if the server has not answered yet."""
+        """The plan, or None if the server has not answered yet."""
         if len(readies) == 1:
             return self._led.decide(readies)
         if self._planning is None:
@@ -243,7 +243,7 @@ class RankOffload:
 
 
 def reported(pending: Pending[T], timeout_s: float) -> T | None:
-    """The result of a call; None if there is none yet."""
+    """The result of a call, or None if there is none yet."""
     try:
         return pending.result(timeout_s)
     except TimeoutError:

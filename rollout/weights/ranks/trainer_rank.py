@@ -35,7 +35,7 @@ class ServerPort(Protocol):
     Attributes:
         own_host: address of this machine that the server can reach.
         own_node: names this machine, as ``places`` names those of the engines that get a push.
-        expected: the tensors of a full push; None if the checkpoint has no list.
+        expected: the tensors of a full push, or None if the checkpoint has no list.
     """
 
     @property

@@ -107,7 +107,7 @@ class RootBuckets:
         self._pairs = pairs
 
     def take(self) -> Pairs:
-        """Of the last bucket that was made."""
+        """The tensors of the last bucket that was made."""
         pairs, self._pairs = self._pairs, None
         assert pairs is not None
         return pairs

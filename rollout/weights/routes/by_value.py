@@ -1,4 +1,4 @@
-"""By value: the bytes of the tensors in the request itself; works everywhere, and copies most."""
+"""The route by value: tensors travel in the request itself.  Works everywhere, and copies most."""
 
 from __future__ import annotations
 

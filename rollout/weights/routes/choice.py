@@ -75,7 +75,7 @@ def choose(
 
 
 def _same_for_members(chosen: dict[str, Chosen]) -> dict[str, Chosen]:
-    """With one encoding for all engines of the broadcast: the best that each of them applies."""
+    """The routes, with one encoding for all engines of the broadcast: the best that all apply."""
     members = {name: one for name, one in chosen.items() if one.transport == Transport.DISTRIBUTED}
     if not members:
         return chosen
@@ -111,7 +111,7 @@ def encoded_for(
 
 
 def _why_only_whole(engine: EnginePlace, encoding: str) -> str:
-    """Why an engine takes no tensors that are encoded so, by any route; empty if it does."""
+    """Why an engine takes no tensors that are encoded so, by any route."""
     if encoding not in engine.encodings:
         return "it applies whole tensors only"
     return "" if engine.is_compared else "its weights are not compared with the pushed ones"
@@ -208,7 +208,7 @@ def check_window(weights: WeightsConfig, *, is_copy: bool) -> None:
 
 
 def why_loads_cost(kinds: Collection[str], checkpoint: Mapping[str, Any]) -> str:
-    """Why each load from a path costs these engines more than its tensors; empty if it does not.
+    """Why each load from a path costs these engines more than its tensors.
 
     SGLang restores and packs all modules at each such load, and once in a push by tensor.
 
@@ -229,7 +229,7 @@ def loads_at_once(wanted: Transport, why_cost: str, *, streams: bool) -> bool:
     """Whether all buckets in shared memory are loaded in one call, so that none is streamed.
 
     Args:
-        why_cost: why each load costs more than its tensors; empty if it does not.
+        why_cost: why each load costs more than its tensors.
         streams: the settings ask for buckets that are loaded while the next one is built.
     """
     return bool(why_cost) and (wanted is Transport.AUTO or not streams)

@@ -151,7 +151,7 @@ def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequenc
 
 
 def gpu_with(named_tensors: Any) -> OwnGpu | None:
-    """The GPU with this rank's tensors; None if they are in host memory, or if memory of this
+    """The GPU with this rank's tensors, or None if they are in host memory, or if memory of this
     process cannot be opened by another.
 
     An iterator's tensors are not known yet: they are copied to the current GPU if they are not
@@ -207,7 +207,7 @@ def _uuid_of(number: int) -> str:
 
 
 def stream_of_thread() -> Any | None:
-    """This thread's current stream on its current GPU; None if the process uses none."""
+    """This thread's current stream on its current GPU, or None if the process uses none."""
     import torch
 
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -64,7 +64,7 @@ def check_nccl(config: ServerConfig, is_far: Callable[[], bool]) -> None:
 
 
 def why_nccl_fails(config: ServerConfig) -> str:
-    """Why a broadcast by NCCL from this process would fail, where it is chosen; empty if not."""
+    """Why a broadcast by NCCL from this process would fail, where it is chosen."""
     if config.weights.backend == "gloo" or config.why_no_nccl:
         return ""
     return why_cumem_differs(os.environ.get(NCCL_CUMEM), config.nccl_cumem)
@@ -84,14 +84,14 @@ def nccl_of_torch() -> str:
 
 
 def why_cumem_differs(own: str | None, engines: Mapping[str, str | None]) -> str:
-    """Why a broadcast by NCCL would fail between this process and the engines; empty if not.
+    """Why a broadcast by NCCL would fail between this process and the engines.
 
     NCCL reads the variable once, and all ranks of a group must have the same value.  SGLang sets
     it; NCCL's own default is another one.
 
     Args:
-        own: the value in this process; None if it is not set.
-        engines: group -> the value of its engines; None if only their hosts know it.
+        own: the value in this process, or None if it is not set.
+        engines: group -> the value of its engines, or None if only their hosts know it.
     """
     for group, value in engines.items():
         if own is None or value not in (None, own):

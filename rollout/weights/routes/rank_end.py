@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollout.weights.tensors.sources import Pairs
 
 Places = Sequence[RankPlace]
-"""Of the ranks of the trainer."""
+"""Where each trainer rank runs."""
 Shares = Mapping[int, Mapping[str, Any]]
 """Rank -> what it has made of a bucket for one route."""
 
@@ -54,7 +54,7 @@ class RankEnd:
         writers: the ranks on this rank's host, the lowest first.
         gpu: None if its tensors are in host memory.
         buffers: of shared memory.
-        model: its tensors, by name; empty if they are not known.
+        model: its tensors, by name, or empty if they are not known.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class ShareBuilder(Protocol):
     """One rank's end of a route in one push."""
 
     def make(self, index: int, pairs: Pairs) -> Mapping[str, Any] | None:
-        """This rank's share of a bucket, as a message for rank 0; None if it has none.
+        """This rank's share of a bucket, as a message for rank 0, or None if it has none.
 
         ``fingerprints`` in it are of the tensors, if it took them.
         """
@@ -118,7 +118,7 @@ class RouteRow:
 
 
 def why_far(ranks: Places, engine: EnginePlace) -> str:
-    """Why an engine shares no host with a rank; empty if it does."""
+    """Why an engine shares no host with a rank."""
     if not engine.node:
         return "it has several hosts"
     is_near = any(rank.node == engine.node for rank in ranks)
@@ -129,8 +129,8 @@ class Encoder(Protocol):
     """An encoding in one push of one rank.
 
     Attributes:
-        density: the share of the elements that the push has changed so far; None if unknown.
-        stored: what was sent in place of whole tensors; None if nothing, or if it is not kept.
+        density: the share of the elements that the push has changed so far, or None if unknown.
+        stored: what was sent in place of whole tensors, or None if nothing, or if it is not kept.
     """
 
     @property
@@ -165,10 +165,10 @@ class Encoding(Protocol):
         one after it; or why it never does by this route.
 
         Args:
-            version: what the engine holds, verified; None for nothing.
+            version: what the engine holds, verified, or None for nothing.
         """
         ...
 
     def begin(self, push: BegunPush | None) -> Encoder | None:
-        """A push begins; None if it does without, which frees what was kept."""
+        """A push begins, or None if it does without, which frees what was kept."""
         ...

@@ -31,10 +31,10 @@ class PushTarget:
     Attributes:
         payload_copies: its number of tensor-parallel ranks; SGLang needs a payload for each.
         has_session: updates go between begin and end (SGLang 0.5.21 and later).
-        process: identifies its processes; empty if unknown.
+        process: identifies its processes, or empty if unknown.
         reports_groups: it reports which broadcast groups it is a member of.
         is_compared: its fingerprints are compared with the trainer's after the push.
-        weight_version: what it holds before the push, verified; None for none.
+        weight_version: what it holds before the push, verified, or None for none.
     """
 
     engine: Engine
@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def weight_version(self) -> str | None:
-        """The version that the engine reports from now on; None before the last bucket."""
+        """The version that the engine reports from now on, or None before the last bucket."""
         text = unverified_text(self.version) if self.is_path_check else str(self.version)
         return text if self.is_last else None
 
@@ -125,9 +125,9 @@ class BroadcastMember:
     """One engine in a broadcast group.
 
     Attributes:
-        process: identifies its processes; empty if unknown.  An attached engine's is unknown:
+        process: identifies its processes, or empty if unknown.  An attached engine's is unknown:
             its owner may have restarted it behind the same address.
-        group: the group that it is a member of; empty for none.
+        group: the group that it is a member of, or empty for none.
     """
 
     engine_id: str
@@ -170,8 +170,8 @@ class RankPlace:
     Attributes:
         node: its node, as ``Caller.node_of`` names those of engines.
         host: the lowest rank that shares its tmpfs.
-        gpu: UUID of the GPU with its tensors; empty if they are in host memory.
-        why_no_room: why its host has no room for a copy; empty if it has.
+        gpu: UUID of the GPU with its tensors, or empty if they are in host memory.
+        why_no_room: why its host has no room for a copy.
     """
 
     node: str
@@ -186,14 +186,14 @@ class EnginePlace:
 
     Attributes:
         node: empty if its processes run on several machines.
-        gpus: UUIDs in the order of its ranks; empty if it has none, or they are not known.
+        gpus: UUIDs in the order of its ranks, or empty if it has none, or they are not known.
         num_payloads: tensor-parallel ranks, each of which gets a handle of its own.
         is_reached: it can connect to the trainer, as each member of a broadcast group does.
-        why_no_groups: why it joins no broadcast groups; empty if it does.
-        why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+        why_no_groups: why it joins no broadcast groups.
+        why_no_handles: why it takes no CUDA IPC handles.
         encodings: of tensors, that it applies besides whole ones.
         is_compared: its fingerprints are compared with the trainer's after a push.
-        weight_version: what it holds, verified; None for none.
+        weight_version: what it holds, verified, or None for none.
     """
 
     engine_id: str
@@ -265,5 +265,6 @@ class PushTerms:
 
     @property
     def hashed_by_broadcast(self) -> str:
-        """The method of the fingerprints that a broadcast takes; empty if writers of files do."""
+        """The method of the fingerprints that a broadcast takes, or empty if writers of files
+        do."""
         return self.fingerprints if self.hashing_host is None else ""

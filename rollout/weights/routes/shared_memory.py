@@ -153,7 +153,7 @@ def naming_path(weights: WeightsConfig) -> AbstractContextManager[None]:
 
 
 def why_no_room_for(num_bytes: int, room: Sequence[int], where: str) -> str:
-    """Why the ranks of a host cannot hold so many bytes, each a part of them; empty if they can.
+    """Why the ranks of a host cannot hold so many bytes, each a part of them.
 
     Args:
         room: bytes that each of them has room for.

@@ -27,19 +27,19 @@ class DeltaChain:
     links: tuple[tuple[int, EncodedPush], ...] = ()
 
     def then(self, push: WeightPush) -> DeltaChain:
-        """With those of a later push; without any if it has none."""
+        """The chain with the deltas of a later push; a push without deltas ends the chain."""
         if push.encoded is None:
             return DeltaChain()
         links = (
             *(self.links if self._end == push.encoded.base else ()),
             (push.version, push.encoded),
         )
-        num_bytes = sum(len(one or b"") for _, link in links for one in link.tensors.values())
+        num_bytes = sum(len(delta or b"") for _, link in links for delta in link.tensors.values())
         model_bytes = sum(spec.num_bytes for spec in push.manifest.tensors.values())
         return DeltaChain(links if num_bytes <= _MOST_OF_MODEL * model_bytes else ())
 
     def since(self, version: int) -> DeltaChain:
-        """Those after this version; none if they do not begin from it."""
+        """The part after this version; without links if no link begins from it."""
         links = tuple(link for link in self.links if link[0] > version)
         return DeltaChain(links if links and links[0][1].base == version else ())
 
@@ -49,12 +49,12 @@ class DeltaChain:
         return chain._changes_of if chain.links else None
 
     def _changes_of(self, tensor: str) -> bytes | None:
-        """The deltas of a tensor, for ``rebuild``; None if it is sent whole."""
+        """The deltas of a tensor, for ``rebuild``, or None if it is sent whole."""
         deltas = []
         for _, link in self.links:
-            if (one := link.tensors.get(tensor, b"")) is None:
+            if (delta := link.tensors.get(tensor, b"")) is None:
                 return None
-            deltas += [one] if one else []
+            deltas += [delta] if delta else []
         return joined(deltas)
 
     @property

@@ -96,7 +96,11 @@ class _Taken:
 
     @classmethod
     def of(cls, push: WeightPush) -> _Taken:
-        paths = [one["path"] for one in push.buckets if isinstance(one, Mapping) and "path" in one]
+        paths = [
+            bucket["path"]
+            for bucket in push.buckets
+            if isinstance(bucket, Mapping) and "path" in bucket
+        ]
         return cls(push, hold_pools(paths))
 
     def release(self) -> None:
@@ -195,8 +199,7 @@ class WeightStore:
             await asyncio.to_thread(self._dropped.pop().release)
 
     async def why_not_kept(self, version: int, timeout_s: float) -> str:
-        """Why the last write has failed, or is late; empty if it has kept this version, or if it
-        is not known.
+        """Why the last write has failed, or is late.
 
         Args:
             timeout_s: how long a write of this version, which waits or has begun, is awaited.

@@ -27,7 +27,7 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        manifest: the tensors with their fingerprints; empty if the source has none.
+        manifest: the tensors with their fingerprints, or empty if the source has none.
     """
 
     manifest: Manifest = field(default_factory=lambda: Manifest({}))
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
     """Holds weights of some versions."""
 
     async def restore(self, engine: Engine, version: int, slot: EngineSlot) -> Restored | None:
-        """Load weights into ``engine``; None if this source does not have that version.
+        """Load weights into ``engine``, or None if this source does not have that version.
 
         Raises:
             RolloutError: the engine may hold a part of them.
@@ -45,7 +45,7 @@ class WeightSource(Protocol):
         ...
 
     async def why_lacks(self, version: int) -> str:
-        """Why this source does not have that version; empty if it has it."""
+        """Why this source does not have that version."""
         ...
 
 
@@ -55,7 +55,7 @@ class DiskSource:
 
     Attributes:
         path: a folder's path with ``{version}`` in it, as the engine's node sees it.
-        only: the version that is there; None for all.
+        only: the version that is there, or None for all.
     """
 
     path: str
@@ -94,7 +94,7 @@ class DiskSource:
 
 
 def _inode(folder: Path) -> int | None:
-    """Which folder is at a path; None if there is none."""
+    """Which folder is at a path, or None if there is none."""
     try:
         return os.stat(folder).st_ino
     except OSError:

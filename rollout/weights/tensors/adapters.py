@@ -27,7 +27,7 @@ class AdapterSource(PlannedSource):
         named_tensors: under PEFT's names (``base_model.model....lora_A.weight``).
         config: PEFT's ``adapter_config.json``, or ``config.to_dict()``; at least ``r`` and
             ``lora_alpha``.
-        base: the model's tensors; None if the checkpoint has no manifest.
+        base: the model's tensors, or None if the checkpoint has no manifest.
         kinds: of the engines.
         more: see ``PlannedSource``.
 

@@ -37,7 +37,7 @@ class Ties:
         self._found: dict[tuple[str, str], bool | None] = {}
 
     def are_tied(self, name: str, other: str) -> bool | None:
-        """Whether two names have equal tensors; None if the checkpoint does not show it."""
+        """Whether two names have equal tensors, or None if the checkpoint does not show it."""
         key = (name, other)
         if key not in self._found:
             self._found[key] = self._compared(name, other)
@@ -181,7 +181,7 @@ class UnsentTensors:
 
 
 def _changes_of(tensor: Any) -> int | None:
-    """Torch's count of changes in place; None where it keeps none, or not of this tensor alone.
+    """Torch's count of changes in place, or None where it keeps none, or not of this tensor alone.
 
     Views of one memory have one count, so a part of a buffer counts what is written into others.
     """

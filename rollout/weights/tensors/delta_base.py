@@ -38,7 +38,7 @@ class DeltaPush:
     """One push that changes the copies.
 
     Attributes:
-        base: the version that deltas begin from; None if all tensors are sent whole.
+        base: the version that deltas begin from, or None if all tensors are sent whole.
         known: the model's tensors: those that are pushed in another dtype are sent whole.
     """
 
@@ -51,7 +51,7 @@ class DeltaBase:
     """What one rank has sent, as the engines hold it.
 
     Attributes:
-        version: of the copies; None while they are of no version.
+        version: of the copies, or None while they are of no version.
         num_changed: elements that the last push has changed, of ``num_compared``.
     """
 
@@ -64,12 +64,12 @@ class DeltaBase:
 
     @property
     def num_bytes(self) -> int:
-        """Of all copies."""
+        """Size of all copies."""
         return sum(copy.nbytes for _, copy in self._copies.values())
 
     @property
     def density(self) -> float | None:
-        """The share of elements that the last push has changed; None if none were compared."""
+        """The share of elements that the last push has changed, or None if none were compared."""
         return self.num_changed / self.num_compared if self.num_compared else None
 
     def begin(self, push: DeltaPush) -> None:
@@ -139,7 +139,7 @@ class DeltaBase:
         return positions
 
     def _positions(self, own: np.ndarray, new: np.ndarray) -> np.ndarray | None:
-        """Where two versions differ; None if so many differ that a delta would be larger."""
+        """Where two versions differ, or None if so many differ that a delta would be larger."""
         most = own.nbytes / (POSITION_BYTES + own.itemsize)
         sample = slice(None, None, max(1, own.size // _SAMPLE))
         num_sampled = int(np.count_nonzero(own[sample] != new[sample]))
@@ -189,7 +189,7 @@ class DeltaEncoder:
 
 
 def deltas_in(changes: Pairs) -> dict[str, bytes | None]:
-    """Tensor -> its delta in what ``DeltaBase.take`` made of a bucket; None for a whole one."""
+    """Tensor -> its delta in what ``DeltaBase.take`` made of a bucket, or None for a whole one."""
     return {
         name.removesuffix(SUFFIX): content.numpy().tobytes() if is_delta(name) else None
         for name, content in changes

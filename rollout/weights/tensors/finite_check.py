@@ -69,7 +69,9 @@ def check_finite(tensors: Iterable[Checked]) -> None:
     Raises:
         WeightMismatch: a value is not finite; names the first such tensor and counts the others.
     """
-    floats = [one for one in tensors if one[1].is_floating_point() and one[1].numel()]
+    floats = [
+        checked for checked in tensors if checked[1].is_floating_point() and checked[1].numel()
+    ]
     wrong = list(_with_nonfinite(floats))
     if not wrong:
         return
@@ -107,19 +109,19 @@ def check_in_memory(
 
 
 def _with_nonfinite(floats: Sequence[Checked]) -> Iterator[Checked]:
-    """Those with such a value."""
+    """The tensors with a value that is not finite, or too large."""
     on_host: list[Checked] = []
     others: list[Checked] = []
-    for one in floats:
-        (on_host if _is_read_at_once(one) else others).append(one)
+    for checked in floats:
+        (on_host if _is_read_at_once(checked) else others).append(checked)
     dtypes = [dtype_name(tensor.dtype) for _, tensor, _ in on_host]
     suspects = compress(on_host, _suspects([tensor for _, tensor, _ in on_host], dtypes))
-    wrong = {id(one) for one in _in_ranges([*suspects, *others])}
-    return (one for one in floats if id(one) in wrong)
+    wrong = {id(checked) for checked in _in_ranges([*suspects, *others])}
+    return (checked for checked in floats if id(checked) in wrong)
 
 
-def _is_read_at_once(one: Checked) -> bool:
-    _, tensor, largest = one
+def _is_read_at_once(checked: Checked) -> bool:
+    _, tensor, largest = checked
     is_whole = tensor.device.type == "cpu" and tensor.is_contiguous()
     return is_whole and bulk_copy.can_check(dtype_name(tensor.dtype), largest)
 
@@ -138,16 +140,16 @@ def _suspects(tensors: Sequence[torch.Tensor], dtypes: Sequence[str]) -> Iterato
 
 
 def _in_ranges(floats: Sequence[Checked]) -> Iterator[Checked]:
-    """Those with such a value, by the least and the largest of each, which are NaN if one is."""
+    """The tensors with such a value, found by least and largest value: NaN if any value is."""
     ranges: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for _, tensor, _ in floats:
         values = tensor.detach()
         values = values.float() if values.itemsize == 1 else values
         ranges[values.device, values.dtype] += torch.aminmax(values)
     read = {key: iter(torch.stack(ends).tolist()) for key, ends in ranges.items()}
-    for one in floats:
-        _, tensor, largest = one
+    for checked in floats:
+        _, tensor, largest = checked
         dtype = torch.float32 if tensor.itemsize == 1 else tensor.dtype
         ends = read[tensor.device, dtype]
         if not all(math.isfinite(end) and abs(end) <= largest for end in (next(ends), next(ends))):
-            yield one
+            yield checked

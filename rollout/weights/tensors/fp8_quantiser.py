@@ -44,8 +44,8 @@ class Fp8BlockQuantiser:
     def __call__(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensor itself, or its quantised values and their scales; those of each expert."""
         if is_stacked(name, self.checkpoint):
-            for one, expert in split_experts(name, tensor):
-                yield from self(one, expert)
+            for expert_name, expert in split_experts(name, tensor):
+                yield from self(expert_name, expert)
             return
         if name not in self.names or tensor.dtype is torch.float8_e4m3fn:
             yield name, tensor

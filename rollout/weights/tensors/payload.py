@@ -50,8 +50,8 @@ _DEVICE = 6
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """As torch's processes do, with the GPU's UUID, which SGLang reads in place of its number:
-    each process counts the GPUs that it sees."""
+    """Reduce a tensor as torch does between processes, but name its GPU by UUID, which SGLang reads
+    in place of a number: each process counts only the GPUs that it sees."""
     rebuild, arguments = reductions.reduce_tensor(tensor)
     device = arguments[_DEVICE]
     if isinstance(device, int):
@@ -237,7 +237,7 @@ class ExportSettings:
 
     Attributes:
         own: the trainer's, when the push began; they are in effect again after each bucket.
-        for_export: the same without expandable segments; empty if the trainer's are without.
+        for_export: the same without expandable segments, or empty if the trainer's are without.
     """
 
     own: str
@@ -282,7 +282,7 @@ def _is_expandable(field: str) -> bool:
 
 
 def _allocator_settings() -> str:
-    """Those in effect, which a trainer may have changed since its environment was read."""
+    """The allocator settings in effect; a trainer may have changed them since it started."""
     internals: Any = torch._C
     if hasattr(internals, "_accelerator_getAllocatorSettings"):
         return str(internals._accelerator_getAllocatorSettings())

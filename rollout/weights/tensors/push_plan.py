@@ -245,7 +245,7 @@ def _why_no_tensor(value: Any) -> str:
 
 
 def first_difference(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[str, str] | None:
-    """Name of the first tensor that is not what its spec says, and why; None if all are."""
+    """Name of the first tensor that is not what its spec says, and why, or None if all are."""
     dtypes = [_TYPES[spec.dtype] for spec in specs]
     if are_alike(tensors, dtypes, [spec.shape for spec in specs]):
         return None
@@ -254,7 +254,7 @@ def first_difference(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tup
 
 
 def why_differs(spec: TensorSpec, tensor: Any) -> str:
-    """Why a tensor is not the one that the spec describes; empty if it is."""
+    """Why a tensor is not the one that the spec describes."""
     if why := _why_no_tensor(tensor):
         return why
     if tensor.dtype is getattr(torch, spec.dtype) and tensor.shape == spec.shape:

@@ -228,7 +228,7 @@ class _Gathers:
         number = len(self._under_way)
         if not self._is_on_stream:
             return number == _MOST_UNDER_WAY
-        more_bytes = sum(one.more_bytes for one in self._under_way)
+        more_bytes = sum(gather.more_bytes for gather in self._under_way)
         return number == _MOST_ON_DEVICE or more_bytes >= _MOST_DEVICE_BYTES
 
     @property
@@ -240,14 +240,14 @@ class _Gathers:
     def _end(self) -> None:
         """Wait for the first gather, on a GPU for all that are under way."""
         ending = self._under_way[: None if self._is_on_stream else 1]
-        works = [one.work for one in ending]
+        works = [gather.work for gather in ending]
         if self._timeout_s is not None and ending[0].own.device.type != "cpu":
             _wait_on_device(works, self._timeout_s)
         else:
             for work in works:
                 _wait(work, self._timeout_s)
-        for one in ending:
-            one.piece.ended(one.parts, self._results)
+        for gather in ending:
+            gather.piece.ended(gather.parts, self._results)
         del self._under_way[: len(ending)]
 
 

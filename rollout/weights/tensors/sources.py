@@ -98,7 +98,7 @@ class PlannedSource:
         named_tensors: under the trainer's names; shards are not gathered yet.
         expected: the model's manifest, to find tied tensors and stacked experts; None keeps every
             name.
-        tensors: those of rank 0, which omits tied ones; None on rank 0.
+        tensors: those of rank 0, which omits tied ones, or None on rank 0.
         name_map: see ``NameMap``.
         plans: cached plans of earlier pushes.
         dtype: of float tensors; they are cast before they are gathered.
@@ -230,12 +230,12 @@ class PlannedSource:
                 found[name] = name, own
             elif any(placement.is_replicate() for placement in own.placements):
                 places = zip(own.device_mesh.get_coordinate(), own.placements, strict=True)
-                cut = [str(place) for place, one in places if not one.is_replicate()]
+                cut = [str(place) for place, placement in places if not placement.is_replicate()]
                 found[name] = " shard ".join([name, *cut]), own.to_local()
         return found
 
     def digests_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Of its copies of these tensors, by tensor and part, made where they are."""
+        """Digests of its copies of these tensors, by tensor and part, computed where they are."""
         copies = self.copies()
         return device_fingerprints(copies[name] for name in names if name in copies)
 
@@ -245,7 +245,7 @@ class PlannedSource:
 
     @property
     def largest_bytes(self) -> int:
-        """Of the largest tensor, which may be more than a bucket should have."""
+        """Size of the largest tensor, which may be more than a bucket should have."""
         return self._plan.largest_bytes
 
     @property
@@ -346,7 +346,7 @@ class StreamedSource:
         self._made.take()
         bucket = Pairs.of(so_far)
         so_far.clear()
-        self.is_on_cuda = self.is_on_cuda or any(one.is_cuda for one in bucket.tensors)
+        self.is_on_cuda = self.is_on_cuda or any(tensor.is_cuda for tensor in bucket.tensors)
         return bucket
 
     def _num_bytes(self, name: str, tensor: torch.Tensor) -> int:
@@ -356,7 +356,7 @@ class StreamedSource:
         return max(own, 0 if known is None else known.num_bytes)
 
     def _mapped(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole tensors under the checkpoint's names; None after those that fill the bucket.
+        """Whole tensors under the checkpoint's names, or None after those that fill the bucket.
 
         Shards wait for one another until they fill it: gathers that are started together cost less.
         Whole tensors take memory, so they do not wait.

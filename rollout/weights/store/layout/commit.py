@@ -37,7 +37,7 @@ class NodeState:
     """The state of one node.
 
     Attributes:
-        committed: the last committed write; None before the first commit.
+        committed: the last committed write, or None before the first commit.
         sealed: writes of which it keeps its whole share, including the committed one.
     """
 
@@ -46,7 +46,7 @@ class NodeState:
 
 
 def current_write(states: Mapping[str, NodeState]) -> Write | None:
-    """The current write; None before the first commit."""
+    """The current write, or None before the first commit."""
     return max((state.committed for state in states.values() if state.committed), default=None)
 
 

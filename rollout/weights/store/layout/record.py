@@ -29,7 +29,7 @@ class StoreRecord:
     Attributes:
         write: two writes of one version are never mixed.
         kept: node -> indices of the units it keeps.
-        fingerprints: of every tensor; empty while it is being written.
+        fingerprints: of every tensor, or empty while it is being written.
     """
 
     run: str

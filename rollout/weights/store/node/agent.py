@@ -62,7 +62,7 @@ class AgentSettings:
         return Path(self.base) / self.run / self.node
 
     def why_no_room(self, num_bytes: int) -> str:
-        """Why so many bytes more do not fit on the node; empty if they do."""
+        """Why so many bytes more do not fit on the node."""
         return why_no_room(num_bytes, room_on(self.base), spare_bytes=self.spare_bytes)
 
 

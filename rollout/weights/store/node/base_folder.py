@@ -57,7 +57,7 @@ def make_private_folder(path: Path) -> OwnFolder:
 
 
 def why_not_private(path: Path) -> str:
-    """Why the store does not use what is at this path, and what to do; empty if it does.
+    """Why the store does not use what is at this path, and what to do.
 
     Raises:
         FileNotFoundError: nothing is there.

@@ -44,11 +44,11 @@ class Files:
         make_private_folder(path).close()
 
     def names(self, path: Path) -> list[str]:
-        """Names in a folder; empty if it does not exist."""
+        """Names in a folder, or empty if it does not exist."""
         return sorted(os.listdir(path)) if path.is_dir() else []
 
     def read(self, path: Path) -> bytes | None:
-        """Contents of a small file; None if it does not exist."""
+        """Contents of a small file, or None if it does not exist."""
         try:
             return path.read_bytes()
         except FileNotFoundError:

@@ -122,8 +122,8 @@ class Slots:
 
     def _state(self) -> NodeState:
         kept = tuple(self._kept.values())
-        committed = max((one.record.write for one in kept if one.is_committed), default=None)
-        return NodeState(committed, frozenset(one.record.write for one in kept))
+        committed = max((slot.record.write for slot in kept if slot.is_committed), default=None)
+        return NodeState(committed, frozenset(slot.record.write for slot in kept))
 
     def record(self, write: Write) -> StoreRecord:
         """The record of a sealed write.

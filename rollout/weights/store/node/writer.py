@@ -140,7 +140,7 @@ class SegmentWriter:
     """Writes one version.
 
     Args:
-        changes_of: what a tensor has changed since the write that ``based`` have; None if it is
+        changes_of: what a tensor has changed since the write that ``based`` have, or None if it is
             sent whole.
         based: nodes that make tensors of these changes and of that write.
 

@@ -21,7 +21,8 @@ _LIBRARIES = "libibverbs1 libnuma1 libcurl4"
 
 
 def open_transfer(transfer: str, host: str) -> RdmaTransfer | None:
-    """The transfer that ``weights.store.transfer`` names; None for TCP, or if it is unavailable."""
+    """The transfer that ``weights.store.transfer`` names, or None for TCP, or if it is
+    unavailable."""
     if transfer != "mooncake":
         return None
     try:

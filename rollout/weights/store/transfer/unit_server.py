@@ -170,7 +170,7 @@ class AgentServer:
         sink: FileSink,
         kept: Mapping[str, memoryview],
     ) -> str:
-        """Returns why a tensor could not be rebuilt of what is kept; empty if all were."""
+        """Returns why a tensor could not be rebuilt of what is kept, or empty if all were."""
         segments = record.segments_of(self.agent.node)
         places = {place.tensor.name: place for place in tensor_ranges(record.units, segments)}
         why = ""
