@@ -243,7 +243,7 @@ async def attach(spec: EngineSpec) -> AttachedEngine:
         EngineNotReady: it did not within ``spec.start_timeout_s``.
         EngineRejected: it needs another key.
         ValueError: the URL is not that of an engine.
-        Exception: of ``spec.claim``.
+        Exception: whatever ``spec.claim`` raises.
     """
     detached = await claimed(spec.claim) if spec.claim is not None else None
     try:
@@ -473,7 +473,7 @@ def check_spec(spec: EngineSpec) -> None:
     """Check that an engine can be launched with this specification; starts nothing.
 
     Raises:
-        ValueError: as ``invocation``.
+        ValueError: see ``invocation``.
     """
     invocation(spec, Endpoint(spec.host, 1), os.environ)
 
@@ -500,7 +500,7 @@ class StartSettings:
         dropped: variables that it does not inherit, or only a part of.
         env: variables that this library sets, with the values that the engine gets.
         options: options that this library chooses, with the values that the engine gets.
-        overrides: those of them that the user has set differently.
+        overrides: the settings among them that the user has set differently.
     """
 
     dropped: Sequence[str]
@@ -518,7 +518,7 @@ def start_settings(spec: EngineSpec, inherited: Mapping[str, str]) -> StartSetti
     """What an engine would be started with; starts nothing.
 
     Raises:
-        ValueError: as ``invocation``.
+        ValueError: see ``invocation``.
     """
     endpoint = Endpoint(spec.host, 1)
     start = invocation(spec, endpoint, inherited)

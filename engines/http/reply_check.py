@@ -106,7 +106,7 @@ def check_tokens(ids: Sequence[Any], logprobs: Sequence[Any], named: Sequence[An
     """Check log-probs, each with the id of its token.
 
     Args:
-        named: of the log-probs.
+        named: kind of the log-probs.
 
     Raises:
         UnusableReply: one is wrong, or of another token.
@@ -143,8 +143,9 @@ def check_versions(version: Any, spans: Any, num: int) -> None:
     """Check the weight versions of tokens.
 
     Args:
-        version: of the engine, when it wrote the reply.
-        spans: as ``{"version": "3", "start": 0, "end": 5}``; None or none: all are of ``version``.
+        version: weight version of the engine when it wrote the reply.
+        spans: list of ``{"version": "3", "start": 0, "end": 5}``; without any, all tokens are of
+            ``version``.
         num: tokens.
 
     Raises:

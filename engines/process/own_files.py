@@ -36,7 +36,7 @@ class OwnFolder:
 
     Attributes:
         path: where it was made or found.
-        descriptor: of the folder; what is in it is named relative to that.
+        descriptor: descriptor of the folder; what is in it is named relative to that.
     """
 
     def __init__(self, path: str, descriptor: int) -> None:
@@ -98,7 +98,7 @@ class OwnFolder:
         """Lock it, as others have who made it.
 
         Args:
-            how: of ``fcntl.flock``.
+            how: operation of ``fcntl.flock``.
             flags: ``os.O_CREAT`` also for a folder without a file to lock.
 
         Raises:

@@ -109,7 +109,7 @@ class PortTaken(EngineError):
     """The port an engine should listen on is in use.
 
     Attributes:
-        port: that port; 0 where a whole range is taken.
+        port: number of that port; 0 where a whole range is taken.
     """
 
     def __init__(

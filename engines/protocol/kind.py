@@ -32,19 +32,19 @@ class Kind:
     What a running server has, by its version and its flags, is in ``engines.protocol.features``.
 
     Attributes:
-        name: as ``EngineSpec.kind``.
+        name: value of ``EngineSpec.kind``.
         title: its name in text.
         client: makes the client of one that runs, from ``endpoint``, ``engine_id``,
             ``weights_cpu_backup`` and, where they are not the default ones, ``deadlines``.
         invocation: how one is started; None where only other programs start it.
-        resume_path: of its endpoint that ends a pause.
+        resume_path: path of its endpoint that ends a pause.
         is_numbered_at_start: its command line gives it the number of its weight version.
         why_open: why one must not listen at a host; empty if it may.
         can_attach: one of this kind that runs already can be named by its URL.
         spans_nodes: one engine can be on several nodes.
-        modules: that its interpreter must have.
-        plugin: of this package, that an interpreter of its own must have too.
-        extra: of this package, that brings its modules.
+        modules: modules that its interpreter must have.
+        plugin: module of this package that an interpreter of its own must have too.
+        extra: extra of this package that brings its modules.
         cpu_head_sizes: elements of an attention head that it takes on a CPU; empty for all.
         quantises_at_start: its options can quantise a checkpoint that is not.
         old_state: what it keeps of old weights, and what is done about it.
@@ -62,11 +62,11 @@ class Kind:
         why_no_adapters: why no adapter can be pushed to it; empty if one can.
         adapter_stacks: modules that it serves as one -> those of them that an adapter with any of
             them needs.
-        loads_path: of its endpoint that reports its queue and its tokens.
+        loads_path: path of its endpoint that reports its queue and its tokens.
         read_loads: the reply of that; a malformed one raises as ``WRONG_FORM`` has.
-        generate_path: of its endpoint that takes and gives token ids.
+        generate_path: path of its endpoint that takes and gives token ids.
         body_names: in a request's body, of its id and of its key of cached prefixes.
-        abort_path: of its endpoint that ends requests.
+        abort_path: path of its endpoint that ends requests.
         aborted_ids: what its abort names for a request with id ``{}``, one for each endpoint that
             generates; none where it takes SGLang's body.
         has_model_info: it has ``/model_info``.
@@ -74,19 +74,19 @@ class Kind:
         is_retract_safe: a version may be flushed and released while requests are retracted.
         experts_option: its option, in ``spelled`` form, with which it reports routed experts, if it
             computes those of a retracted request again; else empty.
-        draft: by options or its own report, what drafts its tokens and has weights; empty if
+        draft: what drafts its tokens and has weights, by options or its own report; empty if
             nothing does.
         draft_backup_option: its option, in ``spelled`` form, that keeps a copy of the draft's
             weights alone through a release; empty where only one of all weights does.
         pushes_reach_draft: tensors of a push whose names the draft has are loaded into it too.
-        dialect: of its routes that generate, in the router's table.
+        dialect: dialect of its routes that generate, in the router's table.
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
         has_part_of_prompt_logprobs: asked for the log-probs of a prompt's end, it may take the
             beginning from its prefix cache.
         logprob_rule: at which step of sampling one takes its log-probs, by the ``raw`` of its
             ``ServerInfo`` and the environment that its settings give it.  Raises ``ValueError`` if
             what it calls log-probs are none.
-        known_options: those of the pinned version, in ``spelled`` form; empty if all are checked
+        known_options: options of the pinned version, in ``spelled`` form; empty if all are checked
             before a start.
         outlives_its_core: it answers requests with errors when its core has ended.
     """

@@ -44,7 +44,7 @@ class EngineSpec:
         kill_timeout_s: from its kill until its memory is known to be free, all attempts counted.
         python: the interpreter to run it in; empty for this one.
         access: its keys; None for new ones, made at its launch.
-        run: that launches it, which calls to it name.
+        run: the run that launches it; calls to it name that run.
         url: where it listens, for one that is attached; one of kind ``vllm`` with a url is.
         claim: called before it is attached; what it returns is called when it is used no more.
         num_nodes: nodes it spans; each is launched with a spec of its own.
@@ -170,8 +170,8 @@ class Invocation:
         env: its whole environment.
         cleanup: patterns of files a killed engine leaves, as ``EngineProcess.spawn`` takes them.
         defaults: options that this library chooses, unless the spec's options name them.
-        folder_variable: of a folder that is removed with the engine, as ``EngineProcess.spawn``
-            takes it; empty for none.
+        folder_variable: variable with a folder that is removed with the engine, as
+            ``EngineProcess.spawn`` takes it; empty for none.
         ports: others on its host at which no other program may listen.
     """
 

@@ -38,7 +38,7 @@ class FileMapping:
 
     Attributes:
         address: where they are in memory.
-        view: those bytes.
+        view: the mapped bytes.
 
     Raises:
         OSError: it cannot be mapped.

@@ -41,7 +41,7 @@ class PlacedTensor(NamedTuple):
 
     Attributes:
         dtype: torch's name, for example ``bfloat16``.
-        offset: of its first byte, from the beginning of the file.
+        offset: place of its first byte, from the beginning of the file.
     """
 
     name: str

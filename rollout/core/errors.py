@@ -33,7 +33,7 @@ class RolloutError(Exception):
     """Base of all errors that this library raises.
 
     Attributes:
-        groups: of a ``rollout`` of a list that has failed: its samples that were finished.
+        groups: finished samples of a ``rollout`` of a list that has failed.
     """
 
     groups: Sequence[Any] = ()
@@ -47,7 +47,7 @@ class Mistake:
         setting: its dotted path, for example ``servers.policy.groups.main.num_engines``.
         value: its value; ``(hidden)`` for a secret.
         message: setting, value, and what would be accepted.
-        line: of its file, from 1, or None if it is not known.
+        line: line in its file, from 1, or None if it is not known.
     """
 
     setting: str
@@ -230,7 +230,7 @@ class RankFailure(WeightError):
     """A push failed because of a rank of the trainer.
 
     Attributes:
-        ranks: those that failed, or that did not report in time.
+        ranks: the ranks that failed or did not report in time.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
@@ -296,7 +296,7 @@ class VersionUnavailable(GenerationFailed):
     """No engine has the weight version that a request wants, or has it long enough for a reply.
 
     Attributes:
-        weight_version: the one that could be had, or None if that is not known.
+        weight_version: the version that could be had, or None if that is not known.
     """
 
     def __init__(

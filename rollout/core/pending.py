@@ -129,7 +129,8 @@ class Pending(Generic[T]):
 
         Args:
             act: without arguments; its own error is logged.
-            change: of the result, after ``act``; that of ``object_ref`` stays as it is.
+            change: turns the result into another one, after ``act``; ``object_ref`` keeps the
+                first.
 
         Raises:
             ConfigError: it is no function.

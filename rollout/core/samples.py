@@ -75,11 +75,11 @@ class Sample:
         traceback: traceback of the exception behind ``error``, if a hook raised one.
         engines: which engine generated which output tokens; tokens whose engine is not known (after
             a failover inside one reply, or without a router) are in no span.
-        routed_experts: of each token that was computed, prompt included, the experts that computed
+        routed_experts: for each token that was computed, prompt included, the experts that computed
             it: int32, C order, shape ``[tokens, layers, experts per token]``.  The last token was
             not computed, and neither was what an environment appended to it.  None unless
             requested, and where an engine did not report those of its tokens.
-        logprob_kind: of which distribution ``output_logprobs`` are: ``full`` for log-softmax of
+        logprob_kind: the distribution of ``output_logprobs``: ``full`` for log-softmax of
             logits / temperature, ``raw`` at temperature 1 where the request has another one,
             ``cut`` behind top-p, top-k or min-p, ``penalised`` of logits that penalties, biases, a
             grammar or a least length changed.  None where it is not known.
@@ -172,8 +172,8 @@ class Sample:
 
         Args:
             error: why, for its ``error``.
-            traceback: of the exception behind it.
-            failure: of which kind it is; a sample that has failed before keeps its kind.
+            traceback: traceback of the exception behind it.
+            failure: kind of the failure; a sample that has failed before keeps its kind.
         """
         self.failure = self.failure or failure
         self.status = SampleStatus.FAILED
@@ -186,7 +186,7 @@ def version_number(version: str) -> int | None:
     """A weight version as a number, or None if it is not a number.
 
     Args:
-        version: as an engine reports it.
+        version: the version that an engine reports.
     """
     return int(version) if version.isascii() and version.isdigit() else None
 

@@ -91,7 +91,7 @@ class TrainerSlot:
         rank: the trainer's rank that belongs on this GPU.
         bundle_index: the bundle in the placement group, or None without Ray.
         node_id: ``local`` without Ray.
-        gpu_id: of this node, as Ray or ``CUDA_VISIBLE_DEVICES`` names it.
+        gpu_id: id on this node, as Ray or ``CUDA_VISIBLE_DEVICES`` names it.
         engines: the engines on this GPU, at most one of each server, or empty if it has none.
     """
 
@@ -108,12 +108,13 @@ class DraftFigures:
 
     Attributes:
         draft: the path of its model, or the method that has one.
-        share: of the drafted tokens since the engine continued, or None while too few are known.
-        num_drafted: those tokens; of SGLang, which does not count them, at least so many.
-        weight_version: with which it continued.
-        highest_share: of an earlier time, or None if there was none.
+        share: right part of the drafted tokens since the engine continued, or None while too few
+            are known.
+        num_drafted: number of those tokens; for SGLang, which does not count them, a lower bound.
+        weight_version: version with which it continued.
+        highest_share: highest share of an earlier time, or None if there was none.
         highest_version: the weight version of that time.
-        fall: that less than half is left of the highest share, in words, or empty if more is.
+        fall: a sentence if the share is less than half of the highest, else an empty text.
     """
 
     draft: str
@@ -187,8 +188,8 @@ class PushStage:
             ``distributed``), its copies are part of ``engine``.
         route: how the bytes reach the engines, with the encoding if it is not whole tensors, or
             empty for ``gather``.
-        num_bytes: of the tensors that were gathered, of what this rank has sent, or of the tensors
-            that were changed.
+        num_bytes: size of the tensors that were gathered, of what this rank has sent, or of the
+            tensors that were changed.
         density: the share of the elements that were changed, if only these were sent.
     """
 
@@ -211,7 +212,8 @@ class UnchangedWeights:
 
     Attributes:
         adapter: the LoRA adapter that was pushed, or empty for the base.
-        patterns: of its tensors, as ``weights.frozen`` takes them, or empty for whole pushes.
+        patterns: patterns of its tensors, as ``weights.frozen`` takes them, or empty for whole
+            pushes.
         num_pushes: the pushes in a row that left them as they were.
         what: the observation in one line.
         causes: the likely ones, the first first.
@@ -292,15 +294,15 @@ class EngineStatus:
             ones.
         why_no_groups: why it joins no broadcast groups.
         why_no_handles: why it takes no CUDA IPC handles.
-        encodings: of tensors, that it applies besides whole ones.
+        encodings: encodings of tensors that it applies besides whole tensors.
         needs_names: it has a store of prefixes that no call clears, so a request without a name of
             its weight version may get old ones.
         logprobs: at which step of sampling it takes its log-probs.
-        bootstrap_port: as in ``routing.Backend``; 0 where it reports none.
-        process_name, start: as in ``EngineState``.
+        bootstrap_port: see ``routing.Backend``; 0 where it reports none.
+        process_name, start: see ``EngineState``.
         access: what calls to it carry; its repr hides the keys.
-        standby: of the engine that sleeps on its slot to take its place: ``ready``, ``booting``,
-            or why there is none, or empty without ``standby``.
+        standby: state of the engine that sleeps on its slot to take its place: ``ready``,
+            ``booting``, or why there is none, or empty without ``standby``.
         drafts: how many of its drafted tokens are right, or None without a draft.
     """
 
@@ -345,7 +347,7 @@ class GroupStatus:
 
     Attributes:
         vacant_slots: ids of engines that were removed and can be added again.
-        kind: of its engines, as in ``engines.kinds``.
+        kind: kind of its engines, a name of ``engines.kinds``.
         asleep: the standbys that are ready, by the ids of the engines beside which they sleep.
         python: the interpreter they run in, as ``EngineSpec.python``.
     """
@@ -372,7 +374,8 @@ class StoreStatus:
         node_bytes: bytes it holds on each node that answers.
         write_s: seconds that the last write took.
         num_dropped: pushes that were not stored because a later push came first.
-        sent_bytes: of the last write, to nodes whose memory the server's process cannot map.
+        sent_bytes: bytes that the last write sent to nodes whose memory the server's process cannot
+            map.
     """
 
     is_on: bool
@@ -393,7 +396,7 @@ class ServerStatus:
         base_version: the version that engines report: of the base, where adapters are pushed.
         store: None if no weight store is configured.
         unchanged: see ``StepReport``.
-        agents_urls: of the workers that take chats of sessions, by their numbers.
+        agents_urls: addresses of the workers that take chats of sessions, by their numbers.
     """
 
     name: str

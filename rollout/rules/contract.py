@@ -40,7 +40,7 @@ class Contract:
         weight_version: the only one.
         max_version_lag: how many versions a token may be behind the one that is served as the
             reply ends.
-        logprob_kind: of the log-probs.
+        logprob_kind: kind of the log-probs.
 
     Raises:
         ValueError: a field is no such value, or contradicts another one; it is named.

@@ -106,7 +106,7 @@ def method_of_push(methods: Collection[str], *, has_store: bool, writes_files: b
     """How to make the fingerprints of a push, or empty if nothing would be compared with them.
 
     Args:
-        methods: those of the engines.
+        methods: methods of the engines' fingerprints.
         has_store: the weight store keeps the push.  It hashes the bytes that it reads, and compares
             them with those of a push that has such fingerprints, too.
         writes_files: engines load files, which are compared before that if the engines make no

@@ -266,11 +266,11 @@ def check_restorable(
     """Check that what a release has discarded can be had without a push.
 
     Args:
-        why_not: by group that has no weights, why no source can give it the published ones, or
+        why_not: group without weights -> why no source can give it the published ones, or
             empty if one can.
 
     Raises:
-        LifecycleError: that of a group cannot.
+        LifecycleError: a group without weights cannot get them.
     """
     for name, why in why_not.items():
         if why:

@@ -44,7 +44,7 @@ class Backend:
     Attributes:
         reason: why it is not serving, or empty if it is.
         may_return: when it is lost, recovery may bring it back without any command.
-        kind: as in ``engines.kinds``.
+        kind: a name of ``engines.kinds``.
         needs_names: it gets only requests that name their weight version to its prefix cache.
         logprobs: at which step of sampling it takes its log-probs.
         vocabulary: tokens of its model; 0 if they are not known.
@@ -84,7 +84,7 @@ class Hint:
     Attributes:
         affinity: requests with the same one prefer the same engine, or empty for none.
         prompt: the first bytes of the prompt as they are in the body.
-        num_bytes: of the body; most of them are the prompt.
+        num_bytes: size of the body; most of it is the prompt.
     """
 
     affinity: str = ""

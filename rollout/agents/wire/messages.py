@@ -30,7 +30,7 @@ class History:
     """Digests of the beginnings of a list of messages.
 
     Attributes:
-        exact: of the first 0, 1, 2 ... messages.
+        exact: digests of the first 0, 1, 2 ... messages.
         loose: the same without the thinking and the outer white space of answers, because clients
             remove these.  The thinking is a field, or all of the content up to its end.
         is_answer: whether each message is an assistant's.

@@ -50,7 +50,7 @@ def table(*heads: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ())
 
     Args:
         right: the columns that are aligned to the right.
-        whole: those whose cells stay on one line.
+        whole: columns whose cells stay on one line.
     """
     empty = Table(box=None, padding=(0, 2, 0, 0))
     for head in heads:

@@ -27,7 +27,7 @@ class GroupSettings:
     """The part of a server's configuration that one group needs.
 
     Attributes:
-        run_id: of its run, which calls to its engines name.
+        run_id: id of its run; calls to its engines name it.
         path: dotted path of the group's settings, for messages.
         log_dir: folder for the logs of its engines and its timeline.
         otel: whether its timeline is also exported through OpenTelemetry.

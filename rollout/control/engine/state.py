@@ -44,8 +44,8 @@ class EngineState:
         num_payloads: copies of a payload that it needs, one per tensor-parallel rank.
         why_no_groups: why it joins no broadcast groups.
         why_no_handles: why it takes no CUDA IPC handles.
-        encodings: as in ``EngineStatus``.
-        needs_names, logprobs, bootstrap_port: as in ``EngineStatus``.
+        encodings: see ``EngineStatus``.
+        needs_names, logprobs, bootstrap_port: see ``EngineStatus``.
         update_group: name of its broadcast group, or empty for none.
         is_verified: its weights were verified after their last change.
         record: its fingerprints at its last verification, or None if there were none.
@@ -81,9 +81,9 @@ class EngineState:
         is_gone: it is fenced, and known to have ended.
         is_asleep: paused and flushed, without the memory that its group releases; it is none of
             the engines of its group.
-        process_name: of its process and its log, or empty if that is its id.
+        process_name: name of its process and its log, or empty if that is its id.
         fence_cause: its first reason to be fenced, when a try to replace it gave it another.
-        start: of its process, as ``ServerInfo.start``, if it is attached; else empty.
+        start: start of an attached engine's process, see ``ServerInfo.start``; else empty.
         drafts: its drafted tokens, or None without a draft.
     """
 
@@ -275,7 +275,7 @@ class EngineState:
         before it on its slot had at the same version.
 
         Args:
-            old: that engine, or None if there was none.
+            old: the engine before it, or None if there was none.
         """
         self.record, self.canary = None, {}
         is_known = old is not None and old.is_verified and not old.changed

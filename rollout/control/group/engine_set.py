@@ -38,7 +38,7 @@ class EngineSet:
 
     Attributes:
         slots: all of them, also those that are vacant.
-        vacant: those whose engines were removed, by engine id.
+        vacant: slots whose engines were removed, by engine id.
         replaced: the last engine with verified weights in whose place another one came.
         kill_timeout_s: deadline for one engine to end and its memory to be free.
     """

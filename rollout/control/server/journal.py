@@ -45,8 +45,8 @@ class EngineEntry:
     Attributes:
         processes: identities of its processes; none if it is attached.
         is_asleep: it is a standby, beside the engine of this id.
-        start: as in ``EngineStatus``.
-        key: of requests and queries; that of control calls is not written down.
+        start: see ``EngineStatus``.
+        key: key of requests and queries; the key of control calls is not written down.
     """
 
     engine_id: str
@@ -89,14 +89,14 @@ class JournalRecord:
         driver: the process that launched it; its engines end with it.
         process: the process that runs the server: the driver, or an actor.
         control: where the driver takes calls, ``host:port``; empty with Ray, or if it was stopped.
-        key: of these calls.
+        key: key of these calls.
         page: URL of its page, or empty if it has none.
         page_needs_key: for viewing.
         phases: the phase of each group after the last command.
         doing: the command that runs, or empty for none.
-        unfinished: by group, the command that it may have begun and not ended.
+        unfinished: group -> the command that it may have begun and not ended.
         gate: state of the router's gate.
-        has_pushed, has_served, has_adapters, base_version: of the last push; see ``LastPush``.
+        has_pushed, has_served, has_adapters, base_version: the last push; see ``LastPush``.
         expected_version: see ``PhaseRunner``.
         is_ended: it was stopped in order, and has no leftovers.
         is_behind: a later record could not be written: what it says of engines may be wrong.

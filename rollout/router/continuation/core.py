@@ -43,8 +43,8 @@ class Reported(NamedTuple):
     """Weight versions of tokens, as their engine reports them.
 
     Attributes:
-        each: of all tokens so far; None where it does not say which token has which.
-        last: of the last one, and no token is newer; None where it reports none.
+        each: values of all tokens so far, or None where it does not say which token has which.
+        last: value of the last token, and no token is newer; None where it reports none.
     """
 
     each: tuple[str, ...] | None = None
@@ -118,22 +118,22 @@ class Continuation:
         min_tokens: the least; 0 for none.
         stop: its stop strings, as its client gave them.
         trims: the router cuts the text before a stop string, because the engines do not.
-        column: that has an entry for each token, if the reply is to be continued.
+        column: column with an entry for each token, if the reply is to be continued.
         why_not: why no other engine can continue it.
 
     Attributes:
         not_carried: the same.
-        column: that has an entry for each token, if its client wants log-probs; else empty.
+        column: column with an entry for each token, if its client wants log-probs; else empty.
         is_streamed: its client wants events.
         prompt_logprobs: log-probs of the prompt, from a prefill engine.
         awaits_prompt_logprobs: it has still to send them.
         vocabulary: how many tokens the model of the current engine has, as far as that is known.
-        decode: of the model's tokenizer; None where the router has none.
+        decode: the decoder of the model's tokenizer, or None where the router has none.
         has_text: the engines send text; a stop string is not seen otherwise.
-        version: of the weights of the current engine, when it got the request.
+        version: version of the current engine's weights when it got the request.
         versions_sent: weight versions as the current engine has sent them: spans of the tokens, or
             None where it has sent none, and the version of the last one, if it has sent that.
-        logprob_kind: of the log-probs so far, and of the current engine's.
+        logprob_kind: kind of the log-probs so far, and of the current engine's.
         base: tokens of lost engines.
         now: tokens of the current engine.
         head: fields of the reply that are of no token and no engine.
@@ -142,8 +142,8 @@ class Continuation:
         finish: the reason, with its ``type``.
         reasoning: text before the answer's own.
         has_begun: its client has the beginning of a stream, without any text.
-        experts: of lost engines, if any are wanted.
-        reported_experts: those of the current engine.
+        experts: routed experts of lost engines, if any are wanted.
+        reported_experts: routed experts of the current engine.
         safe_end: tokens, characters and reported experts of ``now`` up to the safe token.
         num_kept: tokens carried over to another engine.
         num_recomputed: tokens that are generated a second time.
@@ -247,7 +247,8 @@ class Continuation:
         """Note whether another engine may continue after the last token.
 
         Args:
-            finish: of the event; a client sees that of an abort, or another engine continues.
+            finish: finish reason of the event; a client sees an abort's, or another engine
+                continues.
             new: its text.
             has_grown: it had text, or its tokens have none.
         """
@@ -505,7 +506,7 @@ def version_spans(
 
     Args:
         reported: spans of the engine, which may be of more tokens, or of fewer.
-        version: of tokens behind them; None for that of the last span.
+        version: version of the tokens behind them, or None for the last span's.
     """
     if not reported and num:
         return (VersionSpan(version, 0, num),)

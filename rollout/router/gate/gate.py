@@ -69,8 +69,8 @@ class Admission:
 
     Attributes:
         epoch: epoch of the membership it was admitted under.
-        weight_version: of the weights that answer it; None if it is unknown.
-        names: of the weights that answer its prompts, as engines know them; None for the base.
+        weight_version: version of the weights that answer it, or None if it is unknown.
+        names: names of the weights that answer its prompts, as engines know them; None is the base.
         partner: the prefill engine, where ``member`` is a decode engine.
         sent_as: its id at the engine.
         prompts: ids of its prompts, if each has one -> their ids at the engine.
@@ -162,13 +162,13 @@ class Gate:
         wanted: the state that the lifecycle set.
         needs_push: the gate is closed, and only a push of this weight version or a newer one opens
             it; None where that is not all that is known.
-        weight_version: of the weights that engines serve; None if it is unknown.
-        base_version: of the base under adapters; without one, the same.
+        weight_version: version of the weights that engines serve, or None if it is unknown.
+        base_version: version of the base under adapters; without adapters the same.
         adapters: from the names of clients to those of engines: which version of a LoRA adapter
             answers from now on, and under the empty name what answers a request without a name;
             None: the server takes none.
         pinned: the engines' names that requests and pins stay with, and how many do.
-        call_soon: of the event loop, which calls the rest of the work later; None: all is done
+        call_soon: the event loop's, which calls the rest of the work later; None: all is done
             at once.
 
     Args:
@@ -385,9 +385,9 @@ class Gate:
 
         Args:
             excluded_engine: an engine that must not be chosen.
-            names: of the weights that shall answer, as the client or an admission has them.
+            names: names of the weights that shall answer, as the client or an admission has them.
             prefers: one of these engines is chosen, if there is any.
-            contract: of which its weight versions count here.
+            contract: contract whose weight versions count here.
             requires: only these engines may be chosen, by their ``logprobs``.
         """
         is_later = False

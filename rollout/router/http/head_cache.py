@@ -55,11 +55,11 @@ class RequestHead:
     """What is read of the head of a request for an engine.
 
     Attributes:
-        headers: that the router reads; names in lower case, without the client's key.
+        headers: headers that the router reads; names in lower case, without the client's key.
         refusal: the response to the request, if no engine gets it.
         is_last: the connection closes after the response.
         contract_texts: fields of the request's contract that are headers, with their values.
-        affinity: of the request; None: it has no such header.
+        affinity: affinity of the request, or None without such a header.
         asks_failover: its client wants its tokens kept.
     """
 
@@ -101,7 +101,7 @@ class RequestHead:
         Args:
             unread: lines of other headers.
             target: path and query, where they are not the client's.
-            key: of the engine, in the place of one that the client has sent.
+            key: key of the engine, in place of any that the client has sent.
         """
         method = self.method
         lines = self._keyless if key else self._lines
@@ -122,8 +122,8 @@ class ReplyHead:
     """What is read of the head of an engine's reply.
 
     Attributes:
-        headers: that the router reads; names in lower case, without the length, which is passed
-            separately.
+        headers: headers that the router reads; names in lower case, without the length, which is
+            passed separately.
         is_chunked: the body is in chunks, unless the handler is decoding.
         is_until_close: no length and no chunks: the body ends with the connection.
     """

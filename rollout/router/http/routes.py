@@ -117,7 +117,7 @@ class Route:
     Attributes:
         target: path and query, as the client sent them.
         problem: why it is not forwarded; empty if it is.
-        status: of the response that says so.
+        status: HTTP status of the refusal.
     """
 
     target: bytes

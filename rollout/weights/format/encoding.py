@@ -18,7 +18,7 @@ class EncodingTerms:
 
     Attributes:
         wanted: the setting: the name of an encoding, or ``auto``.
-        num_ranks: of the trainer.
+        num_ranks: number of the trainer's ranks.
     """
 
     wanted: str = FULL

@@ -58,7 +58,7 @@ class Manifest:
     """All tensors of a checkpoint or of a push, by name.
 
     Attributes:
-        fingerprints: by name, or empty if none were computed.
+        fingerprints: fingerprint by name of the tensor, or empty if none were computed.
     """
 
     tensors: Mapping[str, TensorSpec]

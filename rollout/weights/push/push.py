@@ -28,8 +28,8 @@ class PushRequest:
     Attributes:
         version: None: one more than the server's.
         name_map: from the trainer's tensors to the checkpoint's.
-        dtype: of float tensors, which are cast before they are gathered.
-        adapter: of a LoRA adapter, its configuration.
+        dtype: dtype of float tensors, which are cast before they are gathered.
+        adapter: configuration of a LoRA adapter.
         adapter_name: which of ``weights.adapters``, or empty where there is one.
         is_base: all base weights, also where ``update`` is ``lora``.
 
@@ -90,7 +90,7 @@ class Push:
     the caller has the result.  ``with`` closes it, too.
 
     Args:
-        resources: of this process; closed with the push, in any state.
+        resources: resources of this process; closed with the push, in any state.
         after_success: called when the call that sent it has succeeded; returns its stages.
 
     Attributes:
@@ -131,7 +131,7 @@ class Push:
         The report gets the stages of the push, but not that of an ``object_ref``.
 
         Args:
-            begin: of what the server gets; begins the call.
+            begin: begins the call with what the server gets.
 
         Raises:
             LifecycleError: it was closed, as a call that sent it does.

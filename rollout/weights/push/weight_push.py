@@ -71,7 +71,7 @@ class WeightPush:
             compute them.
         checks_path: the engines compare what they hold after the push with what they held before.
         routes: engine id -> its own route, where they differ; a bucket then has several payloads.
-        encoded: of copies for the store, what engines got in place of the whole tensors in
+        encoded: for copies in the store, what engines got in place of the whole tensors in
             ``buckets``, or None for nothing.
     """
 

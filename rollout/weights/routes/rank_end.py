@@ -39,7 +39,7 @@ class OwnGpu:
     """The GPU with the tensors of a rank, in one push.
 
     Attributes:
-        settings: with which it allocates memory there that engines can open.
+        settings: settings with which it allocates memory there that engines can open.
     """
 
     uuid: str
@@ -53,7 +53,7 @@ class RankEnd:
     Attributes:
         writers: the ranks on this rank's host, the lowest first.
         gpu: None if its tensors are in host memory.
-        buffers: of shared memory.
+        buffers: buffers of shared memory.
         model: its tensors, by name, or empty if they are not known.
     """
 
@@ -102,7 +102,7 @@ class RouteRow:
             other, from the shares of the ranks, by rank.
         is_copy: it sends what was copied before the engines were called.
         is_automatic: it is chosen by ``auto``, not only by its name.
-        most_bytes: of tensors in one request; it splits a larger bucket.
+        most_bytes: most bytes of tensors in one request; it splits a larger bucket.
         is_encoded: it carries encodings other than whole tensors.
     """
 
@@ -154,7 +154,7 @@ class Encoding(Protocol):
     engine has made of a bucket is compared with them.
 
     Attributes:
-        name: of its row in ``encodings``, in the settings, and in what an engine reports.
+        name: name of its row in ``encodings``, in the settings, and in what an engine reports.
     """
 
     @property

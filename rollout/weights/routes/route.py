@@ -191,7 +191,7 @@ class EnginePlace:
         is_reached: it can connect to the trainer, as each member of a broadcast group does.
         why_no_groups: why it joins no broadcast groups.
         why_no_handles: why it takes no CUDA IPC handles.
-        encodings: of tensors, that it applies besides whole ones.
+        encodings: encodings of tensors that it applies besides whole tensors.
         is_compared: its fingerprints are compared with the trainer's after a push.
         weight_version: what it holds, verified, or None for none.
     """
@@ -214,12 +214,12 @@ class Chosen:
 
     Attributes:
         transport: the row of ``choice``.
-        host: with shared memory, the lowest of the ranks that write for it.
-        gpus: with CUDA IPC, UUIDs of its GPUs as the ranks name them, in the order of its ranks.
-        why: with a choice of the last resort, why no other route reaches it.
+        host: for shared memory, the lowest of the ranks that write for it.
+        gpus: for CUDA IPC, UUIDs of its GPUs as the ranks name them, in the order of its ranks.
+        why: for a choice of the last resort, why no other route reaches it.
         encoding: has a part in the push; see ``Encoding.name``.
         is_full: it gets whole tensors; an encoding may prepare the next push.
-        adapter, config: with an adapter, its name and configuration.
+        adapter, config: name and configuration of a pushed adapter.
     """
 
     transport: str

@@ -56,7 +56,7 @@ class Pairs(Sequence[tuple[str, torch.Tensor]]):
     Every route takes its tensors from here, and copies as many bytes of each as its spec says.
 
     Attributes:
-        specs: of ``tensors``; the same list at every push of the same plan.
+        specs: specs of ``tensors``; the same list at every push of the same plan.
 
     Raises:
         WeightMismatch: a tensor is not what its spec says; names it.
@@ -98,16 +98,16 @@ class PlannedSource:
         named_tensors: under the trainer's names; shards are not gathered yet.
         expected: the model's manifest, to find tied tensors and stacked experts; None keeps every
             name.
-        tensors: those of rank 0, which omits tied ones, or None on rank 0.
+        tensors: rank 0's tensors, which omit tied tensors, or None on rank 0.
         name_map: see ``NameMap``.
         plans: cached plans of earlier pushes.
-        dtype: of float tensors; they are cast before they are gathered.
+        dtype: dtype of float tensors; they are cast before they are gathered.
         is_on_all_ranks: every rank of the trainer gathers its buckets, in the same order.
         gather_timeout_s: for each gather; None leaves it to the process group.
         ties: which tensors may have one memory; by default that is not known.
 
     Attributes:
-        manifest: of the checkpoint's tensors that they become.
+        manifest: the checkpoint's tensors that they become.
 
     Raises:
         WeightMismatch: a value is not a tensor, a name occurs twice, two have one memory and the
@@ -159,7 +159,7 @@ class PlannedSource:
 
         Args:
             model: its tensors, in whose types the values must be numbers.
-            bucket_bytes: of what a name map makes, up to so many are in memory at once.
+            bucket_bytes: most bytes of a name map's results that are in memory at once.
 
         Raises:
             WeightMismatch: one is no number; names its tensor.
