@@ -31,7 +31,7 @@ from rollout.weights.routes.route import EnginePlace
 from tests.support.still_server import HERE, StillServer, server_config
 
 DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5)
-TRANSPORTS = (Transport.TENSOR, Transport.SHARED_MEMORY)
+TRANSPORTS = (Transport.BY_VALUE, Transport.SHARED_MEMORY)
 ENCODINGS = ("full", "delta", "auto")
 _BYTES_OF_CHANGE = 6
 

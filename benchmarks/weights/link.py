@@ -84,7 +84,7 @@ def _measure(num_bytes: int, repeats: int, rate: str) -> dict[str, Any]:
 
 def _row(pushing: _Far, way: str, changes: list[Callable[[], int]]) -> dict[str, Any]:
     """Of all pushes but the first, by which ``auto`` knows the density."""
-    pushing.begin(Transport.TENSOR, "delta" if way == "peer" else way)
+    pushing.begin(Transport.BY_VALUE, "delta" if way == "peer" else way)
     pushing.pushed()
     if way == "peer":
         pushing.keep()

@@ -45,8 +45,8 @@ ROWS = {
     "shared_memory_copied_unchecked": (Transport.SHARED_MEMORY, False, False),
     "shared_memory_streamed": (Transport.SHARED_MEMORY, True, True),
     "shared_memory_streamed_unchecked": (Transport.SHARED_MEMORY, True, False),
-    "tensor_copied": (Transport.TENSOR, False, True),
-    "tensor_streamed": (Transport.TENSOR, True, True),
+    "by_value_copied": (Transport.BY_VALUE, False, True),
+    "by_value_streamed": (Transport.BY_VALUE, True, True),
     "distributed_gloo": (Transport.DISTRIBUTED, True, True),
     "disk": (Transport.DISK, False, True),
 }

@@ -37,7 +37,7 @@ def tensors_behind(layout: Any, handles: Any, device: torch.device) -> dict[str,
     if device.type != "cuda":
         raise ValueError(
             f"CUDA IPC handles came to a worker on {device}, which cannot open them; set "
-            "weights.transport to shared_memory, tensor or disk"
+            "weights.transport to shared_memory, by_value or disk"
         )
     if not isinstance(handles, Mapping):
         raise ValueError(_NO_OBJECTS)

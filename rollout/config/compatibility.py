@@ -68,7 +68,7 @@ def of_server(
             yield (
                 f"groups.{name}.engine.options",
                 f"{stages} pipeline stages with weights.transport = distributed: their ranks "
-                "cannot all be in a broadcast; use shared_memory, tensor or disk, or one stage",
+                "cannot all be in a broadcast; use shared_memory, by_value or disk, or one stage",
             )
     if is_broadcast and weights.backend == "nccl" and (why := why_no_nccl(groups)):
         yield (
@@ -255,7 +255,7 @@ def of_pushes(
         yield (
             "engine",
             f"weights.transport = {transport} does not reach engine {engine_id}: {why}; "
-            "use shared_memory, tensor or disk, or leave weights.transport out",
+            "use shared_memory, by_value or disk, or leave weights.transport out",
         )
     if encoding not in (EncodingChoice.FULL, EncodingChoice.AUTO, *features.encodings):
         yield (

@@ -69,6 +69,8 @@ GONE: Mapping[str, str] = {
     "answers from old state (lifecycle.sentinel)",
 }
 """A setting of before, by its name or with that of its section -> what to do now."""
+RENAMED_VALUES: Mapping[tuple[str, str], str] = {("transport", "tensor"): "by_value"}
+"""A setting and a value of before -> the value's name now."""
 
 
 def examine(model: type[M], values: Any) -> tuple[M | None, list[Mistake]]:
@@ -142,6 +144,8 @@ def _conflict(location: Location, name: str, why: str, section: Any) -> Mistake:
 
 def _accepted(error: Mapping[str, Any]) -> str:
     kind, context = error["type"], error.get("ctx", {})
+    if now := RENAMED_VALUES.get((dotted(error["loc"][-1:]), str(error["input"]))):
+        return f"it is called {now} now"
     if kind in _LISTS:
         return f"must be a list, such as [{_short(error['input']).strip(chr(39))}]"
     if kind in _SECTIONS:

@@ -24,7 +24,7 @@ class Transport(StrEnum):
     """How a push reaches the engines."""
 
     AUTO = "auto"
-    TENSOR = "tensor"
+    BY_VALUE = "by_value"
     SHARED_MEMORY = "shared_memory"
     DISTRIBUTED = "distributed"
     DISK = "disk"
@@ -98,7 +98,7 @@ class WeightsConfig(ConfigSection):
     """Bytes of tensors sent in one request."""
     transport: Transport = Transport.AUTO
     """How a push travels. ``auto`` uses ``shared_memory`` if all engines run on the trainer's host
-    and it has room, else ``tensor``; from every rank (``pusher()``) it chooses for each engine.
+    and it has room, else ``by_value``; from every rank (``pusher()``) it chooses for each engine.
     ``distributed`` broadcasts (gloo, NCCL) through a process group that is kept as long as the
     engines stay the same. ``disk`` saves each version."""
     encoding: EncodingChoice = EncodingChoice.FULL

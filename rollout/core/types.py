@@ -184,7 +184,7 @@ class PushStage:
     Attributes:
         stage: ``gather``: until the rank had the whole tensors of a bucket.  ``copy``: until it
             had written what it sends.  ``engine``, of rank 0: until the engines wanted the next
-            bucket, or had applied the last one.  Where rank 0 sends alone (``tensor``,
+            bucket, or had applied the last one.  Where rank 0 sends alone (``by_value``,
             ``distributed``), its copies are part of ``engine``.
         route: how the bytes reach the engines, with the encoding if it is not whole tensors, or
             empty for ``gather``.

@@ -20,8 +20,8 @@ PUSHES = {
     "shared_memory_copied_unchecked": PUSH,
     "shared_memory_streamed": PUSH,
     "shared_memory_streamed_unchecked": PUSH,
-    "tensor_copied": PUSH,
-    "tensor_streamed": PUSH,
+    "by_value_copied": PUSH,
+    "by_value_streamed": PUSH,
     "distributed_gloo": PUSH,
     "disk": PUSH,
     "fingerprint_xxh3": FINGERPRINT,
@@ -244,7 +244,7 @@ KEYS: dict[str, dict[str, Any]] = {
                 f"{transport}_{density:g}_{encoding}": dict.fromkeys(
                     ("seconds", "sent_bytes", "of_information", "is_delta")
                 )
-                for transport in ("tensor", "shared_memory")
+                for transport in ("by_value", "shared_memory")
                 for density in (0.001, 0.01, 0.03, 0.1, 0.5)
                 for encoding in ("full", "delta", "auto")
             },

@@ -95,7 +95,7 @@ def assert_held(deployment: DeploymentHandle, weights: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["copied", "streamed"])
-@pytest.mark.parametrize("transport", ["tensor", "shared_memory", "distributed", "disk"])
+@pytest.mark.parametrize("transport", ["by_value", "shared_memory", "distributed", "disk"])
 def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
     deployment: DeploymentHandle,
     weights: dict[str, torch.Tensor],
@@ -130,26 +130,26 @@ def test_what_has_changed_is_sent_and_every_engine_holds_every_bit(
 def test_auto_sends_whole_tensors_after_a_push_that_changed_most(
     deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
 ) -> None:
-    policy = with_settings(deployment, shm, transport="tensor", encoding="auto")
+    policy = with_settings(deployment, shm, transport="by_value", encoding="auto")
     routes = []
     for share in (0.01, 0.01, 0.9, 0.01):
         weights = changed(weights, share)
         report = policy.push(weights, version=next(VERSIONS)).result(60)
         routes.append(sent(report).route)
         assert_held(deployment, weights)
-    assert routes == ["tensor", "tensor delta", "tensor delta", "tensor"]
+    assert routes == ["by_value", "by_value delta", "by_value delta", "by_value"]
 
 
 def test_engines_that_hold_the_push_of_another_trainer_get_whole_tensors(
     deployment: DeploymentHandle, weights: dict[str, torch.Tensor], shm: Path
 ) -> None:
-    one = with_settings(deployment, shm, transport="tensor", encoding="delta")
-    other = with_settings(deployment, shm, transport="tensor", encoding="delta")
+    one = with_settings(deployment, shm, transport="by_value", encoding="delta")
+    other = with_settings(deployment, shm, transport="by_value", encoding="delta")
     routes = []
     for policy in (one, one, other, one, one):
         weights = changed(weights, 0.01)
         report = policy.push(weights, version=next(VERSIONS)).result(60)
-        routes.append(sent(report).route.removeprefix("tensor").strip())
+        routes.append(sent(report).route.removeprefix("by_value").strip())
         assert_held(deployment, weights)
     assert routes == ["", "delta", "", "", "delta"]
 
@@ -162,7 +162,7 @@ def test_after_an_offload_a_delta_needs_weights_that_survived_it(
     server = {
         "model_path": str(model_path),
         "groups": {"main": {"engine": engine}},
-        "weights": {"transport": "tensor", "encoding": "delta"},
+        "weights": {"transport": "by_value", "encoding": "delta"},
         "health": {"recover": False},
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
@@ -176,7 +176,9 @@ def test_after_an_offload_a_delta_needs_weights_that_survived_it(
             routes.append(sent(window.report).route)
             assert window.report.paused_s > 0
             assert_held(deployment, weights)
-    assert routes == (["tensor", "tensor delta", "tensor delta"] if has_backup else ["tensor"] * 3)
+    assert routes == (
+        ["by_value", "by_value delta", "by_value delta"] if has_backup else ["by_value"] * 3
+    )
 
 
 def test_deltas_of_experts_and_of_tied_weights_arrive_with_no_wrong_bit(tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 FAULTS = [
-    ("tensor", fault) for fault in (*REFUSED, "lost", "killed", "another content of the base")
+    ("by_value", fault) for fault in (*REFUSED, "lost", "killed", "another content of the base")
 ]
 FAULTS += [("disk", fault) for fault in ("flipped", "cut", "lost")]
 FAULTS += [("distributed", fault) for fault in ("flipped", "lost")]
@@ -303,7 +305,7 @@ def test_a_delta_that_comes_twice_changes_nothing_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faults = faulty(monkeypatch)
-    policy = with_settings(deployment, shm, transport="tensor", encoding="delta")
+    policy = with_settings(deployment, shm, transport="by_value", encoding="delta")
     policy.push(weights, version=next(VERSIONS)).result(60)
     faults.fault = "repeated"
     weights = changed(weights, 0.01)

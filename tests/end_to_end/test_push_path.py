@@ -29,7 +29,7 @@ def exchanged(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     return [({KEY: VALUE, VALUE: KEY}.get(name, name), tensor)]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tensor"])
+@pytest.mark.parametrize("transport", ["shared_memory", "by_value"])
 def test_a_right_path_is_proved_and_a_wrong_name_map_never_serves(
     transport: str, tmp_path: Path
 ) -> None:

@@ -133,7 +133,7 @@ def test_the_trace_of_a_push_has_a_lane_for_every_rank(
 @UNTIED_IN_CHAOS
 def test_rank_0_sends_by_value_and_by_broadcast(run: DeploymentHandle, ranks: Ranks) -> None:
     before = run["policy"].weight_version
-    for number, transport in enumerate(("tensor", "distributed", "distributed"), 1):
+    for number, transport in enumerate(("by_value", "distributed", "distributed"), 1):
         said = ranks.do("push_by", transport=transport, seed=20 + number)
         assert [one.get("version") for one in said] == [before + number] * 2, said
         served_seed(run, 20 + number)

@@ -32,10 +32,10 @@ def test_an_engine_here_gets_shared_memory_and_one_elsewhere_another_carrier(
     """The other engine is on another host by a double of the server's status."""
     before = run["policy"].weight_version
     cases = [
-        ("127.0.0.1", "tensor", False),
+        ("127.0.0.1", "by_value", False),
         ("127.0.0.2", "distributed", False),
         ("127.0.0.2", "distributed", True),
-        ("127.0.0.1", "tensor", True),
+        ("127.0.0.1", "by_value", True),
     ]
     for number, (own_host, way, is_streamed) in enumerate(cases, 1):
         said = ranks.do(

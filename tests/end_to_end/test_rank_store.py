@@ -109,7 +109,7 @@ def come_back_without_the_trainer(run: DeploymentHandle, ranks: Ranks, seed: int
     [
         "shared_memory",
         pytest.param("distributed", marks=pytest.mark.chaos),
-        pytest.param("tensor", marks=pytest.mark.chaos),
+        pytest.param("by_value", marks=pytest.mark.chaos),
     ],
 )
 def test_a_killed_engine_has_what_all_ranks_pushed_while_they_are_stopped(

@@ -94,7 +94,7 @@ def stacked(masters: Weights) -> tuple[Weights, Any, str]:
 
 
 @pytest.mark.parametrize("make", [plain, behind_a_map, made_by_a_map, stacked])
-@pytest.mark.parametrize("way", ["copied", "streamed", "pusher", "tensor", "disk", "distributed"])
+@pytest.mark.parametrize("way", ["copied", "streamed", "pusher", "by_value", "disk", "distributed"])
 def test_engines_serve_on_with_their_version_after_a_push_of_what_they_could_not_hold(
     deployment: DeploymentHandle,
     masters: Weights,
@@ -103,7 +103,7 @@ def test_engines_serve_on_with_their_version_after_a_push_of_what_they_could_not
     tmp_path: Path,
 ) -> None:
     settings: dict[str, Any] = (
-        {"transport": way} if way in ("tensor", "disk", "distributed") else {}
+        {"transport": way} if way in ("by_value", "disk", "distributed") else {}
     )
     settings |= {"stream": way == "streamed", "disk_path": str(tmp_path / "{version}")}
     policy = with_settings(deployment, tmp_path, **settings)

@@ -194,7 +194,7 @@ def test_a_killed_engine_gets_every_bit_from_a_node_that_was_sent_deltas(
     monkeypatch.setattr(LocalAgents, "agents", agents_elsewhere)
     model_path = make_tiny_model(tmp_path / "model", "qwen3")
     weights = load_file(model_path / "model.safetensors")
-    settings = {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000}
+    settings = {"transport": "by_value", "encoding": "delta", "bucket_bytes": 100_000}
     with launched(model_path, tmp_path, **settings) as deployment:
         policy = deployment["policy"]
         sent = []

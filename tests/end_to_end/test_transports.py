@@ -29,7 +29,7 @@ from tests.support.engine_keys import client_of, request_to
 from tests.support.push_settings import with_settings
 
 pytestmark = pytest.mark.embedded
-TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk"]
+TRANSPORTS = ["by_value", "shared_memory", "distributed", "disk"]
 VERSIONS = iter(range(1, 1000))
 
 

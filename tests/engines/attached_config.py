@@ -33,7 +33,7 @@ def config(
     }
     engine["takeover"] = takeover
     # In a session, which somebody else may have opened; files need none.
-    transport = "shared_memory" if kind == "vllm" else "tensor"
+    transport = "shared_memory" if kind == "vllm" else "by_value"
     return rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(folder),

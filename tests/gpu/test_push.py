@@ -18,7 +18,7 @@ from tests.support.gpu.machine import Gpu, copied_to_host, need, timed, with_eng
 from tests.support.gpu.policy import TIMEOUT_S, OneEngine, embedded_engine, one_engine
 
 pytestmark = [pytest.mark.embedded, with_engines]
-TRANSPORTS = ["tensor", "shared_memory", "distributed", "disk", "cuda_ipc"]
+TRANSPORTS = ["by_value", "shared_memory", "distributed", "disk", "cuda_ipc"]
 NUM_PUSHES = {"cpu": 6, "cuda": 200}
 FLAT_AFTER = {"cpu": 2, "cuda": 50}
 # With a large model not all of them fit into the time of a test.

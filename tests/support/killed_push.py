@@ -252,7 +252,7 @@ def config_of(route: str, tmp_path: Path, *, streams: bool = True) -> ServerConf
     if route == "adapter":
         weights["update"] = "lora"
     if route == "delta":
-        weights |= {"transport": "tensor", "encoding": "delta"}
+        weights |= {"transport": "by_value", "encoding": "delta"}
     if route == "delta on disk":
         weights |= {"transport": "disk", "encoding": "delta"}
     return ServerConfig.model_validate(

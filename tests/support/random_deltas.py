@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 def pushed_by_deltas(handle: ServerHandle, **weights: Any) -> ServerHandle:
     """The same server, pushed to by value with ``encoding: delta``."""
-    settings = {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000, **weights}
+    settings = {"transport": "by_value", "encoding": "delta", "bucket_bytes": 100_000, **weights}
     changed = handle._config.weights.model_validate(
         {**handle._config.weights.model_dump(), **settings}
     )
@@ -92,7 +92,7 @@ def check(
     tensors: Tensors,
     held: Callable[[Tensors], None],
     num: int = NUM,
-    route: str = "tensor",
+    route: str = "by_value",
 ) -> int:
     """Push until so many tensors were changed by deltas; every push must end as one of deltas.
 
@@ -119,7 +119,7 @@ class DirectPushes:
     """
 
     def __init__(self, engine: Engine, tensors: Tensors) -> None:
-        settings = {"transport": "tensor", "encoding": "delta", "bucket_bytes": 100_000}
+        settings = {"transport": "by_value", "encoding": "delta", "bucket_bytes": 100_000}
         self._rank = TrainerRank(server_config(**settings))
         self._target = PushTarget(engine)
         self.tensors = tensors
@@ -139,7 +139,7 @@ class DirectPushes:
             if failure is None:
                 made._after_success()
                 self.holds = version
-        return "delta" if found.payload == "tensor delta" else "full", failure
+        return "delta" if found.payload == "by_value delta" else "full", failure
 
     async def aclose(self) -> None:
         self._rank.close()

@@ -78,7 +78,7 @@ def make_push(
     from rollout.weights.ranks.leader import push_of_one_rank
     from rollout.weights.ranks.trainer_rank import TrainerRank
 
-    config = server_config(transport=Transport.TENSOR, bucket_bytes=bucket_bytes)
+    config = server_config(transport=Transport.BY_VALUE, bucket_bytes=bucket_bytes)
     rank = TrainerRank(config)
     try:
         made = push_of_one_rank(

@@ -77,10 +77,10 @@ def push_memory(
     if wanted in (Transport.AUTO, Transport.DISTRIBUTED):
         own = sizes.model_bytes if _is_read(Transport.DISTRIBUTED, terms) else 0
         yield PushMemory(Transport.DISTRIBUTED, True, 2 * bucket, bucket, kept, kept, own)
-    route = Transport.DISK if wanted is Transport.DISK else Transport.TENSOR
+    route = Transport.DISK if wanted is Transport.DISK else Transport.BY_VALUE
     if wanted in (Transport.AUTO, route) and _is_read(route, terms):
         own = sizes.model_bytes
-        yield PushMemory(route, route is Transport.TENSOR, bucket, 0, kept, kept, own)
+        yield PushMemory(route, route is Transport.BY_VALUE, bucket, 0, kept, kept, own)
 
 
 def _is_read(route: Transport, terms: EncodingTerms) -> bool:

@@ -41,7 +41,7 @@ FILE_NAME = "bucket.safetensors"
 _PREFIX = "rollout-push"
 # Engines unmap removed files within a second; this allows for a busy host.
 UNMAP_S = 3.0
-MORE_ROOM = "set weights.shared_memory_path elsewhere, or weights.transport to tensor"
+MORE_ROOM = "set weights.shared_memory_path elsewhere, or weights.transport to by_value"
 """What helps where a tmpfs folder has no room."""
 # For the store's answer to an offer, which it gives at once.
 _OFFER_S = 5.0

@@ -28,7 +28,7 @@ _MOST_BYTES = 16 << 20
 
 
 def reach(ranks: Places, engine: EnginePlace) -> Chosen | str:
-    return Chosen(Transport.TENSOR)
+    return Chosen(Transport.BY_VALUE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def join(chosen: Chosen, shares: Shares, ranks: Places, pairs: Pairs) -> Sequenc
 
 
 ROW = RouteRow(
-    Transport.TENSOR,
+    Transport.BY_VALUE,
     reach,
     lambda chosen: ByValue("flattened_bucket"),
     open_share,

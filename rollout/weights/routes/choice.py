@@ -103,7 +103,7 @@ def encoded_for(
         if terms.wanted == name:
             raise ConfigError(
                 f"weights.encoding = {name}: engine {engine.engine_id}: {goes}; use auto or "
-                f"full{'' if of_engine else ', or weights.transport = tensor'}",
+                f"full{'' if of_engine else ', or weights.transport = by_value'}",
                 setting="weights.encoding",
                 value=name,
             )
@@ -176,8 +176,8 @@ def by_value_note(wanted: Transport, chosen: Mapping[str, Chosen], num_bytes: in
     Raises:
         ConfigError: they are more than ``MOST_BYTES_BY_VALUE`` bytes.
     """
-    slow = {name: one for name, one in chosen.items() if one.transport is Transport.TENSOR}
-    if wanted is Transport.TENSOR or not slow:
+    slow = {name: one for name, one in chosen.items() if one.transport is Transport.BY_VALUE}
+    if wanted is Transport.BY_VALUE or not slow:
         return ""
     first, why = next((name, one.why) for name, one in slow.items())
     others = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
@@ -186,7 +186,7 @@ def by_value_note(wanted: Transport, chosen: Mapping[str, Chosen], num_bytes: in
     if total > MOST_BYTES_BY_VALUE:
         raise ConfigError(
             f"{text}; that is over {MOST_BYTES_BY_VALUE} bytes, so name it: weights.transport = "
-            "tensor; or let a rank of the trainer run on the engine's host",
+            "by_value; or let a rank of the trainer run on the engine's host",
             setting="weights.transport",
             value=wanted.value,
         )
@@ -210,7 +210,7 @@ def check_window(weights: WeightsConfig, *, is_copy: bool) -> None:
 def why_loads_cost(kinds: Collection[str], checkpoint: Mapping[str, Any]) -> str:
     """Why each load from a path costs these engines more than its tensors.
 
-    SGLang restores and packs all modules at each such load, and once in a push by tensor.
+    SGLang restores and packs all modules at each such load, and once in a push by value.
 
     Args:
         kinds: of the server's engines.
@@ -241,5 +241,5 @@ def stream_note(wanted: Transport, why_cost: str, *, streams: bool) -> str:
         return ""
     return (
         f"weights.stream with weights.transport = shared_memory: {why_cost}, so once for each "
-        "bucket; leave weights.stream out, or set weights.transport to auto or tensor"
+        "bucket; leave weights.stream out, or set weights.transport to auto or by_value"
     )

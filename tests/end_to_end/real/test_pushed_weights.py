@@ -30,7 +30,7 @@ Tensors = dict[str, Any]
 ROUTES: dict[str, dict[str, Any]] = {
     "shared_memory": {"transport": "shared_memory"},
     "shared_memory, streamed": {"transport": "shared_memory", "stream": True},
-    "tensor": {"transport": "tensor"},
+    "by_value": {"transport": "by_value"},
     "disk": {"transport": "disk"},
     "distributed": {"transport": "distributed", "backend": "gloo"},
     "delta": {"transport": "shared_memory", "encoding": "delta"},

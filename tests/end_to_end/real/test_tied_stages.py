@@ -97,7 +97,7 @@ def distance(handle: ServerHandle, model: Path) -> float:
     return max(abs(one - other) for one, other in zip(reply.output_logprobs, exact, strict=True))
 
 
-@pytest.mark.parametrize("route", ["auto", "tensor", "disk"])
+@pytest.mark.parametrize("route", ["auto", "by_value", "disk"])
 @TWO_FORMS
 def test_the_last_stage_computes_with_the_pushed_embedding(
     deployment: DeploymentHandle, weights: Weights, folder: Path, name: str, route: str
@@ -133,7 +133,7 @@ def test_deltas_are_refused_in_words_and_auto_sends_whole_tensors(
     by_auto = random_deltas.pushed_by_deltas(handle, encoding="auto")
     for model in models:
         report = by_auto.push(tensors_of(model)).result(120)
-        assert random_deltas.sent(report).route == "tensor"
+        assert random_deltas.sent(report).route == "by_value"
         assert distance(handle, model) < ROUNDING
 
 

@@ -34,6 +34,6 @@ def test_auto_sends_sglang_whole_tensors(policy: RealPolicy) -> None:
     tensors: Any = dict(policy.next_tensors())
     for _ in range(2):
         report = handle.push(tensors).result(120)
-        assert random_deltas.sent(report).route == "tensor"
+        assert random_deltas.sent(report).route == "by_value"
         tensors = random_deltas.changed(tensors, 0.01)
     assert policy.is_whole()

@@ -82,5 +82,5 @@ def test_an_engine_that_lost_a_delta_or_died_in_one_is_fenced_and_comes_back_wit
     assert faults.num_done
     assert all(engine.fence_reason for engine in policy.engines())
     faults.fault = ""
-    assert random_deltas.sent(handle.push(tensors).result(300)).route == "tensor"
+    assert random_deltas.sent(handle.push(tensors).result(300)).route == "by_value"
     check_held(policy, tensors)

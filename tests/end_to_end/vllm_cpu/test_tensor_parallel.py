@@ -247,5 +247,5 @@ def test_an_engine_with_names_of_its_own_gets_whole_tensors_and_a_delta_is_refus
     by_auto = random_deltas.pushed_by_deltas(deployment[name], encoding="auto")
     for _ in range(2):
         report = by_auto.push(tensors, **more).result(120)
-        assert random_deltas.sent(report).route == "tensor"
+        assert random_deltas.sent(report).route == "by_value"
         tensors = random_deltas.changed(tensors, 0.02)

@@ -115,7 +115,7 @@ def test_a_worker_without_a_handle_of_its_own_gpu_names_both(cuda: CudaDouble) -
 
 def test_a_worker_on_a_cpu_opens_none(cuda: CudaDouble) -> None:
     info = pushed(cuda)
-    with pytest.raises(ValueError, match=r"worker on cpu.*shared_memory, tensor or disk"):
+    with pytest.raises(ValueError, match=r"worker on cpu.*shared_memory, by_value or disk"):
         tensors_behind(info["layout"], info["handles"], torch.device("cpu"))
 
 

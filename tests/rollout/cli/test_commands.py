@@ -223,7 +223,7 @@ def test_a_trace_shows_the_rank_that_was_slow(tmp_path: Path) -> None:
     output = run_command("trace", str(tmp_path))
     rows = [re.findall(r"[\w.]+", line) for line in output.split("stage of pushes")[1].splitlines()]
     assert next(row[:5] for row in rows if row and row[0] in "01") == [
-        *("0", "copy", "tensor", "delta", "0.40")
+        *("0", "copy", "by_value", "delta", "0.40")
     ]
     found = json.loads(run_command("trace", str(tmp_path), "--json"))["push_stages"]
     assert [(one["rank"], one["stage"]) for one in found][:2] == [(0, "copy"), (1, "gather")]
@@ -235,9 +235,9 @@ def test_a_trace_and_a_report_have_what_each_push_sent_changed_and_paused(tmp_pa
     (pushed,) = json.loads(run_command("trace", str(tmp_path), "--json"))["pushes"]
     assert pushed["paused_s"] == pytest.approx(1.5)
     assert (pushed["route"], pushed["density"], pushed["num_bytes"]) == (
-        *("tensor delta", 0.015625, 400),
+        *("by_value delta", 0.015625, 400),
     )
-    cells = ["policy", "7", "tensor delta", "400 B", "1.562%", "0.50", "1.50"]
+    cells = ["policy", "7", "by_value delta", "400 B", "1.562%", "0.50", "1.50"]
     output = run_command("trace", str(tmp_path)).split("route of the push")[1]
     assert all(cell in output for cell in cells), output
     run_command("report", str(tmp_path))

@@ -94,7 +94,7 @@ def test_pipeline_stages_take_no_broadcast(name: str) -> None:
         broadcasting(sglang(gpus=2, options={name: 2}))
     assert caught.value.setting == "servers.policy.groups.main.engine.options"
     broadcasting(sglang(gpus=2, options={"tp": 2, name: 1}))
-    broadcasting(sglang(gpus=2, options={name: 2}), transport="tensor")
+    broadcasting(sglang(gpus=2, options={name: 2}), transport="by_value")
     broadcasting(sglang(gpus=2, options={name: 2}), update="frozen")
 
 

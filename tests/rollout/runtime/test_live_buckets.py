@@ -52,7 +52,7 @@ class Trainer:
         self.alive -= num_bytes
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tensor"])
+@pytest.mark.parametrize("transport", ["shared_memory", "by_value"])
 def test_at_most_two_buckets_of_a_generator_are_alive(tmp_path: Path, transport: str) -> None:
     server = {
         "model_path": str(write_checkpoint(tmp_path / "model", TENSORS)),
@@ -73,7 +73,7 @@ def test_at_most_two_buckets_of_a_generator_are_alive(tmp_path: Path, transport:
         assert trainer.alive <= BUCKET_BYTES
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tensor"])
+@pytest.mark.parametrize("transport", ["shared_memory", "by_value"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "copied"])
 def test_one_process_takes_a_generator_bucket_by_bucket_too(
     tmp_path: Path, transport: str, stream: bool

@@ -57,7 +57,7 @@ def test_a_push_is_hashed_as_its_engines_hash(
     make: Any, server: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
     groups = {"shared": {"num_engines": 2}}
-    weights = {"transport": "tensor"} | server.get("weights", {})
+    weights = {"transport": "by_value"} | server.get("weights", {})
     chosen = config(tmp_path, groups, server=server | {"weights": weights})
     tensors = {one.name: torch.randn(one.shape) for one in DEFAULT_TENSORS}
     with launch_local(chosen, launcher=HttpFakeLauncher(make)) as deployment:

@@ -112,8 +112,8 @@ def test_engines_whose_loads_cost_get_one_folder_with_all_buckets(tmp_path: Path
     "weights",
     [
         {"transport": "shared_memory", "stream": True},
-        {"transport": "tensor", "stream": True},
-        {"transport": "tensor"},
+        {"transport": "by_value", "stream": True},
+        {"transport": "by_value"},
         {"transport": "shared_memory"},
     ],
     ids=str,
@@ -139,7 +139,7 @@ def test_the_store_keeps_what_one_process_streams_or_copies(
     "weights",
     [
         {"transport": "shared_memory", "stream": True},
-        {"transport": "tensor", "stream": True},
+        {"transport": "by_value", "stream": True},
         {"transport": "shared_memory"},
     ],
     ids=str,
@@ -271,7 +271,7 @@ def test_without_room_for_copies_the_push_goes_on_and_the_log_says_what_is_not_k
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = {"path": str(tmp_path), "spare_bytes": 0}
-    with launched(tmp_path, transport="tensor", store=store) as (deployment, _):
+    with launched(tmp_path, transport="by_value", store=store) as (deployment, _):
         policy = deployment["policy"]
         with policy.pusher() as pusher:
             with monkeypatch.context() as patched:

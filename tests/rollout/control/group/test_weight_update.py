@@ -84,10 +84,10 @@ async def test_an_engine_that_came_after_the_plan_waits_for_the_next_push() -> N
     first, late = [one.engine_id for one in (await group.status()).engines]
     (value,) = push(1).buckets
     routes = {
-        first: EngineRoute("tensor", ByValue()),
+        first: EngineRoute("by_value", ByValue()),
         "gone": EngineRoute("shared_memory 0", ByPath()),
     }
-    planned = replace(push(1), buckets=[{"tensor": value}], routes=routes)
+    planned = replace(push(1), buckets=[{"by_value": value}], routes=routes)
     report = await group.run(Command.UPDATE_WEIGHTS, push=planned)
     assert not report.failures
     states = {one.engine_id: one for one in (await group.status()).engines}

@@ -83,7 +83,7 @@ def test_it_shows_what_a_push_sent_and_the_versions_of_adapters(
         policy._caller.call(RolloutServer.record_push, spans).result(30)
         page.wait_for_selector("#push-rows tr")
         cells = page.locator("#push-rows tr").first.locator("td").all_inner_texts()
-        assert cells[:5] == [str(version), "tensor delta", "400 B", "1.56 %", "0.50 s"]
+        assert cells[:5] == [str(version), "by_value delta", "400 B", "1.56 %", "0.50 s"]
         assert not page.locator("#adapters").is_visible()
         with page_of(deployment.config) as client:
             now = client.get("/api/state?fresh=1").json()

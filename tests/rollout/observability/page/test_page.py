@@ -222,10 +222,10 @@ def test_a_push_has_its_bytes_density_and_paused_seconds_on_the_page_and_in_the_
     policy._caller.call(record, spans).result(30)
     pushed = page.get("/api/state?fresh=1").json()["pushes"][-1]
     assert pushed["paused_s"] == pytest.approx(report.paused_s)
-    assert (pushed["weight_version"], pushed["route"]) == (version, "tensor delta")
+    assert (pushed["weight_version"], pushed["route"]) == (version, "by_value delta")
     exported = samples(page)
     for name, value in (("rollout_pushed_bytes", 400), ("rollout_push_seconds", 0.5)):
-        (sent,) = [one for one in exported[name] if one.labels["route"] == "tensor delta"]
+        (sent,) = [one for one in exported[name] if one.labels["route"] == "by_value delta"]
         assert sent.value == pytest.approx(value)
     assert exported["rollout_push_density_ratio"][0].value == pushed["density"] == 0.015625
     assert exported["rollout_paused_seconds"][0].value >= report.paused_s

@@ -45,6 +45,6 @@ def rank_push(at_s: float = 111.5, version: int = 7) -> list[Span]:
         span.rank, span.num_bytes, span.said = rank, num_bytes, "bucket 1"
         span.weight_version = version
         if name == "copy":
-            span.route, span.density = "tensor delta", None if rank else 0.015625
+            span.route, span.density = "by_value delta", None if rank else 0.015625
         found.append(span)
     return found

@@ -107,7 +107,7 @@ def test_a_push_has_what_all_ranks_sent_and_the_paused_seconds_of_its_step() -> 
     (step,) = steps(spans)
     first, second = pushes(spans, [step])
     assert first == PushTotals(
-        "policy", 7, "tensor delta", 400, 0.015625, pytest.approx(0.5), step.paused_s
+        "policy", 7, "by_value delta", 400, 0.015625, pytest.approx(0.5), step.paused_s
     )
     assert first.paused_s > 0
     assert (second.weight_version, second.paused_s) == (8, 0.0)

@@ -147,7 +147,7 @@ def checksum_of(engine: EngineStatus) -> str:
 def with_store(whole: RolloutConfig, store: Mapping[str, Any]) -> RolloutConfig:
     values = whole.model_dump()
     # A fake engine joins no group of torch, which is the best route to engines on two hosts.
-    values["servers"]["policy"]["weights"] |= {"store": dict(store), "transport": "tensor"}
+    values["servers"]["policy"]["weights"] |= {"store": dict(store), "transport": "by_value"}
     return RolloutConfig.from_dict(values)
 
 

@@ -274,8 +274,8 @@ def test_copies_for_deltas_are_the_model_once_more_where_rank_0_sends(encoding: 
             ("shared_memory", True): copies,
             ("shared_memory", False): copies,
             ("distributed", True): 1000,
-            ("tensor", True): 1000,
+            ("by_value", True): 1000,
         }
-    assert "1000 B of copies on rank 0" in push_memory_text(found["tensor", True])
+    assert "1000 B of copies on rank 0" in push_memory_text(found["by_value", True])
     by_disk = WeightsConfig(encoding=encoding, transport="disk", disk_path="/ckpt/{version}")
     assert peaks_of(sizes, by_disk)["disk", False].copies_bytes == 1000

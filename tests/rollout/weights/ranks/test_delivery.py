@@ -15,7 +15,7 @@ NEAR, FAR = Chosen("shared_memory"), Chosen("shared_memory", host=2)
 DELTA = Chosen("shared_memory", encoding="delta", is_full=False)
 BEFORE_DELTA = Chosen("shared_memory", encoding="delta")
 HANDLES, BROADCAST = Chosen("cuda_ipc"), Chosen("distributed")
-DISK, BY_VALUE, ADAPTER = Chosen("disk"), Chosen("tensor"), Chosen("adapter", adapter="a")
+DISK, BY_VALUE, ADAPTER = Chosen("disk"), Chosen("by_value"), Chosen("adapter", adapter="a")
 ALL = (NEAR, FAR, DELTA, BEFORE_DELTA, HANDLES, BROADCAST, DISK, BY_VALUE)
 
 COPIED, STREAMED, ONE_LOAD = Delivery

@@ -39,7 +39,7 @@ from tests.support.killed_push import (
 )
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(600)]
-ROUTES = ["shared_memory", "tensor", "disk", "distributed", "several"]
+ROUTES = ["shared_memory", "by_value", "disk", "distributed", "several"]
 
 
 def close(trainer: Trainer) -> None:
@@ -93,7 +93,7 @@ QUICK = [("copied", "shared_memory"), ("streamed", "shared_memory")]
 USUAL = [
     ("copied", "disk"),
     ("streamed", "distributed"),
-    ("streamed", "tensor"),
+    ("streamed", "by_value"),
     ("all ranks", "several"),
     ("a generator", "shared_memory"),
 ]

@@ -33,7 +33,7 @@ MAKE = {BYTES: torch_fingerprint.bytes_fingerprint, SUMS: torch_fingerprint.devi
 
 
 @pytest.mark.parametrize("method", [BYTES, SUMS, ""])
-@pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.TENSOR, Transport.DISK])
+@pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.BY_VALUE, Transport.DISK])
 def test_a_push_has_the_fingerprints_that_its_engines_make(
     transport: Transport, method: str, tmp_path: Path
 ) -> None:
@@ -178,7 +178,7 @@ def test_room_is_needed_for_what_is_held_at_once(
 
 
 @pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("transport", ["shared_memory", "tensor", "disk"])
+@pytest.mark.parametrize("transport", ["shared_memory", "by_value", "disk"])
 def test_a_copy_that_fails_at_any_bucket_leaves_nothing_open(
     transport: str, at: int, tmp_path: Path
 ) -> None:

@@ -68,14 +68,14 @@ def test_each_host_has_its_path_and_each_gpu_its_handle() -> None:
     assert joined(Chosen(Transport.SHARED_MEMORY, host=2), paths) == {"path": "/b"}
     handles = joined(Chosen(Transport.CUDA_IPC), {0: {"handle": "h0"}, 1: {"handle": "h1"}})
     assert handles["handles"] == {"aa": "h0", "bb": "h1"}
-    value = joined(Chosen(Transport.TENSOR), {0: {"values": [b"all"]}})
+    value = joined(Chosen(Transport.BY_VALUE), {0: {"values": [b"all"]}})
     assert value == b"all"
 
 
 def test_a_bucket_in_parts_reaches_the_other_engines_with_its_last_part() -> None:
     broadcast = Broadcast()
     buckets = [
-        OfferedBucket(pairs(), is_last, [{"shared_memory 0": {"path": path}, "tensor": b"all"}])
+        OfferedBucket(pairs(), is_last, [{"shared_memory 0": {"path": path}, "by_value": b"all"}])
         for path, is_last in (("/a", False), ("/b", True))
     ]
     found = streamed(*buckets, broadcast=broadcast)
@@ -83,16 +83,16 @@ def test_a_bucket_in_parts_reaches_the_other_engines_with_its_last_part() -> Non
     assert [one.is_last for one in found] == [False, False, False, True]
     assert [set(one.payload) for one in found if isinstance(one.payload, Mapping)] == [
         {"distributed"},
-        {"distributed", "shared_memory 0", "tensor"},
+        {"distributed", "shared_memory 0", "by_value"},
     ] * 2
 
 
 def test_a_bucket_that_is_the_same_for_all_engines_is_its_only_payload() -> None:
-    taken = OfferedBucket(pairs(), True, [{"tensor": b"all"}], {"x": "taken by a rank"})
+    taken = OfferedBucket(pairs(), True, [{"by_value": b"all"}], {"x": "taken by a rank"})
     (one,) = streamed(taken, is_single=True)
     assert (one.payload, dict(one.fingerprints)) == (b"all", {"x": "taken by a rank"})
     (one,) = streamed(taken)
-    assert one.payload == {"tensor": b"all"}
+    assert one.payload == {"by_value": b"all"}
 
 
 def test_a_buckets_tensors_are_free_when_the_next_one_is_awaited() -> None:

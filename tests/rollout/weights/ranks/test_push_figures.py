@@ -63,21 +63,21 @@ def test_what_no_rank_has_a_part_of_is_sent_by_rank_0() -> None:
     figures.gathered()
     figures.offered([share(figures, is_made=False)] * 2)
     figures.wanted(0.0)
-    sent = {one.rank: one.num_bytes for one in figures.stages("tensor") if one.stage == "copy"}
+    sent = {one.rank: one.num_bytes for one in figures.stages("by_value") if one.stage == "copy"}
     assert sent == {0: 28, 1: 0}
 
 
 def test_a_push_without_buckets_has_no_figures() -> None:
     figures = PushFigures(2)
     figures.wanted(1.0)
-    assert figures.stages("tensor") == ()
-    assert figures.spans(1, "tensor") == []
+    assert figures.stages("by_value") == ()
+    assert figures.spans(1, "by_value") == []
 
 
 def test_a_bucket_is_spans_of_each_rank_from_rank_0s_go_on() -> None:
     figures = pushed(2, 1)
     figures.density = 0.25
-    spans = figures.spans(7, "tensor delta")
+    spans = figures.spans(7, "by_value delta")
     first = spans[0].start_s
     assert [
         (span.rank, span.name, round(span.start_s - first, 3), span.elapsed_s) for span in spans
@@ -92,9 +92,9 @@ def test_a_bucket_is_spans_of_each_rank_from_rank_0s_go_on() -> None:
     }
     assert [(span.route, span.density) for span in spans] == [
         ("", None),
-        ("tensor delta", 0.25),
+        ("by_value delta", 0.25),
         ("", None),
-        ("tensor delta", None),
+        ("by_value delta", None),
     ]
 
 
@@ -103,14 +103,14 @@ def test_the_number_of_spans_is_bounded_and_their_sums_stay_exact(
     num_ranks: int, most: int
 ) -> None:
     figures = pushed(num_ranks, 199, most_spans=most)
-    spans = figures.spans(1, "tensor")
+    spans = figures.spans(1, "by_value")
     assert len(spans) <= max(most, 2 * num_ranks + 1)
     assert spans[0].said.startswith("buckets 0 to ")
     assert spans[-1].said.endswith(" 198")
     assert sum(span.elapsed_s for span in spans) == pytest.approx(
         199 * (num_ranks * GATHER_S + COPY_S + ENGINE_S)
     )
-    stages = {(one.rank, one.stage): one for one in figures.stages("tensor")}
+    stages = {(one.rank, one.stage): one for one in figures.stages("by_value")}
     for (rank, stage), one in stages.items():
         same = [span for span in spans if (span.rank, span.name) == (rank, stage)]
         assert sum(span.num_bytes for span in same) == one.num_bytes

@@ -24,7 +24,7 @@ IPC, PATH, BROADCAST, VALUE = (
     Transport.CUDA_IPC,
     Transport.SHARED_MEMORY,
     Transport.DISTRIBUTED,
-    Transport.TENSOR,
+    Transport.BY_VALUE,
 )
 # Two hosts with two ranks each; torch's names of their GPUs.
 RANKS = [
@@ -201,7 +201,7 @@ def test_a_push_by_value_that_was_not_named_warns_with_its_bytes() -> None:
 def test_a_large_push_by_value_is_refused_unless_it_was_named() -> None:
     half = {"a": Chosen(VALUE, why="it is far")}
     assert by_value_note(AUTO, half, MOST_BYTES_BY_VALUE)
-    with pytest.raises(ConfigError, match=r"transport = tensor; or let a rank"):
+    with pytest.raises(ConfigError, match=r"transport = by_value; or let a rank"):
         by_value_note(AUTO, half, MOST_BYTES_BY_VALUE + 1)
 
 

@@ -60,7 +60,7 @@ def test_an_engine_out_of_reach_is_refused_with_a_reason_or_reached_from_anywher
         "e", "n9", is_reached=False, why_no_groups="no groups", why_no_handles="no handles"
     )
     found = row.reach([RankPlace("n0")], away)
-    is_anywhere = row.transport in (Transport.TENSOR, Transport.DISK, ADAPTER)
+    is_anywhere = row.transport in (Transport.BY_VALUE, Transport.DISK, ADAPTER)
     assert isinstance(found, Chosen) is is_anywhere
     assert found
 
@@ -71,7 +71,7 @@ def test_only_routes_that_read_the_trainers_memory_cannot_send_copies() -> None:
 
 
 def test_the_last_route_reaches_every_engine() -> None:
-    assert ROWS[-1].transport == Transport.TENSOR
+    assert ROWS[-1].transport == Transport.BY_VALUE
     assert Path(sys.modules[ROWS[-1].route.__module__].__file__ or "").name == "by_value.py"
 
 

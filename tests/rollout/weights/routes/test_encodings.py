@@ -161,7 +161,7 @@ def test_a_route_that_reads_the_trainers_own_tensors_carries_whole_ones(
     transport: str, another: None
 ) -> None:
     assert encoded_for(TOY, Chosen(transport), ANY, made()).is_full
-    assert not encoded_for(TOY, Chosen(Transport.TENSOR), ANY, made()).is_full
+    assert not encoded_for(TOY, Chosen(Transport.BY_VALUE), ANY, made()).is_full
 
 
 @pytest.mark.parametrize("store", [None, {"path": "/dev/shm"}], ids=["no store", "store"])
@@ -185,7 +185,7 @@ def test_copies_for_the_store_are_of_whole_tensors(
 
 
 def encoding_of(
-    transport: Transport = Transport.TENSOR,
+    transport: Transport = Transport.BY_VALUE,
     wanted: str = "auto",
     *,
     num_ranks: int = 1,
@@ -206,8 +206,8 @@ def given(chosen: Chosen) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("transport", "wanted"),
     [
-        (Transport.TENSOR, "auto"),
-        (Transport.TENSOR, "delta"),
+        (Transport.BY_VALUE, "auto"),
+        (Transport.BY_VALUE, "delta"),
         (Transport.SHARED_MEMORY, "delta"),
         (Transport.DISK, "auto"),
         (Transport.DISK, "delta"),
@@ -246,8 +246,8 @@ def test_what_takes_no_delta_is_refused_by_name_and_gets_whole_tensors_from_auto
 @pytest.mark.parametrize(
     ("transport", "density", "encoding"),
     [
-        (Transport.TENSOR, 0.29, "delta"),
-        (Transport.TENSOR, 0.31, "full"),
+        (Transport.BY_VALUE, 0.29, "delta"),
+        (Transport.BY_VALUE, 0.31, "full"),
         (Transport.DISTRIBUTED, 0.29, "delta"),
         (Transport.DISTRIBUTED, 0.31, "full"),
         (Transport.SHARED_MEMORY, 0.001, "full"),
@@ -280,7 +280,7 @@ def test_all_engines_of_a_broadcast_get_what_each_of_them_applies(
     assert found == {
         "far": (Transport.DISTRIBUTED, *expected),
         "other": (Transport.DISTRIBUTED, *expected),
-        "by value": (Transport.TENSOR, "delta", True),
+        "by value": (Transport.BY_VALUE, "delta", True),
     }
 
 

@@ -35,7 +35,7 @@ ROUTES: dict[str, tuple[dict[str, Any], bool]] = {
     "shared_memory, streamed": ({"transport": "shared_memory", "stream": True}, True),
     "shared_memory, delta": ({"transport": "shared_memory", "encoding": "delta"}, False),
     "shared_memory, store": ({"transport": "shared_memory", "store": {"path": "/dev/shm"}}, False),
-    "tensor": ({"transport": "tensor"}, False),
+    "by_value": ({"transport": "by_value"}, False),
     "disk": ({"transport": "disk"}, False),
     "distributed": ({"transport": "distributed", "backend": "gloo"}, True),
     "distributed, delta": ({"transport": "distributed", "encoding": "delta"}, True),

@@ -39,8 +39,8 @@ ROUTES: dict[str, tuple[dict[str, Any], bool]] = {
     "shared_memory, copied": ({"transport": "shared_memory"}, False),
     "shared_memory, streamed": ({"transport": "shared_memory", "stream": True}, True),
     "shared_memory, delta": ({"transport": "shared_memory", "encoding": "delta"}, False),
-    "tensor": ({"transport": "tensor"}, False),
-    "tensor, streamed": ({"transport": "tensor", "stream": True}, True),
+    "by_value": ({"transport": "by_value"}, False),
+    "by_value, streamed": ({"transport": "by_value", "stream": True}, True),
     "disk": ({"transport": "disk"}, False),
     "distributed": ({"transport": "distributed", "backend": "gloo"}, True),
 }

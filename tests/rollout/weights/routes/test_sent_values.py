@@ -38,8 +38,8 @@ ROUTES: dict[str, tuple[dict[str, Any], bool]] = {
     "shared_memory, copied": ({"transport": "shared_memory"}, False),
     "shared_memory, delta": ({"transport": "shared_memory", "encoding": "delta"}, False),
     "shared_memory, streamed": ({"transport": "shared_memory", "stream": True}, True),
-    "tensor": ({"transport": "tensor"}, False),
-    "tensor, streamed": ({"transport": "tensor", "stream": True}, True),
+    "by_value": ({"transport": "by_value"}, False),
+    "by_value, streamed": ({"transport": "by_value", "stream": True}, True),
     "disk": ({"transport": "disk"}, False),
     "distributed": ({"transport": "distributed", "backend": "gloo"}, True),
 }
@@ -240,7 +240,7 @@ class Loading(FakeEngine):
 
 async def test_a_bucket_of_a_generator_is_checked_before_it_is_sent(tmp_path: Path) -> None:
     pushed = mapped(torch.float32, "bfloat16", 3.4e38)
-    rank = rank_of(tmp_path, transport="tensor", stream=True, bucket_bytes=64)
+    rank = rank_of(tmp_path, transport="by_value", stream=True, bucket_bytes=64)
     engine = Loading("engine")
     with (
         push(rank, pushed, may_stream=True, tensors=iter(pushed.tensors.items())) as made,
@@ -272,7 +272,7 @@ async def test_what_a_map_makes_of_shards_is_checked_before_its_bucket_is_sent(
     """It is known after the gather only."""
     pushed = mapped(torch.float32, "bfloat16", 3.4e38)
     cut = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in pushed.tensors.items()}
-    rank = rank_of(tmp_path, transport="tensor", stream=True, bucket_bytes=64)
+    rank = rank_of(tmp_path, transport="by_value", stream=True, bucket_bytes=64)
     engine = Loading("engine")
     with (
         push(rank, pushed, may_stream=True, tensors=cut) as made,
@@ -291,7 +291,7 @@ def test_shards_whose_values_the_model_keeps_are_checked_before_the_first_gather
     own, model, bad, words = VALUES[value]
     pushed = form(getattr(torch, own), model, bad)
     cut = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in pushed.tensors.items()}
-    rank = rank_of(tmp_path, transport="tensor", stream=True, bucket_bytes=64)
+    rank = rank_of(tmp_path, transport="by_value", stream=True, bucket_bytes=64)
     with pytest.raises(WeightMismatch, match=f"1 of .*{words}"):
         push(rank, pushed, may_stream=True, tensors=cut).close()
     rank.close()

@@ -136,9 +136,9 @@ async def test_an_adapter_is_not_taken_for_the_model(shared_memory: Path) -> Non
 
 
 async def test_a_push_with_several_payloads_is_left_to_its_copies(shared_memory: Path) -> None:
-    routes = {"engine": EngineRoute("tensor delta", ByValue())}
+    routes = {"engine": EngineRoute("by_value delta", ByValue())}
     async with kept_in(shared_memory) as store:
-        store.offer(push(1, {"tensor delta": bucket(1)}, routes=routes))
+        store.offer(push(1, {"by_value delta": bucket(1)}, routes=routes))
         await store.is_idle()
         status = await store.status()
         assert (status.version, status.reason) == (None, "")
