@@ -5,7 +5,7 @@ are Ray actors.  Medians by number of engines:
 
 - ``overhead_s``: seconds of a cycle beyond the time that the slowest engine took to reply;
 - ``cycle_s``: seconds of a cycle;
-- ``unverified_s``: ``overhead_s`` with ``verify_by: version`` instead of fingerprints;
+- ``unverified_s``: ``overhead_s`` with ``verify.by: version`` instead of fingerprints;
 - ``sequential_s``: a plain client that makes the same calls, one engine after the other;
 - ``rpcs``: HTTP calls to the engines per cycle;
 - ``coordinator_cpu_ms_per_engine``: CPU of the actors per engine and cycle.

@@ -39,7 +39,7 @@ def deployed(urls: list[str], folder: Path, verify_by: str) -> Iterator[ServerHa
                 "policy": {
                     "model_path": str(write_checkpoint(folder)),
                     "groups": {"main": {"engine": {"kind": "attached", "urls": urls}}},
-                    "lifecycle": {"verify_by": verify_by},
+                    "verify": {"by": verify_by},
                     "health": {"recover": False},
                 }
             },

@@ -1,7 +1,7 @@
 """What a kind of engine keeps of old weights, and what is done so that no token has it.
 
 Always true: it has only what acts.  What a flush or a pause clears, and what an engine derives from
-its weights again, needs no row; after each push the sentinel (``lifecycle.sentinel``) asks each
+its weights again, needs no row; after each push the sentinel (``verify.sentinel``) asks each
 engine whether anything was left.
 """
 

@@ -25,6 +25,7 @@ from rollout.config.weights import (
     EncodingChoice,
     StoreConfig,
     Transport,
+    VerifyConfig,
     WeightsConfig,
     WeightUpdate,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "StoreConfig",
     "TimelineConfig",
     "Transport",
+    "VerifyConfig",
     "WeightUpdate",
     "WeightsConfig",
     "check_paths",

@@ -18,7 +18,14 @@ from engines.protocol.kind import Kind
 from engines.protocol.spec import spelled
 from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
-from rollout.config.weights import EncodingChoice, Transport, WeightsConfig, WeightUpdate
+from rollout.config.weights import (
+    EncodingChoice,
+    Transport,
+    VerifyConfig,
+    WeightsConfig,
+    WeightUpdate,
+    why_only_whole,
+)
 
 Conflicts = Iterator[tuple[str, str]]
 _WITH_TENSORS = (WeightUpdate.FULL, WeightUpdate.PARTIAL)
@@ -39,11 +46,20 @@ class TiedHead:
 
 def of_server(
     weights: WeightsConfig,
+    verify: VerifyConfig,
     lifecycle: LifecycleConfig,
     health: HealthConfig,
     groups: Mapping[str, GroupConfig],
 ) -> Conflicts:
     """When a configuration is read: what a push could not do after the training of a step."""
+    if weights.encoding is not EncodingChoice.FULL and not verify.fingerprints:
+        yield "weights.encoding", why_only_whole(weights.encoding)
+    if weights.store is not None and not verify.fingerprints:
+        yield (
+            "weights.store",
+            "the store verifies what it reads by the fingerprints of the push; set "
+            "verify.fingerprints to true",
+        )
     is_broadcast = weights.transport is Transport.DISTRIBUTED
     is_broadcast &= weights.update is not WeightUpdate.FROZEN
     for name, group in groups.items():

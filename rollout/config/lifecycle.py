@@ -41,23 +41,6 @@ class LifecycleConfig(ConfigSection):
     it back."""
     update_timeout_s: Seconds = 600.0
     """Deadline for one engine to receive a whole push."""
-    verify_by: Literal["fingerprint", "canary", "version"] = "fingerprint"
-    """How weights are verified after a push. ``fingerprint`` reads all weights once per step; an
-    engine whose fingerprints cannot be compared gets the log-prob check. ``canary`` is the log-prob
-    check alone: it compares log-probabilities of fixed prompts. ``version`` compares only the
-    version number."""
-    canary_prompts: tuple[Annotated[tuple[int, ...], Field(min_length=2)], ...] = ()
-    """Token ids of the prompts of the log-prob check. Default: the sentinel's prompt, or its first
-    64 tokens without a sentinel."""
-    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1
-    """Largest average difference of log-probabilities, in nats; one token may differ by ten times
-    as much. Equal weights differ by less on other kernels and layouts; corrupt weights differ by
-    whole nats."""
-    sentinel: bool = True
-    """Ask each engine after each push, before the gate opens, whether a cache still has what older
-    weights computed: one prompt of 288 tokens, through the caches and past them (and an image, if
-    the model sees). An engine that does is fenced. Its tokens are those of ``canary_prompts``,
-    repeated, or drawn from the middle of the vocabulary."""
 
 
 class HealthConfig(ConfigSection):

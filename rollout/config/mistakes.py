@@ -66,7 +66,13 @@ GONE: Mapping[str, str] = {
     "page.enabled": "leave it out: each server has its page, on this machine alone unless "
     "page.host says otherwise",
     "strict_caches": "leave it out: after each push the sentinel asks each engine whether it "
-    "answers from old state (lifecycle.sentinel)",
+    "answers from old state (verify.sentinel)",
+    "lifecycle.verify_by": "set verify.by",
+    "weights.fingerprint": "set verify.fingerprints",
+    **{
+        f"lifecycle.{name}": f"set verify.{name}"
+        for name in ("canary_prompts", "canary_tolerance", "sentinel")
+    },
 }
 """A setting of before, by its name or with that of its section -> what to do now."""
 RENAMED_VALUES: Mapping[tuple[str, str], str] = {("transport", "tensor"): "by_value"}

@@ -18,7 +18,7 @@ from rollout.config.groups import GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
-from rollout.config.weights import WeightsConfig
+from rollout.config.weights import VerifyConfig, WeightsConfig
 from rollout.core.errors import ConfigError, Mistake
 
 
@@ -42,11 +42,14 @@ class ServerConfig(ConfigSection):
     lifecycle: LifecycleConfig = LifecycleConfig()
     health: HealthConfig = HealthConfig()
     weights: WeightsConfig = WeightsConfig()
+    verify: VerifyConfig = VerifyConfig()
     timeline: TimelineConfig = TimelineConfig()
     page: PageConfig = PageConfig()
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        yield from compatibility.of_server(self.weights, self.lifecycle, self.health, self.groups)
+        yield from compatibility.of_server(
+            self.weights, self.verify, self.lifecycle, self.health, self.groups
+        )
 
     @property
     def agents_host(self) -> str:

@@ -1,4 +1,4 @@
-"""Settings of weight pushes and of the weight store."""
+"""Settings of weight pushes, of their verification and of the weight store."""
 
 from __future__ import annotations
 
@@ -116,10 +116,6 @@ class WeightsConfig(ConfigSection):
     stream: bool = False
     """Prepare a bucket while the engines load the previous one: faster, and never needs a whole
     copy of the model, but the tensors must not change until the push has ended."""
-    fingerprint: bool = True
-    """Compute fingerprints of pushed tensors, and compare them with those that engines report. Of
-    engines that report no comparable ones (SGLang), the files that they load are compared just
-    before. They are computed only if something is compared with them."""
     shared_memory_path: PathText = "/dev/shm"
     """Folder in tmpfs for ``shared_memory``; the memory is kept for the next push. The mount option
     ``huge=within_size`` makes taking it faster."""
@@ -168,16 +164,16 @@ class WeightsConfig(ConfigSection):
                 f"a push with weights.update = {self.update} may leave out any tensor; leave out "
                 "weights.not_pushed, or set weights.update to full",
             )
-        if self.encoding is not EncodingChoice.FULL and not self._takes_deltas:
-            yield (
-                "encoding",
-                f"encoding {self.encoding} needs weights.update = full and weights.fingerprint = "
-                "true, because a delta is verified by the fingerprints of all whole tensors",
-            )
+        if self.encoding is not EncodingChoice.FULL and self.update is not WeightUpdate.FULL:
+            yield "encoding", why_only_whole(self.encoding)
         if len(set(self.adapters)) < len(self.adapters):
             yield "adapters", f"each name once, not {', '.join(self.adapters)}"
-        if self.store is not None:
-            yield from self._conflicts_of_store()
+        if self.store is not None and self.update not in (WeightUpdate.FULL, WeightUpdate.LORA):
+            yield (
+                "store",
+                f"the store keeps full pushes, and weights.update is {self.update}; leave out "
+                "weights.store",
+            )
         if self.check_first_push and self.not_pushed:
             yield (
                 "check_first_push",
@@ -195,20 +191,35 @@ class WeightsConfig(ConfigSection):
         if self.disk_path is not None and "{version}" not in self.disk_path:
             yield "disk_path", "disk_path must contain {version}, for example /ckpt/{version}"
 
-    @property
-    def _takes_deltas(self) -> bool:
-        return self.update is WeightUpdate.FULL and self.fingerprint
 
-    def _conflicts_of_store(self) -> Iterator[tuple[str, str]]:
-        if self.update not in (WeightUpdate.FULL, WeightUpdate.LORA):
-            yield (
-                "store",
-                f"the store keeps full pushes, and weights.update is {self.update}; leave out "
-                "weights.store",
-            )
-        if not self.fingerprint:
-            yield (
-                "store",
-                "the store verifies what it reads by the fingerprints of the push; set "
-                "weights.fingerprint to true",
-            )
+class VerifyConfig(ConfigSection):
+    """How weights are verified after a push, before an engine serves."""
+
+    by: Literal["fingerprint", "canary", "version"] = "fingerprint"
+    """What is compared. ``fingerprint`` reads all weights once per step; an engine whose
+    fingerprints cannot be compared gets the log-prob check. ``canary`` is the log-prob check alone:
+    it compares log-probabilities of fixed prompts. ``version`` compares only the version number."""
+    fingerprints: bool = True
+    """Compute fingerprints of pushed tensors, and compare them with those that engines report. Of
+    engines that report no comparable ones (SGLang), the files that they load are compared just
+    before. They are computed only if something is compared with them."""
+    canary_prompts: tuple[Annotated[tuple[int, ...], Field(min_length=2)], ...] = ()
+    """Token ids of the prompts of the log-prob check. Default: the sentinel's prompt, or its first
+    64 tokens without a sentinel."""
+    canary_tolerance: Annotated[float, Field(gt=0)] = 0.1
+    """Largest average difference of log-probabilities, in nats; one token may differ by ten times
+    as much. Equal weights differ by less on other kernels and layouts; corrupt weights differ by
+    whole nats."""
+    sentinel: bool = True
+    """Ask each engine after each push, before the gate opens, whether a cache still has what older
+    weights computed: one prompt of 288 tokens, through the caches and past them (and an image, if
+    the model sees). An engine that does is fenced. Its tokens are those of ``canary_prompts``,
+    repeated, or drawn from the middle of the vocabulary."""
+
+
+def why_only_whole(encoding: EncodingChoice) -> str:
+    """Why pushes cannot be written this way but only as whole tensors, and what it needs."""
+    return (
+        f"encoding {encoding} needs weights.update = full and verify.fingerprints = true, because "
+        "a delta is verified by the fingerprints of all whole tensors"
+    )

@@ -100,6 +100,7 @@ def group_settings(
         group=of_server.groups[group],
         update=of_server.weights.update,
         lifecycle=of_server.lifecycle,
+        verify=of_server.verify,
         health=of_server.health,
         otel=of_server.timeline.otel,
         sources=tuple(sources),

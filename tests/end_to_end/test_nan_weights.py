@@ -30,7 +30,7 @@ def test_nan_is_refused_and_an_engine_that_computes_it_gives_no_token(
         "model_path": str(model),
         "groups": {"main": {"engine": {"kind": "embedded"}}},
         "weights": {"shared_memory_path": str(tmp_path)},
-        "lifecycle": {"sentinel": False},  # it would fence the engine before it serves
+        "verify": {"sentinel": False},  # it would fence the engine before it serves
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
     with launch_local(config) as deployment:

@@ -34,7 +34,7 @@ def test_an_engine_that_is_not_flushed_is_fenced_before_the_gate_opens(tmp_path:
         with pytest.raises(
             rollout.PhaseFailed,
             match=r"272 tokens of the sentinel's text prompt came from a cache of the weights "
-            r"before \(lifecycle.sentinel\)",
+            r"before \(verify.sentinel\)",
         ):
             server.push(load_file(models[2] / "model.safetensors")).result(60)
         assert server.status().result(30).gate == "closed"

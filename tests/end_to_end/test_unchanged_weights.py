@@ -44,12 +44,18 @@ def weights(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
+def verify() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
 def deployment(
-    model_path: Path, weights: Mapping[str, Any], tmp_path: Path
+    model_path: Path, weights: Mapping[str, Any], verify: Mapping[str, Any], tmp_path: Path
 ) -> Iterator[DeploymentHandle]:
     server = {
         "model_path": str(model_path),
         "weights": dict(weights),
+        "verify": dict(verify),
         "groups": {"main": {"engine": {"kind": "embedded"}}},
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
@@ -132,13 +138,17 @@ def test_weights_that_change_are_none(
 
 
 @pytest.mark.parametrize(
-    "weights", [{"frozen": ["model.layers.*.self_attn.*"]}, {"fingerprint": False}]
+    ("weights", "verify", "unchanged"),
+    [
+        ({"frozen": ["model.layers.*.self_attn.*"]}, {}, ()),
+        ({}, {"fingerprints": False}, None),
+    ],
 )
 def test_what_is_frozen_or_not_known_is_none(
-    deployment: DeploymentHandle, model: Named, weights: Mapping[str, Any]
+    deployment: DeploymentHandle, model: Named, unchanged: tuple[()] | None
 ) -> None:
     reports = pushed(deployment, model, NUM_PUSHES + 2, "self_attn")
-    assert {one.unchanged for one in reports} == {() if weights.get("frozen") else None}
+    assert {one.unchanged for one in reports} == {unchanged}
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

@@ -140,7 +140,7 @@ def _reset(engine: EngineStatus) -> None:
 def test_a_canary_alone_finds_weights_that_came_back_as_garbage(
     model: Path, tmp_path: Path
 ) -> None:
-    how = {"lifecycle": {"verify_by": "canary"}, "weights": {"update": "frozen"}}
+    how = {"verify": {"by": "canary"}, "weights": {"update": "frozen"}}
     with policy(model, tmp_path, Forgetful(), **how) as server:
         step(server)
         assert server.status().result(30).gate == "open"

@@ -95,6 +95,7 @@ class Mutation:
     commands: tuple[str, ...] = ("offload",)
     begin: tuple[str, ...] = ()
     lifecycle: dict[str, Any] | None = None
+    verify: dict[str, Any] | None = None
     deviations: int = 1
     settings: dict[str, Any] | None = None
     recover: bool = False
@@ -110,6 +111,7 @@ class Mutation:
         start = serving(
             self.groups,
             lifecycle=self.lifecycle,
+            verify=self.verify,
             recover=self.recover,
             frozen=self.frozen,
             update=self.update,
@@ -595,7 +597,7 @@ MUTATIONS = (
         "I2: the gate opens while shared-0 has lost its weights",
         ("continue_generation",),
         _LOST,
-        lifecycle=BY_CANARY,
+        verify=BY_CANARY,
         update="frozen",
     ),
     Mutation(
@@ -604,7 +606,7 @@ MUTATIONS = (
         "I2: the gate opens while shared-0 has old prefixes",
         ("continue_generation",),
         REMEMBERED,
-        lifecycle=SENTINEL,
+        verify=SENTINEL,
     ),
     Mutation(
         "ask for no canary",
@@ -612,7 +614,7 @@ MUTATIONS = (
         "I2: the gate opens while shared-0 has lost its weights",
         ("continue_generation",),
         _LOST,
-        lifecycle=BY_CANARY,
+        verify=BY_CANARY,
         update="frozen",
     ),
     Mutation(

@@ -107,6 +107,7 @@ def _command(
     num_walks: int = 0,
     groups: dict[str, dict[str, Any]] | None = None,
     lifecycle: dict[str, Any] | None = None,
+    verify: dict[str, Any] | None = None,
     update: str = "full",
     recover: bool = False,
     frozen: dict[str, dict[str, Any]] | None = None,
@@ -120,6 +121,7 @@ def _command(
         start = serving(
             groups,
             lifecycle=lifecycle,
+            verify=verify,
             update=update,
             recover=recover,
             frozen=frozen,
@@ -178,7 +180,7 @@ def _under_a_lost_driver(deviations: int, *injections: str) -> Callable[[Explore
 
 _RAISE = {"on_failure": "raise"}
 # So long that garbage, which differs in each run, does not have the weights' log-probs by chance.
-BY_CANARY = {"verify_by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
+BY_CANARY = {"by": "canary", "canary_prompts": (tuple(range(1, 10)),)}
 # The sentinel repeats them.
 SENTINEL = {"canary_prompts": (tuple(range(1, 10)),)}
 REMEMBERED = ("remember shared-0", "offload", "onload", "offload", *PHASES[3:7])
@@ -355,7 +357,7 @@ DEFAULT: tuple[Plan, ...] = (
             begin=("offload", "onload_weights", "lose shared-0", "verify", "onload_kv"),
             deviations=2,
             update="frozen",
-            lifecycle=BY_CANARY,
+            verify=BY_CANARY,
             injections=("cancel", "stop"),
             **_FEW,
         ),
@@ -366,7 +368,7 @@ DEFAULT: tuple[Plan, ...] = (
         _command(
             "continue_generation",
             begin=REMEMBERED,
-            lifecycle=SENTINEL,
+            verify=SENTINEL,
             injections=("cancel", "stop"),
             **_FEW,
         ),

@@ -19,6 +19,7 @@ from rollout.config import (
     LifecycleConfig,
     RouterConfig,
     ServerConfig,
+    VerifyConfig,
     WeightsConfig,
 )
 from rollout.control.deployment import Deployment
@@ -81,6 +82,7 @@ _CONSTANT = (
     GroupTerms,
     HealthConfig,
     LifecycleConfig,
+    VerifyConfig,
     Manifest,
     Backend,
     ReleasePolicy,
@@ -135,6 +137,7 @@ def serving(
     groups: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     lifecycle: Mapping[str, Any] | None = None,
+    verify: Mapping[str, Any] | None = None,
     update: str = "full",
     recover: bool = False,
     frozen: Mapping[str, Mapping[str, Any]] | None = None,
@@ -158,9 +161,10 @@ def serving(
     parts = Parts({}, {}, {}, launcher, {}, frozenset(), Deployment({}))
     if has_journal:
         parts.records["policy"] = Record("policy")
-    _add_server(parts, "policy", groups or TWO_BY_TWO, lifecycle or {}, update, recover, has_source)
+    phases = {"lifecycle": {**_LIFECYCLE, **(lifecycle or {})}, "verify": verify or {}}
+    _add_server(parts, "policy", groups or TWO_BY_TWO, phases, update, recover, has_source)
     if frozen is not None:
-        _add_server(parts, "reference", frozen, lifecycle or {}, "frozen", recover)
+        _add_server(parts, "reference", frozen, phases, "frozen", recover)
     parts.deployment = Deployment(parts.servers, lock_timeout_s=LOCK_S)
     done = run(_Start(parts, expect_version), following({}))
     if done.violation:
@@ -174,7 +178,7 @@ def _add_server(
     parts: Parts,
     server: str,
     groups: Mapping[str, Mapping[str, Any]],
-    lifecycle: Mapping[str, Any],
+    phases: Mapping[str, Mapping[str, Any]],
     update: str,
     recover: bool,
     has_source: bool = False,
@@ -183,7 +187,7 @@ def _add_server(
         {
             "model_path": "/nowhere",
             "groups": {name: {"engine": {"kind": "fake"}, **one} for name, one in groups.items()},
-            "lifecycle": {**_LIFECYCLE, **lifecycle},
+            **phases,
             "weights": {"update": update},
             # No pause between restarts: the plan decides when a restart happens.
             "health": {"recover": recover, "probe_interval_s": 1e6, "backoff_s": 1e-18},
@@ -199,6 +203,7 @@ def _add_server(
                 group=group,
                 update=config.weights.update,
                 lifecycle=config.lifecycle,
+                verify=config.verify,
                 health=config.health,
                 sources=(KeptPushes(),) if has_source else (),
             ),

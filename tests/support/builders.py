@@ -12,7 +12,7 @@ from engines import fake
 from engines.fake import FakeEngine, FakeLauncher, FakeTensor, pack_tensors
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, SAVED
 from engines.protocol import Endpoint, TensorInfo
-from rollout.config import LifecycleConfig, ServerConfig, Transport, WeightUpdate
+from rollout.config import LifecycleConfig, ServerConfig, Transport, VerifyConfig, WeightUpdate
 from rollout.control.group.server_group import GroupSettings, ServerGroup
 from rollout.control.server.agents_client import AgentsClient
 from rollout.control.server.journal import ServerJournal
@@ -52,6 +52,7 @@ def server_config(
     *,
     update: str = "full",
     lifecycle: Mapping[str, Any] | None = None,
+    verify: Mapping[str, Any] | None = None,
     health: Mapping[str, Any] | None = None,
     model_path: str = "/nowhere",
     not_pushed: Sequence[str] = (),
@@ -61,6 +62,7 @@ def server_config(
             "model_path": model_path,
             "groups": groups,
             "lifecycle": lifecycle or {},
+            "verify": verify or {},
             # In the background of most tests, recovery would only blur what they look at.
             "health": {"recover": False} if health is None else health,
             "weights": {"update": update, "not_pushed": list(not_pushed)},
@@ -74,6 +76,7 @@ def make_group(
     name: str = "main",
     update: str = "full",
     lifecycle: Mapping[str, Any] | None = None,
+    verify: Mapping[str, Any] | None = None,
     launcher: FakeLauncher | None = None,
     model_path: str = "/nowhere",
     transport: str = "auto",
@@ -93,6 +96,7 @@ def make_group(
         group=config.groups[name],
         update=WeightUpdate(update),
         lifecycle=LifecycleConfig.model_validate(lifecycle or {}),
+        verify=VerifyConfig.model_validate(verify or {}),
         transport=Transport(transport),
     )
     gpus = settings.group.engine.gpus
@@ -264,6 +268,7 @@ def make_server(
     *,
     update: str = "full",
     lifecycle: Mapping[str, Any] | None = None,
+    verify: Mapping[str, Any] | None = None,
     health: Mapping[str, Any] | None = None,
     launcher: FakeLauncher | None = None,
     not_pushed: Sequence[str] = (),
@@ -276,6 +281,7 @@ def make_server(
         groups or TWO_GROUPS,
         update=update,
         lifecycle=lifecycle,
+        verify=verify,
         health=health,
         model_path=write_checkpoint(folder),
         not_pushed=not_pushed,
@@ -291,6 +297,7 @@ def make_server(
                 group=group,
                 update=config.weights.update,
                 lifecycle=config.lifecycle,
+                verify=config.verify,
                 health=config.health,
                 not_pushed=config.weights.not_pushed,
             ),

@@ -21,7 +21,7 @@ from engines.protocol import FinishReason
 from rollout.agents.turns import files
 from rollout.agents.turns.tree import Generated, Prompt, TurnTree
 from rollout.agents.wire.messages import history_of
-from rollout.config import LifecycleConfig
+from rollout.config import VerifyConfig
 from rollout.config.run_dir import FIGURES_FILE, LAUNCH_FILE, SPANS_SUFFIX, RunFolder
 from rollout.control.engine.probe import prompts_of
 from rollout.control.server import journal
@@ -278,7 +278,7 @@ def _checkpoint(path: Path) -> Any:
         checkpoint_config.head_size_of(config),
         checkpoint_config.elements_of(config),
         checkpoint_config.element_bytes_of(config),
-        prompts_of(LifecycleConfig(), str(folder)),
+        prompts_of(VerifyConfig(), str(folder)),
     ]
     found += [
         checkpoint_config.image_tokens_of(config),

@@ -10,6 +10,7 @@ from rollout.config import (
     HealthConfig,
     LifecycleConfig,
     Transport,
+    VerifyConfig,
     WeightUpdate,
 )
 from rollout.weights.store.weight_source import DiskSource, WeightSource
@@ -44,6 +45,7 @@ class GroupSettings:
     group: GroupConfig
     update: WeightUpdate
     lifecycle: LifecycleConfig
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     otel: bool = False
     sources: tuple[WeightSource, ...] = ()

@@ -18,7 +18,7 @@ from engines.protocol import PromptImage, SamplingParams, WorkerType
 from engines.protocol.errors import EngineRejected
 from engines.protocol.old_state import namespace
 from engines.protocol.plain_text import describe
-from rollout.config import Drain, LifecycleConfig, WeightUpdate
+from rollout.config import Drain, VerifyConfig, WeightUpdate
 from rollout.control.engine.group_settings import GroupSettings
 from rollout.control.engine.state import EngineState
 from rollout.core.errors import LifecycleError, WeightMismatch
@@ -72,10 +72,10 @@ class Probe:
     """
 
     def __init__(self, settings: GroupSettings) -> None:
-        lifecycle, model_path = settings.lifecycle, settings.model_path
+        verify, model_path = settings.verify, settings.model_path
         self._settings = settings
         self._run = secrets.token_hex(8)
-        self._is_wanted = lifecycle.verify_by != "version"
+        self._is_wanted = verify.by != "version"
         self._warned_of: set[str] = set()
         self.refused_version: int | None = None
         self.prompts: tuple[Prompt, ...] = ()
@@ -86,13 +86,9 @@ class Probe:
         self._start = 0
         if settings.group.worker_type is not WorkerType.REGULAR:
             return  # prefill and decode workers answer only in pairs, and encoders not at all
-        self.prompts = prompts_of(lifecycle, model_path)
-        prompt = _prompt_of(lifecycle, model_path)
-        if (
-            lifecycle.sentinel
-            and settings.update is not WeightUpdate.FROZEN
-            and first_asked(prompt)
-        ):
+        self.prompts = prompts_of(verify, model_path)
+        prompt = _prompt_of(verify, model_path)
+        if verify.sentinel and settings.update is not WeightUpdate.FROZEN and first_asked(prompt):
             self.prompt = prompt
             self._start = first_asked(prompt) if self.prompts == (prompt,) else 0
             self.image_tokens = image_tokens_of(read_checkpoint_config(model_path))
@@ -181,19 +177,19 @@ class Probe:
         if prompt := now.without_numbers():
             raise LifecycleError(
                 f"with {now.made_of} it computes log-probs of the sentinel's {prompt} prompt "
-                "that are not finite numbers; push weights without NaN (lifecycle.sentinel)"
+                "that are not finite numbers; push weights without NaN (verify.sentinel)"
             )
-        budgets = self._settings.lifecycle
-        judge = partial(find_stale, before=before, tolerance=budgets.canary_tolerance)
+        tolerance = self._settings.verify.canary_tolerance
+        judge = partial(find_stale, before=before, tolerance=tolerance)
         # Requests that were retracted are in the same batches.
-        stale = judge(now, is_exact=before.is_exact and budgets.drain is not Drain.RETRACT)
+        retracts = self._settings.lifecycle.drain is Drain.RETRACT
+        stale = judge(now, is_exact=before.is_exact and not retracts)
         if stale is not None and not stale.is_certain:
             first, now = now, await ask(attempt=2)
             stale = judge(now, is_exact=first.fresh == now.fresh)
         if stale is not None:
             raise LifecycleError(
-                f"it answers from state that older weights computed: {stale.why} "
-                "(lifecycle.sentinel)"
+                f"it answers from state that older weights computed: {stale.why} (verify.sentinel)"
             )
         member.sentinel = now
         return now.text if is_shared else None
@@ -299,7 +295,7 @@ class Probe:
         self, member: EngineState, adapter: str, fresh: Answer | None = None
     ) -> CanaryLogprobs:
         start = 0 if member.refuses_long_prompts else self._start
-        is_whole = start or self._settings.lifecycle.canary_prompts
+        is_whole = start or self._settings.verify.canary_prompts
         end = None if is_whole else NUM_SHORT  # the beginning has the same log-probs alone
         values = []
         for index, prompt in enumerate(self.prompts):
@@ -316,7 +312,7 @@ class Probe:
         except EngineRejected as error:
             raise LifecycleError(
                 f"it refuses canary prompt {index}: {error}; if it cannot return log-probs of "
-                "prompts, set lifecycle.verify_by to version"
+                "prompts, set verify.by to version"
             ) from error
         if len(answer.of_prompt) != len(prompt) - 1 - start:
             raise LifecycleError(
@@ -413,7 +409,7 @@ class Probe:
         return why
 
     def _mismatches(self, engines: Mapping[str, EngineLogprobs]) -> dict[str, str]:
-        return find_logprob_mismatches(engines, self._settings.lifecycle.canary_tolerance)
+        return find_logprob_mismatches(engines, self._settings.verify.canary_tolerance)
 
 
 def _image(member: EngineState, name: str) -> PromptImage:
@@ -442,19 +438,18 @@ def check_expected(expected: Logprobs, prompts: Sequence[Prompt]) -> None:
     if given != wanted:
         raise WeightMismatch(
             f"expected log-probs of {given} tokens; the canary prompts have {wanted} after the "
-            "first (see canary_prompts; none with verify_by: version)"
+            "first (see canary_prompts; none with verify.by: version)"
         )
 
 
-def prompts_of(lifecycle: LifecycleConfig, model_path: str) -> tuple[Prompt, ...]:
-    """The prompts of the log-prob check for this model, or empty if it is disabled or
-    impossible."""
-    if lifecycle.verify_by == "version":
+def prompts_of(verify: VerifyConfig, model_path: str) -> tuple[Prompt, ...]:
+    """The prompts of the log-prob check for this model; empty if it is disabled or impossible."""
+    if verify.by == "version":
         return ()
-    prompt = _prompt_of(lifecycle, model_path)
-    return lifecycle.canary_prompts or ((prompt,) if prompt else ())
+    prompt = _prompt_of(verify, model_path)
+    return verify.canary_prompts or ((prompt,) if prompt else ())
 
 
-def _prompt_of(lifecycle: LifecycleConfig, model_path: str) -> Prompt:
+def _prompt_of(verify: VerifyConfig, model_path: str) -> Prompt:
     config = read_checkpoint_config(model_path)
-    return prompt_for(vocabulary_of(config), context_length_of(config), lifecycle.canary_prompts)
+    return prompt_for(vocabulary_of(config), context_length_of(config), verify.canary_prompts)

@@ -232,7 +232,7 @@ class Starter:
                 self._refuse(
                     of_embeddings(slot.engine_id, settings.group.engine, info, model, encoder)
                 )
-        by_fingerprint = settings.lifecycle.verify_by == "fingerprint"
+        by_fingerprint = settings.verify.by == "fingerprint"
         member = EngineState(
             slot=slot,
             process=process,

@@ -56,7 +56,7 @@ class ServerCalls:
         return any(place.node != self.own_node for place in self.places(self.status()))
 
     def fingerprint_method(self, *, writes_files: bool) -> str:
-        if not self.config.weights.fingerprint:
+        if not self.config.verify.fingerprints:
             return ""
         methods = self.caller.call(RolloutServer.fingerprint_methods).result()
         has_store = self.config.weights.store is not None

@@ -41,7 +41,7 @@ def deployment(
         "groups": {"main": one_engine(kind)},
         "health": {"recover": False},
     }
-    unasked = server | {"lifecycle": {"verify_by": "version", "sentinel": False}}
+    unasked = server | {"verify": {"by": "version", "sentinel": False}}
     servers = {"asked": server, "unasked": unasked}
     config = {"log_dir": str(tmp_path_factory.mktemp("logs")), "servers": servers}
     with launch_local(RolloutConfig.from_dict(config)) as launched:

@@ -30,7 +30,7 @@ def serving(model: Path, folder: Path, **server: Any) -> Iterator[ServerHandle]:
 
 @pytest.fixture
 def frozen(models: list[Path], tmp_path: Path) -> Iterator[ServerHandle]:
-    how = {"lifecycle": {"verify_by": "canary"}, "weights": {"update": "frozen"}}
+    how = {"verify": {"by": "canary"}, "weights": {"update": "frozen"}}
     with serving(models[0], tmp_path, **how) as policy:
         yield policy
 

@@ -21,7 +21,6 @@ from rollout.config import (
     RolloutConfig,
     ServerConfig,
     Transport,
-    WeightsConfig,
     WeightUpdate,
 )
 from rollout.config.compatibility import (
@@ -242,23 +241,35 @@ def test_a_named_transport_that_the_engine_does_not_take_is_refused(
     assert bool(said) is is_refused
 
 
+def server_of(settings: dict[str, Any]) -> ServerConfig:
+    groups = {"main": {"engine": {"kind": "fake"}}}
+    return ServerConfig.model_validate({"model_path": "/m", "groups": groups, **settings})
+
+
 @pytest.mark.parametrize(
     ("settings", "is_refused"),
     [
-        ({"update": "full"}, False),
-        ({"update": "lora"}, True),
-        ({"update": "partial"}, True),
-        ({"fingerprint": False}, True),
+        ({"weights": {"update": "full"}}, False),
+        ({"weights": {"update": "lora"}}, True),
+        ({"weights": {"update": "partial"}}, True),
+        ({"verify": {"fingerprints": False}}, True),
     ],
 )
 @pytest.mark.parametrize("encoding", ["delta", "auto"])
 def test_deltas_need_full_pushes_with_fingerprints(
     settings: dict[str, Any], encoding: str, is_refused: bool
 ) -> None:
-    WeightsConfig.model_validate({"encoding": "full", **settings})
+    server_of(settings)
     refusal = pytest.raises(ValueError, match="a delta is verified by the fingerprints")
+    weights = settings.get("weights", {})
     with refusal if is_refused else nullcontext():
-        WeightsConfig.model_validate({"encoding": encoding, **settings})
+        server_of(settings | {"weights": weights | {"encoding": encoding}})
+
+
+def test_a_store_needs_fingerprints() -> None:
+    server_of({"weights": {"store": True}})
+    with pytest.raises(ValueError, match=r"set verify\.fingerprints to true"):
+        server_of({"weights": {"store": True}, "verify": {"fingerprints": False}})
 
 
 @pytest.mark.parametrize(

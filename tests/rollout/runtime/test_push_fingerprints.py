@@ -46,11 +46,15 @@ def one_of_two(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
         (as_embedded, {}, "xxh3"),
         (one_of_two, {}, "xxh3"),
         (on_gpu, {}, "sums"),
-        (as_embedded, {"lifecycle": {"verify_by": "canary"}}, ""),
-        (as_embedded, {"weights": {"fingerprint": False}}, ""),
+        (as_embedded, {"verify": {"by": "canary"}}, ""),
+        (as_embedded, {"verify": {"fingerprints": False}}, ""),
         (as_sglang, {"weights": {"transport": "shared_memory"}}, "xxh3"),
         (on_gpu, {"weights": {"transport": "shared_memory"}}, "sums"),
-        (as_sglang, {"weights": {"transport": "shared_memory", "fingerprint": False}}, ""),
+        (
+            as_sglang,
+            {"weights": {"transport": "shared_memory"}, "verify": {"fingerprints": False}},
+            "",
+        ),
     ],
 )
 def test_a_push_is_hashed_as_its_engines_hash(

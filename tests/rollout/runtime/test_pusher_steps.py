@@ -38,13 +38,17 @@ pytestmark = pytest.mark.embedded
 
 @contextmanager
 def launched(
-    folder: Path, *, lifecycle: dict[str, Any] | None = None, **weights: Any
+    folder: Path,
+    *,
+    lifecycle: dict[str, Any] | None = None,
+    verify: dict[str, Any] | None = None,
+    **weights: Any,
 ) -> Iterator[tuple[DeploymentHandle, FakeEngine]]:
     """One engine, with a bucket for each tensor."""
     launcher = FakeLauncher()
     settings = {"bucket_bytes": 300, "shared_memory_path": str(folder), **weights}
     groups = {"main": {"engine": {"kind": "fake"}}}
-    server = {"weights": settings, "lifecycle": lifecycle or {}}
+    server = {"weights": settings, "lifecycle": lifecycle or {}, "verify": verify or {}}
     chosen = config(folder, groups, server=server)
     with launch_local(chosen, launcher=launcher, connect=launcher.connect) as deployment:
         yield deployment, launcher["main-0"]
@@ -313,10 +317,10 @@ def test_a_pusher_shows_its_rank_and_whether_it_is_closed(tmp_path: Path) -> Non
 
 
 def test_what_is_expected_goes_with_the_next_push_of_handle_or_pusher(tmp_path: Path) -> None:
-    by_canary = {"verify_by": "canary", "canary_prompts": [[1, 2, 3]]}
+    by_canary = {"by": "canary", "canary_prompts": [[1, 2, 3]]}
     one, other = tensors(), tensors()
     with (
-        launched(tmp_path, lifecycle=by_canary) as (deployment, engine),
+        launched(tmp_path, verify=by_canary) as (deployment, engine),
         deployment["policy"].pusher() as pusher,
     ):
         policy = deployment["policy"]

@@ -55,7 +55,7 @@ def run(tmp_path: Path, servers: dict[str, Any]) -> Iterator[DeploymentHandle]:
         "model_path": write_checkpoint(tmp_path),
         "groups": {"main": {}},
         "health": {"recover": False},
-        "lifecycle": {"verify_by": "canary", "canary_prompts": [[1, 2, 3]]},
+        "verify": {"by": "canary", "canary_prompts": [[1, 2, 3]]},
         "weights": {"shared_memory_path": str(tmp_path / "shm"), "bucket_bytes": 600, **servers},
     }
     values = {"log_dir": str(tmp_path), "servers": {"policy": server, "critic": server}}

@@ -13,7 +13,7 @@ from engines.fake import FakeEngine, FakeTensor, faults
 from engines.fake.engine.fake_caches import FakeCaches
 from engines.fake.engine.fake_weights import DEFAULT_TENSORS, FakeWeights
 from engines.protocol import PauseMode
-from rollout.config import LifecycleConfig
+from rollout.config import VerifyConfig
 from rollout.control.group.server_group import ServerGroup
 from rollout.core.errors import PhaseFailed, WeightMismatch
 from rollout.rules.lifecycle import Command
@@ -29,13 +29,13 @@ from tests.support.builders import (
 from tests.support.virtual_time import pass_time, virtual_time
 
 PROMPTS: list[list[int]] = [[1, 2, 3], [4, 5]]
-BY_CANARY = {"verify_by": "canary", "canary_prompts": PROMPTS, "sentinel": False}
+BY_CANARY = {"by": "canary", "canary_prompts": PROMPTS, "sentinel": False}
 NAME = TENSOR_NAMES[1]
 
 
 async def frozen_group(num: int, **lifecycle: Any) -> tuple[ServerGroup, list[FakeEngine]]:
     """Engines that release their weights, and get them back from a backup."""
-    return await started_group(num, update="frozen", lifecycle=BY_CANARY | lifecycle)
+    return await started_group(num, update="frozen", verify=BY_CANARY, lifecycle=lifecycle)
 
 
 async def offload(group: ServerGroup) -> None:
@@ -97,7 +97,7 @@ async def test_weights_that_come_back_whole_serve() -> None:
 
 
 async def test_the_one_that_took_a_push_wrongly_is_outvoted_and_fenced() -> None:
-    group, engines = await started_group(3, lifecycle=BY_CANARY)
+    group, engines = await started_group(3, verify=BY_CANARY)
     await give(group, 1)
     scribble(engines[1])
     report = await group.run(Command.CONTINUE_GENERATION)
@@ -107,14 +107,14 @@ async def test_the_one_that_took_a_push_wrongly_is_outvoted_and_fenced() -> None
 
 
 async def test_a_canary_is_not_asked_where_nothing_has_changed() -> None:
-    group, (engine,) = await started_group(1, lifecycle=BY_CANARY)
+    group, (engine,) = await started_group(1, verify=BY_CANARY)
     await group.run(Command.PAUSE_GENERATION)
     await group.run(Command.CONTINUE_GENERATION)
     assert "generate" not in engine.operations()
 
 
 async def test_an_engine_that_does_not_answer_it_is_fenced() -> None:
-    group, engines = await started_group(2, lifecycle=BY_CANARY)
+    group, engines = await started_group(2, verify=BY_CANARY)
     await give(group, 1)
     engines[0].die("it died")
     report = await group.run(Command.CONTINUE_GENERATION)
@@ -122,28 +122,28 @@ async def test_an_engine_that_does_not_answer_it_is_fenced() -> None:
 
 
 async def test_an_engine_that_refuses_it_says_what_can_be_set() -> None:
-    group, (engine,) = await started_group(1, lifecycle=BY_CANARY)
+    group, (engine,) = await started_group(1, verify=BY_CANARY)
     await give(group, 1)
     engine.faults.strike("generate", faults.reject(400, "no log-probabilities here"))
-    with pytest.raises(PhaseFailed, match=r"no log-probabilities here; .*verify_by to version"):
+    with pytest.raises(PhaseFailed, match=r"no log-probabilities here; .*verify.by to version"):
         await group.run(Command.CONTINUE_GENERATION)
 
 
 async def test_without_fingerprints_nothing_is_retracted_that_would_run_unproved() -> None:
-    for lifecycle, mode in ((BY_CANARY, PauseMode.ABORT), ({}, PauseMode.RETRACT)):
-        group, (engine,) = await started_group(1, lifecycle=lifecycle | {"drain": "retract"})
+    for verify, mode in ((BY_CANARY, PauseMode.ABORT), ({}, PauseMode.RETRACT)):
+        group, (engine,) = await started_group(1, verify=verify, lifecycle={"drain": "retract"})
         await group.run(Command.PAUSE_GENERATION)
         assert engine.calls[-1].arguments == {"mode": mode}
 
 
 async def test_one_engine_whose_push_nobody_can_vouch_for_tells_that_it_makes_numbers() -> None:
     prompts = {"canary_prompts": PROMPTS, "sentinel": False}
-    group, (engine,) = await started_group(1, lifecycle=prompts)
+    group, (engine,) = await started_group(1, verify=prompts)
     await give(group, 1)
     await group.run(Command.CONTINUE_GENERATION)
     assert engine.operations().count("weights_checker") == 1
     assert engine.operations()[-2:] == ["generate", "generate"]
-    two, engines = await started_group(2, lifecycle=prompts)
+    two, engines = await started_group(2, verify=prompts)
     await give(two, 1)
     await two.run(Command.CONTINUE_GENERATION)  # they agree
     assert all("generate" not in one.operations() for one in engines)
@@ -151,7 +151,7 @@ async def test_one_engine_whose_push_nobody_can_vouch_for_tells_that_it_makes_nu
 
 async def test_a_server_opens_its_gate_only_after_the_canary(tmp_path: Path) -> None:
     groups = {"shared": {"num_engines": 1}}
-    bench = await started_server(tmp_path, groups, lifecycle=BY_CANARY)
+    bench = await started_server(tmp_path, groups, verify=BY_CANARY)
     await bench.server.offload()
     gate = bench.engines[0].hold("generate")
     onload = asyncio.create_task(bench.server.push(push(1)))
@@ -186,12 +186,12 @@ async def test_an_engine_that_comes_back_with_other_weights_does_not_serve() -> 
 
 def test_a_canary_of_one_token_tells_nothing_and_is_refused() -> None:
     with pytest.raises(ValueError, match="canary_prompts"):
-        LifecycleConfig.model_validate({"canary_prompts": [[1]]})
+        VerifyConfig.model_validate({"canary_prompts": [[1]]})
 
 
 async def test_after_a_release_an_adapter_is_compared_by_prompts_under_it() -> None:
-    prompts = {"canary_prompts": PROMPTS, "sentinel": False, "drain": "retract"}
-    group, engines = await started_group(2, update="lora", lifecycle=prompts)
+    prompts, retract = {"canary_prompts": PROMPTS, "sentinel": False}, {"drain": "retract"}
+    group, engines = await started_group(2, update="lora", verify=prompts, lifecycle=retract)
     await group.stage_adapter(adapter_push(1))
     # A release keeps it, and only a log-prob check shows that: so nothing is retracted.
     await offload(group)
@@ -215,7 +215,7 @@ def told_by_a_trainer(version: int) -> Logprobs:
 async def test_what_all_took_wrongly_alike_is_found_by_what_the_trainers_model_tells() -> None:
     prompts = {"canary_prompts": PROMPTS, "sentinel": False}
     for is_garbled in (False, True):
-        group, engines = await started_group(2, lifecycle=prompts)
+        group, engines = await started_group(2, verify=prompts)
         await offload(group)
         await group.run(Command.ONLOAD_WEIGHTS)
         for engine in engines if is_garbled else ():
@@ -231,7 +231,7 @@ async def test_what_all_took_wrongly_alike_is_found_by_what_the_trainers_model_t
 
 
 async def test_expectations_of_other_prompts_are_refused_before_anything_is_sent() -> None:
-    group, engines = await started_group(1, lifecycle=BY_CANARY)
+    group, engines = await started_group(1, verify=BY_CANARY)
     await group.run(Command.PAUSE_GENERATION)
     await group.run(Command.FLUSH_CACHE)
     with pytest.raises(WeightMismatch, match=r"of \[1\] tokens; the canary prompts have \[2, 1\]"):
@@ -250,7 +250,7 @@ async def test_a_checkpoint_of_weights_that_failed_is_not_loaded(tmp_path: Path)
     bench = await started_server(
         tmp_path,
         {"main": {"num_engines": 1, "needs_offload": False}},
-        lifecycle=BY_CANARY,
+        verify=BY_CANARY,
         health={"weights_path": str(tmp_path / "saved" / "{version}"), "probe_interval_s": 1.0},
     )
     wrong = tuple((-50.0,) * (len(prompt) - 1) for prompt in PROMPTS)

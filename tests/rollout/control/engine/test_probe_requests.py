@@ -20,9 +20,9 @@ from tests.support.builders import adapter_push, push, started_group
 
 TEXT = {"vocab_size": 1000, "max_position_embeddings": 4096}
 SEES = TEXT | {"image_token_id": 9, "vision_start_token_id": 8, "vision_end_token_id": 7}
-SENTINEL = {"verify_by": "version"}
-LOGPROBS = {"verify_by": "canary", "sentinel": False}
-BOTH = {"verify_by": "canary"}
+SENTINEL = {"by": "version"}
+LOGPROBS = {"by": "canary", "sentinel": False}
+BOTH = {"by": "canary"}
 
 
 class Recording(FakeEngine):
@@ -47,7 +47,7 @@ def make_short(spec: Any, endpoint: Any) -> Recording:
 
 
 async def group_of(
-    tmp_path: Path, lifecycle: dict[str, Any], config: dict[str, Any], make: Any = make, **more: Any
+    tmp_path: Path, verify: dict[str, Any], config: dict[str, Any], make: Any = make, **more: Any
 ) -> tuple[ServerGroup, list[Any]]:
     model = write_checkpoint(tmp_path / "model", DEFAULT_TENSORS)
     (model / "config.json").write_text(json.dumps(config))
@@ -56,7 +56,7 @@ async def group_of(
         launcher=FakeLauncher(make),
         model_path=str(model),
         engine={"kind": "fake"},
-        lifecycle=lifecycle,
+        verify=verify,
         **({"needs_offload": False} | more),
     )
 
@@ -70,7 +70,7 @@ async def step(group: ServerGroup, version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lifecycle", "config", "num"),
+    ("verify", "config", "num"),
     [
         # When each check asked for itself, these were 2, 4, 2, 4 and 6.
         (SENTINEL, TEXT, 2),
@@ -81,9 +81,9 @@ async def step(group: ServerGroup, version: int) -> None:
     ],
 )
 async def test_how_many_requests_a_step_sends_to_an_engine(
-    tmp_path: Path, lifecycle: dict[str, Any], config: dict[str, Any], num: int
+    tmp_path: Path, verify: dict[str, Any], config: dict[str, Any], num: int
 ) -> None:
-    group, engines = await group_of(tmp_path, lifecycle, config)
+    group, engines = await group_of(tmp_path, verify, config)
     for version in (1, 2):
         for engine in engines:
             engine.requests.clear()

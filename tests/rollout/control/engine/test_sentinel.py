@@ -204,7 +204,7 @@ async def test_an_engine_is_asked_once_for_each_set_of_weights(tmp_path: Path) -
 @pytest.mark.parametrize(
     "off",
     [
-        {"lifecycle": {"sentinel": False}},
+        {"verify": {"sentinel": False}},
         {"update": "frozen"},
         {"config": {"model_type": "fake"}},
     ],

@@ -15,7 +15,7 @@ BY_CANARY = {"canary_prompts": [[1, 2, 3], [4, 5]], "sentinel": False}
 
 
 async def serving(**lifecycle: object) -> tuple[ServerGroup, list[FakeEngine]]:
-    return await started_group(3, update="lora", lifecycle=BY_CANARY | lifecycle)
+    return await started_group(3, update="lora", verify=BY_CANARY, lifecycle=lifecycle)
 
 
 def names(engines: list[FakeEngine]) -> list[set[str]]:

@@ -25,16 +25,16 @@ from tests.support.virtual_time import pass_time, virtual_time
 URLS = ("http://127.0.0.1:4000", "http://127.0.0.1:4001")
 GROUPS = {"main": {"engine": {"kind": "attached", "urls": list(URLS)}}}
 HEALTH = {"probe_interval_s": 1.0, "probe_timeout_s": 0.5, "backoff_s": 5.0}
-CANARIES = {"verify_by": "canary", "canary_prompts": [[1, 2, 3], [4, 5]], "sentinel": False}
+CANARIES = {"by": "canary", "canary_prompts": [[1, 2, 3], [4, 5]], "sentinel": False}
 
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *, version: int = 1, lifecycle: Any = None, **settings: Any
+    folder: Path, *, version: int = 1, verify: Any = None, **settings: Any
 ) -> AsyncIterator[ServerBench]:
     """A server over two engines of others, which serves ``version``."""
     theirs = TheirEngines(**settings)
-    more = {"lifecycle": lifecycle, "health": HEALTH}
+    more = {"verify": verify, "health": HEALTH}
     bench = make_server(folder, GROUPS, launcher=theirs, **more)
     await bench.server.start()
     try:
@@ -174,7 +174,7 @@ async def test_a_restarted_engine_with_the_same_weights_comes_back_by_itself(
 
 @virtual_time
 async def test_without_fingerprints_the_log_probs_show_it(tmp_path: Path) -> None:
-    async with serving(tmp_path, lifecycle=CANARIES) as bench:
+    async with serving(tmp_path, verify=CANARIES) as bench:
         assert "weights_checker" not in bench["main-0"].operations()
         await pass_time(20)
         assert set(bench.router.states.values()) == {"serving"}

@@ -38,8 +38,7 @@ def refusing(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 async def started(
     num: int, launcher: FakeLauncher, **more: Any
 ) -> tuple[ServerGroup, list[FakeEngine]]:
-    lifecycle = PROMPTS | more.pop("lifecycle", {})
-    group, _ = make_group(num, launcher=launcher, lifecycle=lifecycle, **more)
+    group, _ = make_group(num, launcher=launcher, **{"verify": PROMPTS, **more})
     await group.start()
     return group, [process.engine for process in launcher.processes.values()]
 
@@ -126,7 +125,7 @@ async def test_a_checker_that_reported_before_and_refuses_now_is_a_failure() -> 
 
 
 async def test_without_prompts_the_log_names_the_refusal(caplog) -> None:
-    group, _ = await started(1, FakeLauncher(refusing), lifecycle={"canary_prompts": []})
+    group, _ = await started(1, FakeLauncher(refusing), verify={"canary_prompts": []})
     await offload(group)
     await give(group, push(1))
     assert "verified by version only: its weights checker refuses" in caplog.text
@@ -143,7 +142,7 @@ async def test_a_drain_that_retracts_aborts_where_only_log_probs_verify() -> Non
 
 def test_over_http_a_refusal_leads_to_the_log_prob_check(tmp_path: Path) -> None:
     groups = {"shared": {"num_engines": 2}}
-    with launched(launch_local, tmp_path, groups, server={"lifecycle": PROMPTS}) as deployment:
+    with launched(launch_local, tmp_path, groups, server={"verify": PROMPTS}) as deployment:
         policy = deployment["policy"]
         with engines_of(policy) as engines:
             for engine in engines.values():
@@ -214,7 +213,7 @@ def balanced(spec: EngineSpec, endpoint: Endpoint) -> FakeEngine:
 
 
 async def test_engines_that_place_their_experts_differently_are_not_fenced() -> None:
-    group, engines = await started(2, FakeLauncher(balanced), lifecycle={"canary_prompts": []})
+    group, engines = await started(2, FakeLauncher(balanced), verify={"canary_prompts": []})
     await offload(group)
     await group.run(Command.ONLOAD_WEIGHTS)
     await group.run(Command.UPDATE_WEIGHTS, push=of_experts(1))

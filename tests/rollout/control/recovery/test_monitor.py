@@ -44,7 +44,7 @@ async def watched(
     folder: Path, groups: Mapping[str, Any] = TWO, *, update: str = "full", **more: Any
 ) -> AsyncIterator[ServerBench]:
     """A server that serves and watches its engines."""
-    server = {name: more.pop(name, None) for name in ("lifecycle", "launcher")}
+    server = {name: more.pop(name, None) for name in ("verify", "launcher")}
     bench = make_server(folder, groups, update=update, health=HEALTH | more, **server)
     await bench.server.start()
     try:
@@ -337,8 +337,8 @@ def save(path: Path) -> None:
 async def test_saved_weights_of_the_published_version_make_it_serve_without_a_push(
     tmp_path: Path,
 ) -> None:
-    path, by_version = tmp_path / "saved", {"verify_by": "version"}
-    more = {"weights_path": str(path / "{version}"), "lifecycle": by_version}
+    path, by_version = tmp_path / "saved", {"by": "version"}
+    more = {"weights_path": str(path / "{version}"), "verify": by_version}
     async with watched(tmp_path, **more) as bench:
         await bench.server.push(push(1))
         bench["main-0"].die("segfault")

@@ -38,10 +38,8 @@ def loaded(bench: ServerBench) -> list[set[str]]:
 
 
 async def started(folder: Path, **more: Any) -> ServerBench:
-    lifecycle = {"sentinel": False, "drain_timeout_s": 30.0}
-    return await started_server(
-        folder, {"main": {"num_engines": 2}}, update="lora", lifecycle=lifecycle, **more
-    )
+    more = {"lifecycle": {"drain_timeout_s": 30.0}, "verify": {"sentinel": False}, **more}
+    return await started_server(folder, {"main": {"num_engines": 2}}, update="lora", **more)
 
 
 @virtual_time

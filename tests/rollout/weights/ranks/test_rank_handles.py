@@ -151,7 +151,7 @@ def run(
         return engine
 
     groups = {"main": {"num_engines": 1, "engine": {"kind": "fake", "gpus": 2}}}
-    server = {"weights": {"bucket_bytes": 64, "fingerprint": False}}
+    server = {"weights": {"bucket_bytes": 64}, "verify": {"fingerprints": False}}
     config = served_fakes.config(tmp_path, groups, server=server)
     with launch_local(config, launcher=HttpFakeLauncher(make)) as deployment:
         yield deployment
@@ -314,7 +314,7 @@ def launched_vllm(
 ) -> DeploymentHandle:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     engine = {"kind": "vllm", "python": sys.executable, "gpus": 2}
-    server = {"weights": {"bucket_bytes": 64, "fingerprint": False, **more}}
+    server = {"weights": {"bucket_bytes": 64, **more}, "verify": {"fingerprints": False}}
     config = served_fakes.config(tmp_path, {"main": {"engine": engine}}, server=server)
 
     def make(spec: EngineSpec, endpoint: Endpoint) -> VllmWithWorkers:
