@@ -57,7 +57,7 @@ PARTS = ("detect", "boot", "admit", "restore", "verify", "total", "beyond_load")
 FAMILIES = ("embedded", "sglang", "vllm", "delays", "actors", "journal")
 BOOT_S = 60.0
 HEALTH = {"probe_interval_s": 0.5, "probe_timeout_s": 2.0, "backoff_s": 0.01, "max_backoff_s": 0.01}
-EMBEDDED: Mapping[str, Any] = {"engine": {"cpus": 0.5}}
+EMBEDDED: Mapping[str, Any] = {"engine": {"kind": "embedded", "cpus": 0.5}}
 STANDBY: Mapping[str, Any] = {"standby": 1}
 DEADLY_CALLS = ("generate", "pause_generation", "flush_cache", "update_weights_from_tensor")
 

@@ -214,7 +214,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 def _default(field: Any) -> str:
     if field.default_factory is not None:
-        return "empty"
+        return "derived" if field.default_factory_takes_validated_data else "empty"
     if isinstance(field.default, BaseModel):
         return "its own defaults"
     value = field.default

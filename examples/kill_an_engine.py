@@ -48,7 +48,7 @@ def train(folder: Path) -> None:
     model_path = make_tiny_model(folder / "model")
     server = {
         "model_path": str(model_path),
-        "groups": {"main": {"num_engines": 2, "engine": {"cpus": 0.5}}},
+        "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 0.5}}},
         "health": {"probe_interval_s": 0.5},
         "weights": {"store": True},
     }

@@ -50,7 +50,10 @@ def judge(sample: rollout.Sample) -> float:
 
 
 def config(folder: Path, model_path: Path) -> rollout.RolloutConfig:
-    engine = {"options": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"}}
+    engine = {
+        "kind": "embedded",
+        "options": {"dtype": "float32", "max-total-tokens": 32768, "log-level": "warning"},
+    }
     server = {"model_path": str(model_path), "groups": {"main": {"engine": engine}}}
     return rollout.RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": server}})
 

@@ -42,7 +42,7 @@ def weights(version: int) -> WeightPush:
 def policy(tmp_path: Path) -> Iterator[rollout.ServerHandle]:
     server = {
         "model_path": str(write_checkpoint(tmp_path / "model")),
-        "groups": {"main": {"num_engines": 2}},
+        "groups": {"main": {"num_engines": 2, "engine": {"kind": "fake"}}},
     }
     config = rollout.RolloutConfig.from_dict(
         {"log_dir": str(tmp_path / "logs"), "servers": {"policy": server}}

@@ -55,7 +55,12 @@ def step_with_verbs(policy: rollout.ServerHandle, model: torch.nn.Module) -> Non
 
 
 def config(model_path: Path) -> rollout.RolloutConfig:
-    groups = {"main": {"num_engines": 1, "engine": {"options": {"max-total-tokens": 4096}}}}
+    groups = {
+        "main": {
+            "num_engines": 1,
+            "engine": {"kind": "embedded", "options": {"max-total-tokens": 4096}},
+        }
+    }
     server = {"model_path": str(model_path), "groups": groups}
     return rollout.RolloutConfig.from_dict({"run_id": "loop", "servers": {"policy": server}})
 

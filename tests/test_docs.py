@@ -199,7 +199,8 @@ def push_for_fakes(window: Any, named_tensors: Any, *, version: int | None = Non
 def configuration(page: Path, folder: Path) -> RolloutConfig:
     """The page's own, with a checkpoint of the fakes; the shortest one if it has none."""
     told = [yaml.safe_load(text) for text in blocks(page, "yaml")]
-    shortest = {"servers": {"policy": {"model_path": "", "groups": {"main": {"num_engines": 2}}}}}
+    groups = {"main": {"num_engines": 2, "engine": {"kind": "fake"}}}
+    shortest = {"servers": {"policy": {"model_path": "", "groups": groups}}}
     values = next((one for one in told if "servers" in one), shortest)
     for server in values["servers"].values():
         server["model_path"] = write_checkpoint(folder)

@@ -76,7 +76,7 @@ def _round(stores: Mapping[str, Any], num_bytes: int, repeats: int) -> dict[str,
 def _config(model: Path, folder: Path, store: Any) -> RolloutConfig:
     policy = {
         "model_path": str(model),
-        "groups": {"main": {"engine": {"cpus": 0.5}}},
+        "groups": {"main": {"engine": {"kind": "embedded", "cpus": 0.5}}},
         "weights": {"store": store},
     }
     return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})

@@ -79,7 +79,7 @@ def _model(folder: Path, shape: str, num_bytes: int) -> Path:
 def _config(model: Path, folder: Path, *, streams: bool) -> RolloutConfig:
     policy = {
         "model_path": str(model),
-        "groups": {"main": {"engine": {"cpus": 0.5}}},
+        "groups": {"main": {"engine": {"kind": "embedded", "cpus": 0.5}}},
         "weights": {"stream": streams},
     }
     return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})

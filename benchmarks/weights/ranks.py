@@ -97,7 +97,9 @@ def _model(folder: Path, shape: str, num_bytes: int) -> Path:
 def _config(model: Path, folder: Path, bucket_bytes: int, num_engines: int) -> RolloutConfig:
     policy = {
         "model_path": str(model),
-        "groups": {"main": {"num_engines": num_engines, "engine": {"cpus": 0.5}}},
+        "groups": {
+            "main": {"num_engines": num_engines, "engine": {"kind": "embedded", "cpus": 0.5}}
+        },
         "weights": {"bucket_bytes": bucket_bytes},
     }
     return RolloutConfig.from_dict({"log_dir": str(folder), "servers": {"policy": policy}})

@@ -49,6 +49,7 @@ class Kind:
         quantises_at_start: its options can quantise a checkpoint that is not.
         old_state: what it keeps of old weights, and what is done about it.
         num_stages: its pipeline stages, by its options.
+        num_gpus: the GPUs of an engine whose settings do not say how many, by its options.
         tied_on_stages: types of models (``model_type``) whose last stage has a head that a push of
             the tied embedding reaches; None for all.
         nccl_cumem: its ``NCCL_CUMEM_ENABLE``, by options, environment and nodes of an engine; the
@@ -107,6 +108,7 @@ class Kind:
     quantises_at_start: bool = False
     old_state: OldState = NOTHING_KEPT
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
+    num_gpus: Callable[[Mapping[str, Any]], int] = lambda options: 0
     tied_on_stages: frozenset[str] | None = None
     nccl_cumem: Callable[[Mapping[str, Any], Mapping[str, str], int], str | None] | None = None
     preloads_saver: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.protocol.spec import spelled
+from engines.protocol.spec import normalized, spelled
 
 # Longest name first: what SGLang calls each size, and the shorter names it also takes.
 _SPELLINGS = {
@@ -58,6 +58,14 @@ def divide(options: dict[str, Any], num_gpus: int) -> Parallel:
         "ep_size": given["ep_size"] or 1,
     }
     return Parallel(num_ranks, {name: size for name, size in sizes.items() if size != 1})
+
+
+def num_ranks(options: Mapping[str, Any]) -> int:
+    """Ranks that options ask for, in any spelling; 1 if they do not, or wrongly."""
+    try:
+        return divide(normalized(options), 0).num_ranks
+    except ValueError:
+        return 1
 
 
 def num_stages(options: Mapping[str, Any]) -> int:

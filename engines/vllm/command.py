@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from engines.protocol import Endpoint, WorkerType
-from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
+from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse, spelled
 from engines.vllm.features import PROCESSED, why_no_logprobs, why_open
 from engines.vllm.routes import PLUGIN_BACKEND
 
@@ -86,6 +87,12 @@ def _check(spec: EngineSpec, endpoint: Endpoint) -> None:
         raise ValueError("an engine of kind vllm runs on one node; set nodes to 1")
     if spec.worker_type is not WorkerType.REGULAR:
         raise ValueError(f"vLLM cannot be a {spec.worker_type} worker here; SGLang can")
+
+
+def num_ranks(options: Mapping[str, Any]) -> int:
+    """Ranks that options ask for, in any spelling; 1 if they do not, or wrongly."""
+    given = [value for name, value in options.items() if spelled(name) in _SIZES]
+    return prod(size for size in given if isinstance(size, int) and size > 0)
 
 
 def _sizes(options: Mapping[str, Any], num_gpus: int) -> dict[str, int]:

@@ -24,14 +24,22 @@ class EngineKind(StrEnum):
     ATTACHED = "attached"
 
 
+def _gpus_of(given: Mapping[str, Any]) -> int:
+    """GPUs of an engine that does not say how many, by its settings that were read before."""
+    is_known = {"kind", "urls", "options"} <= given.keys()
+    if not is_known or given["urls"]:
+        return 0
+    return kind_of(given["kind"]).num_gpus(given["options"])
+
+
 class EngineConfig(ConfigSection):
     """How one engine of a group is started."""
 
-    kind: EngineKind = EngineKind.EMBEDDED
-    """``embedded`` runs our own decoder in a child process. ``sglang`` launches SGLang,
-    and ``vllm`` launches vLLM. ``attached`` uses engines that already run and never stops them; for
-    running vLLM servers, set ``vllm`` and ``urls``. ``fake`` generates without a
-    model, for tests of code that uses this library."""
+    kind: EngineKind
+    """``sglang`` launches SGLang, and ``vllm`` launches vLLM. ``embedded`` runs our own decoder in
+    a child process. ``attached`` uses engines that already run and never stops them; for running
+    vLLM servers, set ``vllm`` and ``urls``. ``fake`` generates without a model, for tests of code
+    that uses this library."""
     urls: tuple[str, ...] = ()
     """Addresses of the attached engines, each ``http://host:port``; one engine per address."""
     takeover: bool = False
@@ -47,8 +55,11 @@ class EngineConfig(ConfigSection):
     python: str = ""
     """Python interpreter in which the engine is installed. Default: the interpreter of this
     process."""
-    gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs of one engine (tensor parallel times pipeline parallel); 0 runs it on the CPU."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Options passed to the engine under its own names, for example ``max-total-tokens: 20000``."""
+    gpus: Annotated[int, Field(ge=0)] = Field(default_factory=_gpus_of)
+    """GPUs of one engine; 0 runs it on the CPU. Default: for ``sglang`` and ``vllm`` the product of
+    the parallel sizes in ``options``, 1 without any; else 0."""
     nodes: Annotated[int, Field(ge=1)] = 1
     """Nodes of one engine, each with an equal share of its GPUs; more than one needs Ray."""
     cpus: Annotated[float, Field(gt=0)] = 1.0
@@ -64,8 +75,6 @@ class EngineConfig(ConfigSection):
     """Deadline for a killed engine to end and for its memory, also that of its GPUs, to be free;
     the kill ends as soon as this was measured. An engine that misses it may still hold memory, so
     an offload fails. Default: 25 s on CPUs, 150 s on GPUs."""
-    options: Mapping[str, Any] = Field(default_factory=dict)
-    """Options passed to the engine under its own names, for example ``max-total-tokens: 20000``."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Environment variables added to those of the engine process. For attached engines only
     ``SGLANG_VLM_CACHE_SIZE_MB: "0"``: they were started with it, so they keep no embeddings."""
@@ -163,7 +172,7 @@ class GroupConfig(ConfigSection):
     standby: Annotated[int, Field(ge=0, le=1)] = 0
     """Engines that sleep beside each engine, booted, with their memory released. When the engine
     dies, the one that sleeps takes its place, and the next one boots behind it."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig
 
     @property
     def why_no_nccl(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -23,6 +24,8 @@ Location = tuple[int | str, ...]
 _UNKNOWN = "extra_forbidden"
 # Errors that appear only because a wrong value was taken out.
 _OF_REMOVAL = ("missing", "too_short")
+# Said of a default that follows from settings, one of which is wrong and has its own error.
+_FOLLOWS = "default_factory_not_called"
 _LISTS = ("tuple_type", "list_type")
 _NUMBERS = ("float_parsing", "int_parsing")
 _UNITS: Mapping[str, Mapping[str, float]] = {
@@ -120,6 +123,7 @@ def dotted(location: Location) -> str:
 
 
 def _mistakes(model: type[BaseModel], errors: Iterable[Any]) -> Iterator[Mistake]:
+    errors = (error for error in errors if error["type"] != _FOLLOWS)
     errors = sorted(errors, key=lambda error: error["type"] != _UNKNOWN)
     meant: set[str] = set()
     for error in errors:
@@ -133,11 +137,28 @@ def _mistakes(model: type[BaseModel], errors: Iterable[Any]) -> Iterator[Mistake
                 yield _conflict(location, name, why, error["input"])
         elif error["type"] == "missing":
             if setting not in meant:  # a mistyped key is the cause
-                yield Mistake(setting, None, f"{setting} is missing")
+                yield Mistake(setting, None, f"{setting} is missing{_choices(model, location)}")
         else:
             value = _shown_value(setting, error["input"])
             shown = f"{setting or 'config'} = {_short(value)}"
             yield Mistake(setting, value, f"{shown}: {_accepted(error)}")
+
+
+def _choices(model: type[BaseModel], location: Location) -> str:
+    """What a missing setting, or the first one that its section needs, may be."""
+    *parents, key = (str(part) for part in location)
+    annotation = _section_at(model, parents).model_fields[key].annotation
+    section, is_named = _section_of(annotation)
+    if section is not None and not is_named and (needed := _first_required(section)):
+        return f"; it needs {needed}{_choices(section, (needed,))}"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return f", one of {', '.join(annotation)}"
+    return ""
+
+
+def _first_required(section: type[BaseModel]) -> str:
+    fields = section.model_fields.items()
+    return next((name for name, field in fields if field.is_required()), "")
 
 
 def _conflict(location: Location, name: str, why: str, section: Any) -> Mistake:

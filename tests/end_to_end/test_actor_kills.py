@@ -25,7 +25,7 @@ from rollout.control.server.journal import read
 from rollout.core.errors import RolloutError
 from rollout.core.types import EngineStatus
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 from tests.support.processes import shared_memory_of, wait_until
 from tests.support.ray_worlds import RayWorld
 
@@ -164,7 +164,7 @@ def launched(world: RayWorld, folder: Path, kind: str = "embedded", **group: Any
     from rollout.testing.tiny_model import make_tiny_model
 
     model_path = make_tiny_model(folder / "model")
-    engine = cpu_engine(kind, cpus=0.5)
+    engine = cpu_config(kind, cpus=0.5)
     policy = {
         "model_path": str(model_path),
         "groups": {"main": {"num_engines": 2, "engine": engine} | group},

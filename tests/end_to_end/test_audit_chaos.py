@@ -19,7 +19,7 @@ import rollout
 from rollout.core.samples import all_samples
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.stream.options import RolloutOptions
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 from tests.support.models import FOR_VLLM
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -80,7 +80,7 @@ def policy(kind: str, tmp_path: Path):
     from rollout.testing.tiny_model import make_tiny_model
 
     shape = FOR_VLLM if kind == "vllm" else {}
-    engine = cpu_engine(kind, cpus=0.5)
+    engine = cpu_config(kind, cpus=0.5)
     config = rollout.RolloutConfig.from_dict(
         {
             "log_dir": str(tmp_path),

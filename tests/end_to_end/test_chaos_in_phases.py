@@ -17,7 +17,7 @@ from engines.vllm import routes
 from rollout.config import RolloutConfig
 from rollout.core.types import EngineStatus
 from rollout.runtime.local import launch_local
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 from tests.support.fault_proxy import FAULTS, ProxiedLauncher, tree_of
 from tests.support.load import Load
 from tests.support.models import FOR_VLLM, plain_models
@@ -148,7 +148,7 @@ def policy(
     folder = tmp_path_factory.mktemp(kind)
     kind = kind.removesuffix(ON_GPU)
     models = plain_models(folder, **(FOR_VLLM if kind == "vllm" else {}))
-    engine = cpu_engine(kind, cpus=0.5, gpus=0 if nvml is None else 1)
+    engine = cpu_config(kind, cpus=0.5, gpus=0 if nvml is None else 1)
     server = {
         "model_path": str(models[0]),
         "groups": {"main": {"num_engines": 2, "engine": engine}},

@@ -18,7 +18,7 @@ import pytest
 
 from rollout.core.errors import LifecycleError
 from rollout.core.types import EngineStatus
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 from tests.support.kinds import chaos_for, not_for
 from tests.support.models import plain_models
 from tests.support.nvml import NvmlDouble, logical_gpus
@@ -75,7 +75,7 @@ class GpuPolicy(RealPolicy):
 def gpu_policy(kind: str, folder: Path) -> Iterator[GpuPolicy]:
     models = plain_models(folder, 2)
     # A KV cache of tens of megabytes: what comes and goes on the host is small beside it.
-    engine = cpu_engine(kind, gpus=1, cpus=0.5, options={"max-total-tokens": 262144})
+    engine = cpu_config(kind, gpus=1, cpus=0.5, options={"max-total-tokens": 262144})
     groups = {"main": {"num_engines": 2, "engine": engine}}
     with (
         logical_gpus(folder / "gpus", 2, TOTAL_BYTES) as nvml,

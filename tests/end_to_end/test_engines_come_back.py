@@ -46,7 +46,9 @@ def deployment(
             "servers": {
                 "policy": {
                     "model_path": str(model_path),
-                    "groups": {"main": {"num_engines": 2, "engine": {"cpus": 0.5}}},
+                    "groups": {
+                        "main": {"num_engines": 2, "engine": {"kind": "embedded", "cpus": 0.5}}
+                    },
                     "health": HEALTH,
                 }
             },

@@ -16,6 +16,7 @@ import yaml
 
 import rollout
 from rollout.runtime.handle import ServerHandle
+from tests.support.builders import with_kinds
 from tests.support.processes import ROOT, program, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,6 +30,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(tmp_path: Path, model: str, *, server: dict | None = None, **group: object) -> str:
+    group = with_kinds({"main": group})["main"]
     values = {
         "log_dir": str(tmp_path / "logs"),
         "servers": {"policy": {"model_path": model, "groups": {"main": group}, **(server or {})}},

@@ -28,7 +28,7 @@ from rollout.core.samples import Sample, all_samples
 from rollout.core.types import EngineStatus
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.stream.options import RolloutOptions
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 from tests.support.load import PROMPTS
 from tests.support.models import plain_models
 from tests.support.processes import shared_memory_of, wait_until
@@ -68,7 +68,7 @@ COMMAND_S = {
 
 
 def config(model_path: Path, folder: Path, kind: str) -> rollout.RolloutConfig:
-    engine = cpu_engine(kind, cpus=0.5)
+    engine = cpu_config(kind, cpus=0.5)
     policy = {
         "model_path": str(model_path),
         "groups": {

@@ -62,7 +62,9 @@ def launched(model_path: Path, folder: Path, **weights: Any) -> Iterator[Deploym
             "servers": {
                 "policy": {
                     "model_path": str(model_path),
-                    "groups": {"main": {"num_engines": 1, "engine": {"cpus": 0.5}}},
+                    "groups": {
+                        "main": {"num_engines": 1, "engine": {"kind": "embedded", "cpus": 0.5}}
+                    },
                     "health": health,
                     "weights": {"store": {"spare_bytes": 0, "unit_bytes": 20_000}, **weights},
                 }

@@ -47,6 +47,14 @@ def slots(group: str, num: int, gpus: int = 0) -> list[EngineSlot]:
     ]
 
 
+def with_kinds(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The groups, with a kind of engine where a test does not say it."""
+    return {
+        name: {**group, "engine": {"kind": "embedded", **group.get("engine", {})}}
+        for name, group in groups.items()
+    }
+
+
 def server_config(
     groups: Mapping[str, Mapping[str, Any]],
     *,
@@ -60,7 +68,7 @@ def server_config(
     return ServerConfig.model_validate(
         {
             "model_path": model_path,
-            "groups": groups,
+            "groups": with_kinds(groups),
             "lifecycle": lifecycle or {},
             "verify": verify or {},
             # In the background of most tests, recovery would only blur what they look at.

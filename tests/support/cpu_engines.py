@@ -9,11 +9,16 @@ from tests.support.contract import CPU_OPTIONS
 from tools.cpu_engines import install
 
 
+def cpu_config(kind: str, **settings: Any) -> dict[str, Any]:
+    """Settings of an ``EngineConfig``, with more of them."""
+    return cpu_engine(kind, **({"gpus": 0} | settings))
+
+
 def cpu_engine(kind: str, **settings: Any) -> dict[str, Any]:
-    """Those of an ``EngineConfig`` or an ``EngineSpec``, with more of them."""
+    """Settings of an ``EngineSpec``, with more of them."""
     settings = {"kind": kind, **settings}
     settings["options"] = CPU_OPTIONS.get(kind, {}) | settings.get("options", {})
-    return install.engine(**settings) if kind in install.KINDS else settings
+    return install.launch_settings(**settings) if kind in install.KINDS else settings
 
 
 def installed(kind: str, package: str) -> Path:

@@ -21,7 +21,7 @@ from rollout.core.types import EngineStatus
 from rollout.router.proxy import reader_choice
 from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 
 DEADLINES = Deadlines(control_s=60, pause_s=60, memory_s=60, update_s=60, check_s=60, ready_s=10)
 
@@ -52,7 +52,7 @@ TWO_STAGES: dict[str, Any] = {
 
 def one_engine(kind: str = "sglang", **engine: Any) -> dict[str, Any]:
     """A group of one SGLang or vLLM engine on the CPU."""
-    return {"num_engines": 1, "engine": cpu_engine(kind, **engine)}
+    return {"num_engines": 1, "engine": cpu_config(kind, **engine)}
 
 
 def real_config(

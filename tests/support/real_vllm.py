@@ -99,7 +99,7 @@ def real_vllm(model: Path, folder: Path) -> Iterator[RealVllm]:
         model_path=str(model),
         log_path=str(folder / "vllm.log"),
         start_timeout_s=START_S,
-        **install.engine("vllm"),
+        **install.launch_settings("vllm"),
     )
     background = Background()
     running = background.run(LocalLauncher().launch(spec), START_S + 60)

@@ -14,7 +14,7 @@ from engines.protocol import Endpoint
 from engines.protocol.errors import EngineNotReady
 from rollout.config import RolloutConfig
 from rollout.runtime.handle import DeploymentHandle, ServerHandle
-from tests.support.builders import TWO_GROUPS, write_checkpoint
+from tests.support.builders import TWO_GROUPS, with_kinds, write_checkpoint
 from tests.support.engine_keys import Keys, Reachable
 
 TIMEOUT_S = 30
@@ -37,7 +37,7 @@ def config(
     of_server = {
         "agents": {"workers": 0},
         "model_path": write_checkpoint(folder),
-        "groups": groups,
+        "groups": with_kinds(groups),
         "health": dict(health or {}),
         "page": dict(page or {}),
         **(server or {}),

@@ -71,7 +71,9 @@ def drive(model: str, folder: str, run_id: str, scale: str) -> None:
             "servers": {
                 "policy": {
                     "model_path": model,
-                    "groups": {"main": {"num_engines": 1, "engine": {"cpus": 0.5}}},
+                    "groups": {
+                        "main": {"num_engines": 1, "engine": {"kind": "embedded", "cpus": 0.5}}
+                    },
                     "health": {"probe_interval_s": 0.5, "probe_timeout_s": 5.0},
                     "weights": {
                         "store": {"spare_bytes": 0, "unit_bytes": 20_000},

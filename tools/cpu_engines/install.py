@@ -67,7 +67,12 @@ def variables_of(kind: str) -> dict[str, str]:
 
 
 def engine(kind: str, **settings: Any) -> dict[str, Any]:
-    """Settings of an engine in it; ``options`` and ``env`` are added to its own."""
+    """The section ``engine`` of a configuration, for engines in it."""
+    return {"gpus": 0, **launch_settings(kind, **settings)}
+
+
+def launch_settings(kind: str, **settings: Any) -> dict[str, Any]:
+    """How an engine in it is launched; ``options`` and ``env`` are added to its own."""
     return {
         "kind": kind,
         "python": str(python_of(kind)),

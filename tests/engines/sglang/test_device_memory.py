@@ -29,7 +29,7 @@ from rollout.rules.release_policy import least_freed_bytes
 from rollout.runtime.local import launch_local
 from tests.support.builders import server_config
 from tests.support.contract import Models
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 from tests.support.nvml import NvmlDouble, nvml_double
 from tests.support.real_policy import one_engine, real_config
 
@@ -43,7 +43,7 @@ ONLOAD = (Command.ONLOAD_WEIGHTS, Command.VERIFY, Command.ONLOAD_KV, Command.CON
 @asynccontextmanager
 async def started(models: Models, folder: Path) -> AsyncIterator[ServerGroup]:
     """A group of one frozen engine on GPU 0."""
-    config = server_config({"main": {"engine": cpu_engine("sglang", gpus=1)}}, update="frozen")
+    config = server_config({"main": {"engine": cpu_config("sglang", gpus=1)}}, update="frozen")
     settings = GroupSettings(
         name="main",
         path="servers.policy.groups.main",

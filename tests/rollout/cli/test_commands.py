@@ -37,7 +37,7 @@ from rollout.runtime.preflight import push_sizes
 from rollout.weights.push.push_memory import push_memory
 from rollout.weights.routes.nccl import nccl_of_torch
 from tests.rollout.observability.timeline.spans import offload_step, rank_push
-from tests.support.builders import write_checkpoint
+from tests.support.builders import with_kinds, write_checkpoint
 from tests.support.paged import step, until
 from tests.support.pages import code_of
 from tests.support.processes import program
@@ -293,7 +293,7 @@ def test_a_run_that_is_not_there_is_named_beside_those_that_are(
 def test_a_plan_names_each_refusal_and_the_setting_to_change(tmp_path: Path) -> None:
     loaded = config(tmp_path)
     backup = {"weights_cpu_backup": False}
-    groups = {"a": {"engine": backup}, "b": {"engine": backup}, "c": {"num_engines": 2}}
+    groups = with_kinds({"a": {"engine": backup}, "b": {"engine": backup}, "c": {"num_engines": 2}})
     values = loaded.model_dump(mode="json", exclude_defaults=True)
     values["servers"]["policy"] |= {"groups": groups, "weights": {"update": "lora"}}
     file = tmp_path / "rollout.json"
@@ -365,7 +365,7 @@ def test_a_plan_shows_before_a_release_what_brings_the_weights_back(
     values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
     values["servers"]["policy"] |= {
         "model_path": str(write_checkpoint(tmp_path / "model")),
-        "groups": {"main": {"engine": {"weights_cpu_backup": backup}}},
+        "groups": {"main": {"engine": {"kind": "embedded", "weights_cpu_backup": backup}}},
         "weights": {"store": store or None},
     }
     file = tmp_path / "rollout.json"
@@ -379,7 +379,7 @@ def test_a_plan_counts_the_backup_of_engines_to_which_not_all_is_pushed(tmp_path
     model = tmp_path / "model"
     values["servers"]["policy"] |= {
         "model_path": str(write_checkpoint(model)),
-        "groups": {"main": {"num_engines": 2}},
+        "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded"}}},
         "weights": {"not_pushed": ["lm_head.*"]},
     }
     file = tmp_path / "rollout.json"
@@ -682,7 +682,7 @@ def test_help_and_status_fit_in_80_columns(run: str, monkeypatch: pytest.MonkeyP
 
 def test_a_pipe_gets_each_fact_in_one_line(tmp_path: Path) -> None:
     values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
-    values["servers"]["policy"]["groups"] = {"main": {"num_engines": 500}}
+    values["servers"]["policy"]["groups"] = with_kinds({"main": {"num_engines": 500}})
     file = tmp_path / "rollout.json"
     file.write_text(json.dumps(values))
     notes = [line for line in run_command("plan", str(file)).splitlines() if "note" in line]

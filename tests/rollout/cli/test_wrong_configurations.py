@@ -18,6 +18,7 @@ from rollout.core.errors import ConfigError
 from rollout.weights.store.node.base_folder import base_folder
 from tests.support.builders import write_checkpoint
 
+ONE_GROUP = {"main": {"engine": {"kind": "embedded"}}}
 S, G, E = "servers.policy", "servers.policy.groups.main", "servers.policy.groups.main.engine"
 W, H = "servers.policy.weights", "servers.policy.health"
 NOT_INT = "Input should be a valid integer"
@@ -50,7 +51,7 @@ WRONG: list[tuple[str, Any, str, str]] = [
     ("servers", ["policy"], "", "must be a section"),
     (
         "servers.Policy",
-        {"model_path": "m", "groups": {"main": {}}},
+        {"model_path": "m", "groups": ONE_GROUP},
         "",
         "lower-case letters, digits and _",
     ),
@@ -68,8 +69,10 @@ WRONG: list[tuple[str, Any, str, str]] = [
     (f"{S}.groups", MISSING, "", "groups is missing"),
     (f"{S}.groups", {}, "", "at least one entry"),
     (f"{S}.groups", [], "", "must be a section"),
-    (f"{S}.groups.Main", {}, "", "lower-case letters"),
-    (f"{S}.groups.a-b", {}, "", "lower-case letters"),
+    (f"{S}.groups.Main", ONE_GROUP["main"], "", "lower-case letters"),
+    (f"{S}.groups.a-b", ONE_GROUP["main"], "", "lower-case letters"),
+    (f"{G}.engine", MISSING, "", f"{G}.engine is missing; it needs kind, one of embedded, sglang"),
+    (f"{E}.kind", MISSING, "", f"{E}.kind is missing, one of embedded, sglang, vllm, fake"),
     (f"{S}.group", {}, "", "did you mean 'groups'?"),
     (f"{G}.num_engines", 0, "", "greater than or equal to 1"),
     (f"{G}.num_engines", -3, "", "greater than or equal to 1"),
@@ -213,7 +216,10 @@ WRONG: list[tuple[str, Any, str, str]] = [
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("right")
-    server = {"model_path": write_checkpoint(folder), "groups": {"main": {}}}
+    server = {
+        "model_path": write_checkpoint(folder),
+        "groups": ONE_GROUP,
+    }
     return {"log_dir": str(folder), "servers": {"policy": server}}
 
 
@@ -272,7 +278,10 @@ def test_all_mistakes_are_listed_at_once(right: dict[str, Any], tmp_path: Path) 
         (f"{S}.model_path", "/nowhere"),
         (f"{G}.num_engines", 0),
         (f"{G}.engine.options", {"port": 1}),
-        (f"{S}.groups.other", {"num_engine": 1, "engine": {"python": "/no/python"}}),
+        (
+            f"{S}.groups.other",
+            {"num_engine": 1, "engine": {"kind": "embedded", "python": "/no/python"}},
+        ),
         (f"{S}.lifecycle.drain", "kill"),
         (f"{W}.disk_path", "/ckpt"),
         ("cluster.adress", "auto"),
@@ -297,7 +306,7 @@ def test_all_mistakes_are_listed_at_once(right: dict[str, Any], tmp_path: Path) 
 
 
 def test_a_mistake_does_not_hide_one_that_needs_the_whole_section(right: dict[str, Any]) -> None:
-    group = {"num_engines": 1, "min_engines": 2, "worker_type": "decoder"}
+    group = ONE_GROUP["main"] | {"num_engines": 1, "min_engines": 2, "worker_type": "decoder"}
     with pytest.raises(ConfigError, match="2 settings are wrong") as caught:
         RolloutConfig.from_dict(changed(right, G, group))
     named = [mistake.setting for mistake in caught.value.mistakes]
@@ -419,7 +428,8 @@ def test_toml_and_a_byte_order_mark_are_read(right: dict[str, Any], tmp_path: Pa
     file = tmp_path / "rollout.toml"
     file.write_text(
         f"log_dir = '{right['log_dir']}'\n[servers.policy]\n"
-        f"model_path = '{right['servers']['policy']['model_path']}'\n[servers.policy.groups.main]\n"
+        f"model_path = '{right['servers']['policy']['model_path']}'\n"
+        "[servers.policy.groups.main]\nengine.kind = 'embedded'\n"
     )
     assert RolloutConfig.from_file(file) == RolloutConfig.from_dict(right)
     marked = tmp_path / "rollout.json"

@@ -32,6 +32,7 @@ from rollout.config.compatibility import (
 )
 from rollout.core.errors import ConfigError
 
+GROUP = GroupConfig(engine=EngineConfig(kind=EngineKind.EMBEDDED))
 GOOD = Features(
     engine="sglang",
     version="0.5.23",
@@ -58,7 +59,12 @@ def why(
     features = replace(GOOD, **changed)
     conflicts = chain(
         of_engine(
-            "policy-0", features, GroupConfig(), drain, memory_saver=True, weights_cpu_backup=True
+            "policy-0",
+            features,
+            GROUP,
+            drain,
+            memory_saver=True,
+            weights_cpu_backup=True,
         ),
         of_pushes("policy-0", features, update, transport, drain),
     )
@@ -94,7 +100,15 @@ def test_a_draft_that_a_release_would_lose_is_refused_with_what_keeps_it() -> No
 
     def refusals(*, memory_saver: bool, weights_cpu_backup: bool) -> list[tuple[str, str]]:
         settings = {"memory_saver": memory_saver, "weights_cpu_backup": weights_cpu_backup}
-        return list(of_engine("a", features, GroupConfig(), Drain.ABORT, **settings))
+        return list(
+            of_engine(
+                "a",
+                features,
+                GROUP,
+                Drain.ABORT,
+                **settings,
+            )
+        )
 
     ((setting, reason),) = refusals(memory_saver=True, weights_cpu_backup=False)
     assert setting == "needs_offload"
@@ -136,7 +150,7 @@ def test_a_frozen_model_may_have_replicas() -> None:
 
 def test_an_engine_that_is_never_released_needs_no_memory_saver() -> None:
     bare = replace(GOOD, has_memory_saver=False, has_weights_cpu_backup=False)
-    group = GroupConfig(needs_offload=False)
+    group = GROUP.model_copy(update={"needs_offload": False})
     assert not list(
         of_engine("a", bare, group, Drain.FINISH, memory_saver=False, weights_cpu_backup=False)
     )
@@ -372,7 +386,10 @@ def test_an_engine_that_applies_whole_tensors_only_is_refused_where_deltas_are_n
 
 
 def test_a_standby_without_recovery_is_refused() -> None:
-    settings = {"model_path": "/m", "groups": {"main": {"standby": 1}}}
+    settings = {
+        "model_path": "/m",
+        "groups": {"main": {"standby": 1, "engine": {"kind": "embedded"}}},
+    }
     assert ServerConfig.model_validate(settings).groups["main"].standby == 1
     with pytest.raises(ValueError, match=r"health\.recover is false"):
         ServerConfig.model_validate(settings | {"health": {"recover": False}})

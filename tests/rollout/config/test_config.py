@@ -11,16 +11,49 @@ from rollout.config import RolloutConfig, Transport, check_paths
 from rollout.core.errors import ConfigError
 from rollout.runtime.local import group_settings
 
-MINIMAL = {"servers": {"policy": {"model_path": "model", "groups": {"main": {}}}}}
+ONE_GROUP = {"main": {"engine": {"kind": "embedded"}}}
+MINIMAL = {"servers": {"policy": {"model_path": "model", "groups": ONE_GROUP}}}
 
 
 def with_group(**group) -> dict:
-    return {"servers": {"policy": {"model_path": "model", "groups": {"main": group}}}}
+    groups = {"main": {"engine": {"kind": "embedded"}, **group}}
+    return {"servers": {"policy": {"model_path": "model", "groups": groups}}}
 
 
 def test_a_minimal_config_gives_one_offloading_cpu_engine() -> None:
     group = RolloutConfig.from_dict(MINIMAL).servers["policy"].groups["main"]
     assert (group.num_engines, group.needs_offload, group.engine.gpus) == (1, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_gpus"),
+    [
+        ({"kind": "sglang"}, 1),
+        ({"kind": "sglang", "gpus": 0}, 0),
+        ({"kind": "sglang", "options": {"tp": 4, "pp-size": 2}}, 8),
+        ({"kind": "sglang", "options": {"tp-size": 2, "dp-size": 2}}, 4),
+        ({"kind": "sglang", "options": {"tp": 2, "dp": 2, "enable-dp-attention": True}}, 2),
+        ({"kind": "sglang", "options": {"tp": "two"}}, 1),
+        ({"kind": "vllm"}, 1),
+        ({"kind": "vllm", "options": {"tensor-parallel-size": 2, "max-model-len": 8192}}, 2),
+        (
+            {
+                "kind": "vllm",
+                "options": {"--tensor-parallel-size": 2, "pipeline_parallel_size": 3},
+            },
+            6,
+        ),
+        ({"kind": "vllm", "urls": ["http://a:1"]}, 0),
+        ({"kind": "attached", "urls": ["http://a:1"]}, 0),
+        ({"kind": "embedded", "options": {"tp": 2}}, 0),
+        ({"kind": "fake"}, 0),
+    ],
+)
+def test_the_gpus_of_an_engine_follow_from_its_kind_and_its_options(
+    engine: dict, num_gpus: int
+) -> None:
+    group = RolloutConfig.from_dict(with_group(engine=engine)).servers["policy"].groups["main"]
+    assert group.engine.gpus == num_gpus
 
 
 @pytest.mark.parametrize(
@@ -36,7 +69,7 @@ def test_a_minimal_config_gives_one_offloading_cpu_engine() -> None:
             "unknown key 'num_engine' in servers.policy.groups.main; did you mean 'num_engines'?",
         ),
         (
-            with_group(engine={"gpu": 1}),
+            with_group(engine={"kind": "fake", "gpu": 1}),
             "unknown key 'gpu' in servers.policy.groups.main.engine; did you mean 'gpus'?",
         ),
         (
@@ -47,7 +80,10 @@ def test_a_minimal_config_gives_one_offloading_cpu_engine() -> None:
             MINIMAL | {"cluster": {"zzz": 1}},
             "unknown key 'zzz' in cluster; known: address, namespace",
         ),
-        ({"servers": {"policy": {"groups": {"main": {}}}}}, "servers.policy.model_path is missing"),
+        (
+            {"servers": {"policy": {"groups": ONE_GROUP}}},
+            "servers.policy.model_path is missing",
+        ),
         (with_group(num_engines=0), "servers.policy.groups.main.num_engines = 0: "),
         (with_group(worker_type="decoder"), "worker_type = 'decoder': Input should be 'regular'"),
         (with_group(num_engines=1, min_engines=2), "min_engines 2 is over num_engines"),
@@ -61,7 +97,7 @@ def test_a_wrong_setting_is_named_with_what_would_be_accepted(values, message: s
 
 
 def test_a_typo_is_reported_and_not_the_setting_that_is_missing_because_of_it() -> None:
-    values = {"servers": {"policy": {"model_pth": "model", "groups": {"main": {}}}}}
+    values = {"servers": {"policy": {"model_pth": "model", "groups": ONE_GROUP}}}
     with pytest.raises(ConfigError, match=r"did you mean 'model_path'\?$") as caught:
         RolloutConfig.from_dict(values)
     assert [mistake.setting for mistake in caught.value.mistakes] == ["servers.policy.model_pth"]
@@ -85,7 +121,7 @@ def broadcasting(group: dict, **weights) -> RolloutConfig:
 
 
 def sglang(**engine) -> dict:
-    return {"engine": {"kind": "sglang", **engine}}
+    return {"engine": {"kind": "sglang", "gpus": 0, **engine}}
 
 
 @pytest.mark.parametrize("name", ["pp", "pp_size", "--pp-size", "pipeline-parallel-size"])
@@ -138,7 +174,7 @@ def test_what_sglang_sets_for_nccl_is_known_except_for_attached_engines() -> Non
         "experts": sglang(nodes=2, gpus=2, options={"moe-a2a-backend": "deepep_v2"}),
         "nodes": sglang(nodes=2, gpus=2),
         "attached": {"engine": {"kind": "attached", "urls": ["http://a:1"]}},
-        "embedded": {},
+        "embedded": {"engine": {"kind": "embedded"}},
     }
     found = RolloutConfig.from_dict(values).servers["policy"].nccl_cumem
     assert found == {
@@ -199,7 +235,9 @@ def test_mistakes_of_a_file_have_their_lines(tmp_path: Path) -> None:
         RolloutConfig.from_file(tmp_path / "config.yaml")
     assert [mistake.line for mistake in caught.value.mistakes] == [4, 7, 8, 10]
     assert "\n  line 4: unknown key 'engine' in servers.policy; it belongs" in str(caught.value)
-    (tmp_path / "config.yaml").write_text("servers:\n  policy:\n    groups: {main: {}}\n")
+    (tmp_path / "config.yaml").write_text(
+        "servers:\n  policy: {groups: {main: {engine: {kind: fake}}}}\n"
+    )
     with pytest.raises(ConfigError, match=r"^line 2: servers.policy.model_path is missing"):
         RolloutConfig.from_file(tmp_path / "config.yaml")
 
@@ -216,7 +254,7 @@ def test_mistakes_of_a_file_have_their_lines(tmp_path: Path) -> None:
 def test_a_key_one_level_too_high_is_sent_to_its_section_and_hides_nothing(
     section: dict, key: str, home: str
 ) -> None:
-    values = {"servers": {"policy": section | {key: 2, "groups": {"main": {}}}}}
+    values = {"servers": {"policy": section | {key: 2, "groups": ONE_GROUP}}}
     with pytest.raises(ConfigError) as caught:
         RolloutConfig.from_dict(values)
     assert str(caught.value) == f"unknown key {key!r} in servers.policy; it belongs in {home}"
@@ -248,7 +286,7 @@ def test_a_number_with_a_unit_is_given_without_it(weights: dict, number: str) ->
 def test_a_model_path_that_is_no_folder_has_the_way_to_one(
     tmp_path: Path, path: str, way: str
 ) -> None:
-    server = {"model_path": path, "groups": {"main": {}}}
+    server = {"model_path": path, "groups": ONE_GROUP}
     (tmp_path / "config.json").write_text(json.dumps({"servers": {"policy": server}}))
     with pytest.raises(ConfigError) as caught:
         check_paths(RolloutConfig.from_file(tmp_path / "config.json"))
@@ -268,7 +306,7 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
 
 def test_a_model_path_must_be_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
     def config(path: Path) -> RolloutConfig:
-        groups = {"main": {}}
+        groups = ONE_GROUP
         return RolloutConfig.from_dict(
             {"servers": {"policy": {"model_path": str(path), "groups": groups}}}
         )
@@ -288,7 +326,11 @@ def test_a_config_cannot_be_written_to() -> None:
 
 
 def test_a_push_of_a_draft_is_refused_with_what_works() -> None:
-    server = {"model_path": "/m", "groups": {"main": {}}, "weights": {"draft": "pushed"}}
+    server = {
+        "model_path": "/m",
+        "groups": ONE_GROUP,
+        "weights": {"draft": "pushed"},
+    }
     with pytest.raises(ConfigError, match=r"no push contains a draft: .*; use kept") as caught:
         RolloutConfig.from_dict({"servers": {"policy": server}})
     assert "servers.policy.weights.draft" in str(caught.value)

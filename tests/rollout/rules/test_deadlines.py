@@ -21,11 +21,17 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("engine", "num_bytes", "start_s", "kill_s"),
     [
-        ({}, 0, 300, 25),
+        ({"kind": "fake"}, 0, 300, 25),
         ({"kind": "sglang", "gpus": 8}, 0, 900, 150),
         ({"kind": "sglang", "gpus": 8}, 140 * GB, 1600, 150),
-        ({"kind": "sglang"}, 1 * GB, 305, 25),
-        ({"gpus": 1, "start_timeout_s": 60, "kill_timeout_s": 10}, 140 * GB, 60, 10),
+        ({"kind": "sglang", "gpus": 0}, 1 * GB, 305, 25),
+        ({"kind": "sglang"}, 1 * GB, 905, 150),
+        (
+            {"kind": "fake", "gpus": 1, "start_timeout_s": 60, "kill_timeout_s": 10},
+            140 * GB,
+            60,
+            10,
+        ),
     ],
 )
 def test_an_engine_on_gpus_gets_longer_and_a_large_checkpoint_too(

@@ -21,7 +21,7 @@ from rollout.rules.placement import (
 
 
 def group(num_engines: int = 1, *, gpus: int = 0, cpus: float = 1.0, **more) -> GroupConfig:
-    engine = {"gpus": gpus, "cpus": cpus}
+    engine = {"kind": "fake", "gpus": gpus, "cpus": cpus}
     return GroupConfig.model_validate({"num_engines": num_engines, "engine": engine, **more})
 
 

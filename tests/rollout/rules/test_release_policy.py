@@ -18,7 +18,7 @@ from rollout.rules.release_policy import (
 
 def group(backup: bool | None = None, *, needs_offload: bool = True) -> GroupConfig:
     return GroupConfig.model_validate(
-        {"needs_offload": needs_offload, "engine": {"weights_cpu_backup": backup}}
+        {"needs_offload": needs_offload, "engine": {"kind": "fake", "weights_cpu_backup": backup}}
     )
 
 

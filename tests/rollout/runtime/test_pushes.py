@@ -53,7 +53,7 @@ def run(tmp_path: Path, servers: dict[str, Any]) -> Iterator[DeploymentHandle]:
     (tmp_path / "shm").mkdir()
     server = {
         "model_path": write_checkpoint(tmp_path),
-        "groups": {"main": {}},
+        "groups": {"main": {"engine": {"kind": "embedded"}}},
         "health": {"recover": False},
         "verify": {"by": "canary", "canary_prompts": [[1, 2, 3]]},
         "weights": {"shared_memory_path": str(tmp_path / "shm"), "bucket_bytes": 600, **servers},

@@ -83,7 +83,9 @@ def real_origins() -> list[Origin]:
 
 def _environment_of(kind: str) -> Mapping[str, str]:
     """Of an engine that is started now, without settings of its own."""
-    spec = EngineSpec(f"{kind}-0", model_path=os.curdir, log_path="", **install.engine(kind))
+    spec = EngineSpec(
+        f"{kind}-0", model_path=os.curdir, log_path="", **install.launch_settings(kind)
+    )
     return invocation(spec, Endpoint(spec.host, 1), os.environ).env
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from tests.support.cpu_engines import cpu_engine
+from tests.support.cpu_engines import cpu_config
 from tests.support.gpu.machine import Gpu, need
 
 WITHOUT_KERNELS = "SGLANG_WITHOUT_KERNELS"
@@ -50,7 +50,7 @@ def sglang_engine(gpu: Gpu, *, graphs: bool = False, num_tokens: int = 0) -> dic
     """
     need("sglang", gpu)
     if not gpu.is_real and not is_emulated(gpu):
-        return cpu_engine("sglang", gpus=1, cpus=1)
+        return cpu_config("sglang", gpus=1, cpus=1)
     options = {
         "disable-overlap-schedule": True,
         "skip-server-warmup": True,

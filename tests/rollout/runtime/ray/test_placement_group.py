@@ -22,7 +22,7 @@ TWO_NODES = ({"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4})
 
 def plan(num_engines: int, gpus: int = 1, trainer_gpus: int = 0, **more: Any) -> PlacementPlan:
     group = GroupConfig.model_validate(
-        {"num_engines": num_engines, "engine": {"gpus": gpus, **more}}
+        {"num_engines": num_engines, "engine": {"kind": "embedded", "gpus": gpus, **more}}
     )
     return plan_placement({"policy": {"main": group}}, trainer_gpus=trainer_gpus)
 

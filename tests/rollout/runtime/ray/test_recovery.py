@@ -25,7 +25,7 @@ HEALTH = {"probe_interval_s": 0.2, "probe_timeout_s": 1.0, "probes_to_dead": 2}
 def policy(world: World, tmp_path: Path) -> Iterator[ServerHandle]:
     server = {
         "model_path": write_checkpoint(tmp_path),
-        "groups": {"main": {"num_engines": 2}},
+        "groups": {"main": {"num_engines": 2, "engine": {"kind": "embedded"}}},
         "health": HEALTH,
     }
     config = RolloutConfig.from_dict({"log_dir": str(tmp_path), "servers": {"policy": server}})
