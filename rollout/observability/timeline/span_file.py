@@ -57,8 +57,7 @@ class SpanFile(SpanSink):
         self._file: BinaryIO | None = None
         self._num_bytes = 0
 
-    def close(self) -> None:
-        super().close()
+    def finish(self) -> None:
         self._close_file()
 
     def process(self, span: Span) -> None:

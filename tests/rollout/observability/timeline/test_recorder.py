@@ -1,8 +1,10 @@
 """The recording of spans, what is kept of them, and how running spans appear."""
 
 import asyncio
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engines.protocol.errors import EngineRejected
@@ -207,3 +209,20 @@ def test_spans_that_another_process_measured_are_recorded_as_its_own() -> None:
     (span,) = timeline.since(cursor).spans
     assert (span.source, span.span_id, span.rank) == ("policy", 2, 3)
     assert Span.from_dict(span.to_dict()) == span
+
+
+@pytest.mark.parametrize("has_written", [True, False])
+async def test_a_span_after_the_close_is_dropped_and_nothing_stays_open(
+    tmp_path: Path, *, has_written: bool
+) -> None:
+    path = tmp_path / "policy.spans.jsonl"
+    timeline = Timeline("policy", sinks=[SpanFile(path)])
+    if has_written:
+        timeline.event("in time")
+    await timeline.aclose()
+    timeline.event("late")
+    await timeline.aclose()
+    written = path.read_text().splitlines() if path.exists() else []
+    assert [span.name for span in read_lines(written)] == ["in time"] * has_written
+    assert "spans" not in {thread.name for thread in threading.enumerate()}
+    assert [file for file in psutil.Process().open_files() if file.path == str(path)] == []
