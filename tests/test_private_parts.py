@@ -1,4 +1,4 @@
-"""The private parts of uvicorn and TRL that we subclass and call are still there.
+"""The private parts of uvicorn, TRL and OpenTelemetry that we subclass and call are still there.
 
 A new release may move them.  Then these tests name the part, and ``pyproject.toml`` keeps users on
 the releases that have it.
@@ -116,14 +116,34 @@ TRL = [
     ),
 ]
 
+OPENTELEMETRY = [
+    Part(
+        "opentelemetry.sdk._configuration._OTelSDKConfigurator",
+        "rollout/observability/timeline/otel_provider.py",
+        package="opentelemetry-sdk",
+        calls={"configure": ""},
+    ),
+    Part(
+        "opentelemetry.sdk._configuration",  # which gets the arguments of ``configure``
+        "rollout/observability/timeline/otel_provider.py",
+        package="opentelemetry-sdk",
+        calls={"_initialize_components": "trace_exporter_names resource_attributes"},
+    ),
+]
+
 
 def test_each_part_is_used_in_a_file_that_exists() -> None:
-    files = {part.used_in for part in (*UVICORN, *TRL)}
+    files = {part.used_in for part in (*UVICORN, *TRL, *OPENTELEMETRY)}
     assert sorted(name for name in files if not (ROOT / name).is_file()) == []
 
 
 def test_uvicorn_has_what_the_router_uses() -> None:
     assert moved(UVICORN) == []
+
+
+def test_opentelemetry_has_what_the_export_uses() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    assert moved(OPENTELEMETRY) == []
 
 
 @pytest.mark.slow  # imports TRL

@@ -13,10 +13,11 @@ from importlib.metadata import version
 
 @dataclass(frozen=True)
 class Part:
-    """What we use of one class.
+    """What we use of one class, or module.
 
     Attributes:
         used_in: our file.
+        package: by which pip knows it, if not by the first name of ``path``.
         overrides: methods that ours replace -> their parameters, which must be just these.
         calls: methods that we call -> the arguments we give them.
         attributes: those that we read or set.
@@ -27,13 +28,19 @@ class Part:
     overrides: Mapping[str, str] = field(default_factory=dict)
     calls: Mapping[str, str] = field(default_factory=dict)
     attributes: str = ""
+    package: str = ""
+
+    @property
+    def release(self) -> str:
+        """Name and version of the package."""
+        package = self.package or self.path.partition(".")[0]
+        return f"{package} {version(package)}"
 
 
 def moved(parts: Iterable[Part]) -> list[str]:
     """A line for everything that is not where we use it; empty if all is there."""
     return [
-        f"{part.path.partition('.')[0]} {version(part.path.partition('.')[0])}: {part.path}"
-        f"{problem}; used in {part.used_in}"
+        f"{part.release}: {part.path}{problem}; used in {part.used_in}"
         for part in parts
         for problem in _problems(part)
     ]
@@ -75,7 +82,7 @@ def _parameters(kind: type, method: str) -> Mapping[str, inspect.Parameter] | No
 def _attributes(kind: type) -> Iterator[str]:
     """Of the class, and of its objects as far as its source shows them: ``self.name = ...``."""
     yield from dir(kind)
-    for base in kind.__mro__:
+    for base in getattr(kind, "__mro__", ()):
         if base.__module__.partition(".")[0] != kind.__module__.partition(".")[0]:
             continue
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):

@@ -1,8 +1,8 @@
 """Export of spans through the OpenTelemetry SDK.  Needs the extra ``otel``.
 
 Always true: an exported span has its recorded times, its error and, if known, its parent, so the
-spans of a phase form one trace; a collector that does not answer delays the end of a run by a few
-seconds at most.
+spans of a phase form one trace, which is that of the caller if the caller had one; a collector that
+does not answer delays the end of a run by a few seconds at most.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from engines.process.background import Then, keep_thread
-from rollout.core.optional_deps import optional_import
+from rollout.observability.timeline.otel_provider import (
+    CLOSE_S,
+    SCOPE,
+    ends_in_time,
+    tracer_provider,
+)
 from rollout.observability.timeline.sink import SpanSink
 from rollout.observability.timeline.span import Kind, Outcome, Span
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 3.0
 _MAX_PARENTS = 4096
-_SCOPE = "ray-rollout"
 _ATTRIBUTES = (
     *("source", "engine_id", "outcome", "num_bytes", "budget_s", "weight_version"),
     *("verified_by", "read_bytes", "rank"),
@@ -35,43 +37,31 @@ class OtelSink(SpanSink):
     parent has arrived; then both are exported.
 
     Args:
-        provider: of ``opentelemetry.sdk.trace``; None creates one that exports over
-            OTLP/HTTP, configured by the ``OTEL_*`` environment variables.
+        provider: of ``opentelemetry.sdk.trace``; None: that of this process.
 
     Raises:
-        ConfigError: the SDK is not installed.
+        ConfigError: see ``tracer_provider``.
     """
 
     thread_name = "otel"
 
     def __init__(self, provider: Any = None) -> None:
         super().__init__()
-        with optional_import("otel", "OpenTelemetry is not installed"):
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        self._exporter: Any = None
-        self._provider: Any = provider or TracerProvider(resource=_resource())
-        if provider is None:
-            self._exporter = _exporter()
-            self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._provider: Any = provider or tracer_provider()
         self._children: OrderedDict[tuple[str, int], list[Span]] = OrderedDict()
 
     def close(self) -> None:
         super().close()
         while self._children:
             self._export_oldest()
-        if self._exporter is not None:
-            # In a thread: if no collector answers, the SDK retries for longer than the end of a run
-            # should take.
-            ending = keep_thread(self._provider.shutdown, "otel-end", Then.IS_OVER)
-            ending.join(_CLOSE_S)
-            if ending.is_alive():
-                logger.warning(
-                    "OpenTelemetry: the collector has not taken all spans within %g s; the rest is "
-                    "only in the files of the run",
-                    _CLOSE_S,
-                )
-                self._exporter.shutdown()  # no more attempts in the background
+        # The provider goes on: other timelines and the program itself may use it.
+        flush = getattr(self._provider, "force_flush", None)
+        if flush is not None and not ends_in_time(flush):
+            logger.warning(
+                "OpenTelemetry: the collector has not taken all spans within %g s; the rest is "
+                "only in the files of the run",
+                CLOSE_S,
+            )
 
     def process(self, span: Span) -> None:
         """Keep a child until its parent has ended; export a root with all its descendants."""
@@ -88,12 +78,19 @@ class OtelSink(SpanSink):
             self._export(orphan, None)
 
     def _export(self, span: Span, parent: Any) -> None:
+        from opentelemetry.context import Context
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        tracer = self._provider.get_tracer(_SCOPE)
+        if parent is None:  # in a new context: that of this thread may be of another trace
+            caller = {"traceparent": span.traceparent}
+            context = TraceContextTextMapPropagator().extract(caller, Context())
+        else:
+            context = set_span_in_context(parent)
+        tracer = self._provider.get_tracer(SCOPE)
         exported = tracer.start_span(
             f"{span.kind.value} {span.name}",
-            context=None if parent is None else set_span_in_context(parent),
+            context=context,
             start_time=int(span.start_s * 1e9),
             attributes=_attributes(span),
         )
@@ -113,20 +110,6 @@ def export(spans: Iterable[Span], provider: Any = None) -> int:
         num += 1
     sink.close()
     return num
-
-
-def _resource() -> Any:
-    """The service that the environment describes, with a default name."""
-    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-
-    named = OTELResourceDetector().detect().attributes.get(SERVICE_NAME)
-    return Resource.create({SERVICE_NAME: named or _SCOPE})
-
-
-def _exporter() -> Any:
-    with optional_import("otel", "OpenTelemetry's OTLP exporter is not installed"):
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    return OTLPSpanExporter()
 
 
 def _attributes(span: Span) -> dict[str, Any]:
