@@ -1,6 +1,6 @@
 """Calls of the servers of a local run, from other processes: trainer ranks, a notebook.
 
-    caller   -> (server, method, arguments, keyword arguments)
+    caller   -> (server, method, arguments, keyword arguments, traceparent)
     listener -> {"runs": true}, every few seconds while the call runs
     listener -> (result, None) or (None, error)
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from engines.http.trace_context import current_traceparent, in_trace
 from engines.process.background import in_own_thread
 from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
@@ -86,7 +87,9 @@ class ControlListener:
             refusal = ConfigError(f"this call is not possible: {describe(error)}")
             connection.send({}, pickle.dumps((None, refusal)))
 
-    def _call(self, server: str, method: str, args: Any, kwargs: Any) -> Pending[Any]:
+    def _call(
+        self, server: str, method: str, args: Any, kwargs: Any, traceparent: str = ""
+    ) -> Pending[Any]:
         if not server:
             names: Future[list[str]] = Future()
             names.set_result(list(self._servers))
@@ -96,7 +99,8 @@ class ControlListener:
             command = None
         if not inspect.iscoroutinefunction(command):
             raise ConfigError(f"{method!r} is not a command of a server")
-        return self._loop.submit(command(self._servers[server], *args, **kwargs))
+        call = command(self._servers[server], *args, **kwargs)
+        return self._loop.submit(in_trace(traceparent, call))
 
 
 class SocketCaller:
@@ -118,7 +122,8 @@ class SocketCaller:
 
     def request(self, method: str, args: Any = (), kwargs: Any = ()) -> Pending[Any]:
         """Send one request, in a thread."""
-        request_of = partial(self._ended, (self._server, method, args, dict(kwargs)))
+        request = (self._server, method, args, dict(kwargs), current_traceparent())
+        request_of = partial(self._ended, request)
         return Pending(in_own_thread(request_of, f"call-{method}"))
 
     def _ended(self, request: tuple[Any, ...]) -> Any:

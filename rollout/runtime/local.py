@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from engines.http.trace_context import in_callers_trace
 from engines.launch import EngineLauncher, LocalLauncher
 from engines.process.gpu_memory import number_of_gpus
 from engines.protocol import GpuId, WorkerType, read_gpu_id
@@ -67,7 +68,7 @@ class LocalCaller:
     ) -> Pending[T]:
         if self._loop.why_not_here:
             return SocketCaller(self._address, self._server.name).call(method, *args, **kwargs)
-        return self._loop.submit(method(self._server, *args, **kwargs))
+        return self._loop.submit(in_callers_trace(method(self._server, *args, **kwargs)))
 
     def ship(self, push: WeightPush) -> WeightPush:
         return push

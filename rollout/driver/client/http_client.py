@@ -22,6 +22,7 @@ import orjson
 
 from engines.http.reply_check import UnusableReply
 from engines.http.sglang_json import DONE, read_checked, sse_payloads
+from engines.http.trace_context import trace_headers
 from engines.kinds import kind_of
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol import GenerateReply, Loads
@@ -191,7 +192,7 @@ class HttpGenerationClient:
         }
 
     def _headers_of(self, request: GenerationRequest) -> dict[str, str]:
-        headers = self._headers
+        headers = self._headers | trace_headers()
         if request.affinity:
             headers = headers | {"x-affinity": request.affinity}
         if (contract := request.contract) is not NO_CONTRACT:

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from engines.http.call_watcher import WATCHER
+from engines.http.trace_context import traceparent_of_call
 from engines.protocol.plain_text import shortened
 from rollout.observability.timeline.sink import SpanSink
 from rollout.observability.timeline.span import START, Cursor, Excerpt, Kind, Outcome, Span
@@ -66,6 +67,7 @@ class Timeline:
         outer = WATCHER.get()
         if isinstance(outer, _SpanWatcher) and outer.timeline is self:
             span.parent = outer.span.span_id
+            span.traceparent = ""
         token = WATCHER.set(_SpanWatcher(self, span))
         try:
             yield span
@@ -85,7 +87,9 @@ class Timeline:
     def add(self, spans: Iterable[Span]) -> None:
         """Record finished spans that another process has measured."""
         for span in spans:
-            self._keep(replace(span, source=self.source, span_id=next(self._ids), parent=0))
+            span = replace(span, source=self.source, span_id=next(self._ids), parent=0)
+            span.traceparent = traceparent_of_call()
+            self._keep(span)
 
     def since(self, cursor: Cursor = START) -> Excerpt:
         """The kept spans that ended after ``cursor`` was returned, and the running ones."""
@@ -104,6 +108,7 @@ class Timeline:
     def _begin(self, kind: Kind, name: str, engine_id: str) -> Span:
         span_id = next(self._ids)
         span = Span(kind, name, self.source, self._clock(), engine_id=engine_id, span_id=span_id)
+        span.traceparent = traceparent_of_call()
         self._running[span_id] = span
         return span
 

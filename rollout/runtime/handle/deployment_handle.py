@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engines.http.trace_context import in_callers_trace
 from engines.process.background import Then, keep_thread
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
@@ -118,7 +119,7 @@ class DeploymentHandle(RunHandle):
         Raises:
             PhaseFailed: from ``result()`` or ``await``: memory of an engine is not free.
         """
-        return self._loop.submit(self._deployment.offload())
+        return self._loop.submit(in_callers_trace(self._deployment.offload()))
 
     def push(
         self,
@@ -195,7 +196,7 @@ class DeploymentHandle(RunHandle):
             name: pushes_of(self._servers[name]).server.shipped(push)
             for name, push in weights.items()
         }
-        return self._loop.submit(self._deployment.serve(shipped, until))
+        return self._loop.submit(in_callers_trace(self._deployment.serve(shipped, until)))
 
     def status(self) -> Pending[dict[str, ServerStatus]]:
         """Status of every server.

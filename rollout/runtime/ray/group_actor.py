@@ -16,10 +16,11 @@ from rollout.core.types import EngineSlot, GroupStatus
 from rollout.observability.timeline.span_file import create_timeline
 from rollout.rules.deadlines import kill_timeout_s
 from rollout.runtime.ray.engine_launcher import EnginePlacement, RayLauncher
+from rollout.runtime.ray.remote_call import TracedActor
 from rollout.runtime.worker_process import keep_what_is_loaded
 
 
-class ServerGroupActor(ServerGroup):
+class ServerGroupActor(TracedActor, ServerGroup):
     """A ``ServerGroup`` whose engines are owned by actors on their slots.
 
     Args:

@@ -18,7 +18,7 @@ from rollout.control.server.agents_client import Worker
 from rollout.control.server.server import RolloutServer
 from rollout.core.pending import Pending
 from rollout.router.host import RouterHost
-from rollout.runtime.ray.remote_call import RemoteCall, peel
+from rollout.runtime.ray.remote_call import RemoteCall, method_in_trace, peel
 from rollout.weights.push.weight_push import WeightPush
 
 P = ParamSpec("P")
@@ -53,8 +53,19 @@ class RemoteActor:
         return partial(self._submit, method)
 
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> RemoteCall[Any]:
-        object_ref = _method(self._actor, method).remote(*args, **kwargs)
+        object_ref = getattr(self._actor, method).remote(*args, **kwargs)
         return RemoteCall(object_ref, self._name, self._if_dead)
+
+
+class RemoteGroup(RemoteActor):
+    """A ``ServerGroupActor``."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        super().__init__(actor, name, _GROUP_LOST)
+
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> RemoteCall[Any]:
+        call, args = method_in_trace(self._actor, method, args)
+        return RemoteCall(call.remote(*args, **kwargs), self._name, self._if_dead)
 
 
 class RemoteServer(RemoteActor):
@@ -67,10 +78,13 @@ class RemoteServer(RemoteActor):
         """Stop the server, and end the actors it created."""
         return self._submit("end")
 
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> RemoteCall[Any]:
+        call, args = method_in_trace(self._actor, method, args, **_options(method))
+        return RemoteCall(call.remote(*args, **kwargs), self._name, self._if_dead)
 
-def _method(actor: Any, name: str) -> Any:
-    method = getattr(actor, name)
-    return method.options(max_task_retries=-1) if name in _REPEATED else method
+
+def _options(method: str) -> dict[str, Any]:
+    return {"max_task_retries": -1} if method in _REPEATED else {}
 
 
 def remote_server(actor: Any, name: str) -> RolloutServer:
@@ -80,7 +94,7 @@ def remote_server(actor: Any, name: str) -> RolloutServer:
 
 def remote_group(actor: Any, name: str) -> ServerGroup:
     """A ``ServerGroupActor`` as its server sees it."""
-    return cast("ServerGroup", RemoteActor(actor, name, _GROUP_LOST))
+    return cast("ServerGroup", RemoteGroup(actor, name))
 
 
 def remote_router(actor: Any, name: str) -> RouterHost:
@@ -112,7 +126,9 @@ class RayCaller:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[T]:
-        object_ref = _method(self._actor, method.__name__).remote(*args, **kwargs)
+        name = method.__name__
+        call, values = method_in_trace(self._actor, name, args, **_options(name))
+        object_ref = call.remote(*values, **kwargs)
         return Pending(
             object_ref.future(),
             object_ref=object_ref,

@@ -17,7 +17,7 @@ from engines.protocol import GpuId
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.agents.worker.host import worker_settings
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, ServerConfig
 from rollout.config.run_dir import RunFolder
 from rollout.control.deployment import Deployment
 from rollout.control.server.journal import read
@@ -172,6 +172,7 @@ def _make_server(
     journal = server_journal(config, name, "ray")
     undo.journals.append(journal.path)
     make = ray.remote(**control | {"max_restarts": -1})
+    recording = control | _environment_of_timelines(server)
     owner = (own_name.namespace, own_name.name)
     placement = place(own_name)
     undo.placements.append(placement)
@@ -181,14 +182,16 @@ def _make_server(
     parts = ServerParts(
         router=router,
         workers=tuple(undo.owns(make(AgentsActor).remote(one, launch=launch)) for one in workers),
-        group_class=ray.remote(**control)(ServerGroupActor),
+        group_class=ray.remote(**recording)(ServerGroupActor),
         groups={
             group: (group_settings(config, name, group, sources), slots[name, group])
             for group in started_groups(config, name)
         },
         placement=placement,
     )
-    options = make(RolloutServerActor).options(name=own_name.name, namespace=own_name.namespace)
+    options = ray.remote(**recording | {"max_restarts": -1})(RolloutServerActor).options(
+        name=own_name.name, namespace=own_name.namespace
+    )
     arguments = (name, run, server, undo.keeps_ref(ray.put(parts)), journal, terms, agents)
     try:
         actor = own_name.once_free(lambda: options.remote(*arguments))
@@ -201,6 +204,14 @@ def _make_server(
             value=config.run_id,
         ) from error
     return undo.owns(actor)
+
+
+def _environment_of_timelines(server: ServerConfig) -> dict[str, Any]:
+    """Options of the actors that export spans: the ``OTEL_*`` variables of this process."""
+    if not server.timeline.otel:
+        return {}
+    variables = {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
+    return {"runtime_env": {"env_vars": variables}} if variables else {}
 
 
 def _full_name(config: RolloutConfig, server: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from typing import Any, Generic, TypeVar
 
 import ray
+from engines.http.trace_context import current_traceparent, in_trace
 from engines.protocol.plain_text import first_line
 from ray.exceptions import (
     ActorDiedError,
@@ -22,6 +23,28 @@ from rollout.core.errors import ActorLost, RolloutError
 T = TypeVar("T")
 
 _CALL_AGAIN = "it cannot be reached now, or starts again; call again: nothing is done twice"
+
+
+class TracedActor:
+    """An actor whose calls can belong to the trace of a caller in another process."""
+
+    async def call_in_trace(self, traceparent: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """One call of a coroutine method, which works as without a trace."""
+        return await in_trace(traceparent, getattr(self, method)(*args, **kwargs))
+
+
+def method_in_trace(
+    actor: Any, method: str, args: tuple[Any, ...], **options: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """A method of a ``TracedActor`` and its arguments, in the caller's trace if there is one.
+
+    Args:
+        options: those of the call, as for Ray.
+    """
+    if traceparent := current_traceparent():
+        method, args = TracedActor.call_in_trace.__name__, (traceparent, method, *args)
+    call = getattr(actor, method)
+    return call.options(**options) if options else call, args
 
 
 class RemoteCall(Generic[T]):

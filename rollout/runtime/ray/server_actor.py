@@ -34,6 +34,7 @@ from rollout.observability.timeline.span_file import create_timeline
 from rollout.router.host import RouterHost
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.handles import remote_group, remote_router, remote_worker
+from rollout.runtime.ray.remote_call import TracedActor
 from rollout.runtime.ray.router_actor import was_restarted
 from rollout.runtime.worker_process import keep_what_is_loaded
 from rollout.weights.store.agents import Agents, StoreTerms
@@ -123,7 +124,7 @@ def at_page_of(config: ServerConfig, record: JournalRecord) -> ServerConfig:
     return config.model_copy(update={"page": page})
 
 
-class RolloutServerActor(RolloutServer):
+class RolloutServerActor(TracedActor, RolloutServer):
     """A ``RolloutServer`` that creates its group actors; they end with it.
 
     If its process is lost, Ray starts it again.  It continues by the journal, and calls wait until

@@ -8,8 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from rollout.observability.timeline import otel_provider
 from rollout.observability.timeline.otel import OtelSink
 from rollout.observability.timeline.span import Kind, Outcome, Span
 from rollout.runtime.local import launch_local
+from tests.support.otel_program import Collector, bare_program, collecting, keep_spans
 from tests.support.paged import step
 from tests.support.served_fakes import engines_of, launched
 
@@ -32,17 +31,8 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A program that has set no provider, in a bare environment; what it has set ends with it."""
-    from opentelemetry import trace as api
-    from opentelemetry.util._once import Once
-
-    for name in [name for name in os.environ if name.startswith("OTEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(api, "_TRACER_PROVIDER", None)
-    monkeypatch.setattr(api, "_TRACER_PROVIDER_SET_ONCE", Once())
-    yield
-    if shutdown := getattr(api.get_tracer_provider(), "shutdown", None):
-        shutdown()
+    with bare_program(monkeypatch):
+        yield
 
 
 def phase(traceparent: str = "") -> Span:
@@ -59,63 +49,6 @@ def exported(*spans: Span) -> None:
     for span in spans:
         sink.put(span)
     sink.close()
-
-
-class Collector:
-    """The received requests; ``spans`` has their spans, with the attributes as a dict."""
-
-    def __init__(self) -> None:
-        self.requests: list[Any] = []
-        self.services: set[str] = set()
-
-    @property
-    def spans(self) -> list[tuple[Any, dict[str, Any]]]:
-        found = []
-        for request in self.requests:
-            for of_resource in request.resource_spans:
-                self.services.add(values(of_resource.resource.attributes)["service.name"])
-                for scope in of_resource.scope_spans:
-                    assert scope.scope.name == "ray-rollout"
-                    found += [(span, values(span.attributes)) for span in scope.spans]
-        return found
-
-
-def values(attributes: Any) -> dict[str, Any]:
-    return {
-        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
-        for attribute in attributes
-    }
-
-
-@contextmanager
-def collecting() -> Iterator[tuple[str, Collector]]:
-    """A listening collector and its URL."""
-    collector = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            assert self.headers["content-type"] == "application/x-protobuf"
-            body = self.rfile.read(int(self.headers["content-length"]))
-            collector.requests.append(trace_service.ExportTraceServiceRequest.FromString(body))
-            answer = trace_service.ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *args: Any) -> None:
-            """Log nothing: the assertions name what is missing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", collector
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_a_step_of_a_server_reaches_a_collector_as_a_tree(
@@ -341,14 +274,8 @@ def test_what_the_environment_names_and_nothing_has_is_refused(
 
 def test_the_provider_of_the_program_is_used_and_goes_on_after_the_close() -> None:
     from opentelemetry import trace as api
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    kept = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(kept))
-    api.set_tracer_provider(provider)
+    kept = keep_spans()
     with api.get_tracer("trainer").start_as_current_span("step"):
         exported(phase())
         assert [span.name for span in kept.get_finished_spans()] == ["phase pause_generation"]
