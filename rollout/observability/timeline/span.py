@@ -57,8 +57,8 @@ class Span:
         verified_by: how the weights were verified: ``fingerprint``, ``canary``, ``version``.
         read_bytes: weight bytes that the engine read for its fingerprints; None if not reported.
         launch: the launch of the run that recorded it; empty in memory, set in files.
-        rank: of the trainer; None if the span belongs to none.
-        route, density: of a rank's stage, as in ``PushStage``.
+        rank: rank of the trainer, or None if the span belongs to none.
+        route, density: a rank's stage; see ``PushStage``.
         traceparent: the trace of the caller, as in W3C Trace Context, of a span without a parent.
     """
 
