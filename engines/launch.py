@@ -278,7 +278,8 @@ async def _attach(spec: EngineSpec) -> AttachedEngine:
     client = kind.client(endpoint, engine_id=spec.engine_id)
     client.authorize(access)
     last_answer = _NOT_READY.format(url=endpoint.url, path=kind.resume_path)
-    if why := kind.why_open(endpoint.host):
+    # A key of requests alone may be vLLM's own, which leaves the control endpoints open.
+    if why := kind.why_open(endpoint.host, bool(access.control)):
         logger.warning("engine %s at %s: %s", spec.engine_id, endpoint.url, why)
     has_told = False
     try:

@@ -39,7 +39,8 @@ class Kind:
         invocation: how one is started; None where only other programs start it.
         resume_path: path of its endpoint that ends a pause.
         is_numbered_at_start: its command line gives it the number of its weight version.
-        why_open: why one must not listen at a host; empty if it may.
+        why_open: why one must not listen at a host, by whether calls that change it need a key;
+            empty if it may.
         can_attach: one of this kind that runs already can be named by its URL.
         spans_nodes: one engine can be on several nodes.
         modules: modules that its interpreter must have.
@@ -98,7 +99,7 @@ class Kind:
     invocation: Invoke | None = None
     resume_path: str = "/continue_generation"
     is_numbered_at_start: bool = True
-    why_open: Callable[[str], str] = lambda host: ""
+    why_open: Callable[[str, bool], str] = lambda host, has_key: ""
     can_attach: bool = False
     spans_nodes: bool = False
     modules: tuple[str, ...] = ()

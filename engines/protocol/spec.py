@@ -83,6 +83,11 @@ class EngineSpec:
         return not self.gpu_ids or self.options.get("device") == "cpu"
 
     @property
+    def has_key(self) -> bool:
+        """Calls that change it need a key."""
+        return self.access is None or bool(self.access.control or self.access.sampling)
+
+    @property
     def is_attached(self) -> bool:
         """It runs already, and is never stopped from here."""
         return bool(self.url)

@@ -50,7 +50,8 @@ def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:
 
     Raises:
         ValueError: an option that is set elsewhere, sizes that do not fit the GPUs, an address
-            that others can reach, a mode without log-probs, or a spec that no vLLM server can be.
+            that others can reach without a key, a mode without log-probs, or a spec that no vLLM
+            server can be.
     """
     options = normalized(spec.options)
     refuse(options, _OWNERS)
@@ -81,7 +82,7 @@ def _worker(spec: EngineSpec) -> dict[str, str]:
 
 
 def _check(spec: EngineSpec, endpoint: Endpoint) -> None:
-    if why := why_open(endpoint.host):
+    if why := why_open(endpoint.host, spec.has_key):
         raise ValueError(why)
     if spec.num_nodes > 1:
         raise ValueError("an engine of kind vllm runs on one node; set nodes to 1")

@@ -102,14 +102,18 @@ WHY_NO_HANDLES = (
 )
 
 
-def why_open(host: str) -> str:
-    """Why a server must not listen there; empty if it may."""
-    if host in LOOPBACK:
+def why_open(host: str, has_key: bool) -> str:
+    """Why a server must not listen there; empty if it may.
+
+    Args:
+        has_key: its control calls need one, which ``engines.http.key_check`` checks.
+    """
+    if has_key or host in LOOPBACK:
         return ""
     return (
-        f"host {host}: vLLM's control endpoints (pause, sleep, update_weights, collective_rpc) "
-        "have no key of its own, so every program that reaches the port can call them; engines of "
-        "kind vllm listen on 127.0.0.1 only"
+        f"at {host}, vLLM's control endpoints (pause, sleep, update_weights, collective_rpc) "
+        "have no key of its own, so every program that reaches the port can call them; without a "
+        "key of ours, engines of kind vllm listen on 127.0.0.1 only"
     )
 
 

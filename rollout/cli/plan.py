@@ -34,6 +34,7 @@ from rollout.rules.release_policy import draft_note, elastic_backup_note, releas
 from rollout.runtime.local import visible_gpus
 from rollout.runtime.preflight import (
     agents_notes,
+    open_notes,
     option_notes,
     push_room_notes,
     push_sizes,
@@ -53,7 +54,11 @@ _STORE_NODES = (1, 2, 4, 8)
 def print_mistakes(path: Path, *, as_json: bool) -> None:
     """Print all mistakes of a configuration; with one, exit status 2."""
     loaded, mistakes = _examined(path)
-    notes = [] if loaded is None else [*option_notes(loaded), *_draft_notes(loaded)]
+    notes = (
+        []
+        if loaded is None
+        else [*option_notes(loaded), *open_notes(loaded), *_draft_notes(loaded)]
+    )
     if as_json:
         values = {
             "config": str(path),
@@ -130,6 +135,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "notes": [
             *_notes(placement, host_bytes),
             *option_notes(config),
+            *open_notes(config),
             *agents_notes(config),
             *filter(None, backup_notes),
             *_draft_notes(config),

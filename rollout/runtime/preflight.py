@@ -150,6 +150,23 @@ def option_notes(config: RolloutConfig) -> Iterator[str]:
                     yield f"{path}: the pinned {kind.title} has no option {option!r}{hint}"
 
 
+def open_engines(config: RolloutConfig, host: str) -> Iterator[Mistake]:
+    """Engines that must not listen at an address of their node, as they do on several hosts."""
+    for name, server in config.servers.items():
+        for group, settings in server.groups.items():
+            engine, path = settings.engine, f"servers.{name}.groups.{group}.engine.key"
+            if engine.is_attached or settings.worker_type is WorkerType.PLACEHOLDER:
+                continue
+            if why := engine.of_kind.why_open(host, bool(engine.key)):
+                yield _wrong(path, str(engine.key), f"{why}; leave {path} out for new keys")
+
+
+def open_notes(config: RolloutConfig) -> Iterator[str]:
+    """Engines that only a cluster of one host may start."""
+    for mistake in open_engines(config, "the address of its node"):
+        yield f"with Ray and several hosts this is refused: {mistake}"
+
+
 def _wrong_log_dir(config: RolloutConfig) -> Iterator[Mistake]:
     if why := why_not_writable(Path(config.log_dir) / config.run_id):
         yield _wrong("log_dir", config.log_dir, f"{why}; give a folder for the files of runs")

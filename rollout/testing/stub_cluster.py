@@ -42,6 +42,7 @@ class Node:
     resources: dict[str, float]
     free: dict[str, float]
     free_gpu_ids: list[int]
+    address: str = "127.0.0.1"
     is_alive: bool = True
 
 
@@ -65,7 +66,7 @@ class Cluster:
         for resources in nodes:
             self.add_node(resources)
 
-    def add_node(self, resources: Mapping[str, float]) -> str:
+    def add_node(self, resources: Mapping[str, float], address: str = "127.0.0.1") -> str:
         """Add a machine; waiting bundles may be granted on it.  Returns its node id."""
         num_gpus = int(resources.get("GPU", 0))
         node = Node(
@@ -73,6 +74,7 @@ class Cluster:
             dict(resources),
             dict(resources),
             self._random.sample(range(num_gpus), num_gpus),
+            address,
         )
         with self._lock:
             self.nodes.append(node)

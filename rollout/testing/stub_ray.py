@@ -162,12 +162,12 @@ class StubRay:
         return [{"namespace": namespace, "name": name} for namespace, name in names]
 
     def nodes(self) -> list[dict[str, Any]]:
-        # Nodes of a simulated cluster share one address.
+        # Nodes of a simulated cluster share one address, unless a test gives others.
         return [
             {
                 "NodeID": node.node_id,
                 "Alive": node.is_alive,
-                "NodeManagerAddress": "127.0.0.1",
+                "NodeManagerAddress": node.address,
                 "Resources": dict(node.resources),
             }
             for node in self.cluster.nodes

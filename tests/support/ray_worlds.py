@@ -62,8 +62,12 @@ class World:
         """
         raise NotImplementedError
 
-    def add_node(self, **resources: float) -> str:
-        """One more node, with these resources; its id."""
+    def add_node(self, address: str = "", **resources: float) -> str:
+        """One more node, with these resources; its id.
+
+        Args:
+            address: its own; by default that of the first node.
+        """
         raise NotImplementedError
 
     def lose_node(self, node_id: str) -> None:
@@ -75,11 +79,11 @@ class World:
         return [one["NodeID"] for one in self.ray.nodes() if one["Alive"]]
 
     @contextmanager
-    def more_nodes(self, num: int, **resources: float) -> Iterator[list[str]]:
+    def more_nodes(self, num: int, address: str = "", **resources: float) -> Iterator[list[str]]:
         """Some nodes alike, for the time of the block."""
         before = self.nodes()
         try:
-            yield [self.add_node(**resources) for _ in range(num)]
+            yield [self.add_node(address, **resources) for _ in range(num)]
         finally:
             for node_id in [one for one in self.nodes() if one not in before]:
                 self.lose_node(node_id)
@@ -101,8 +105,8 @@ class StubWorld(World):
             while_still()
             mine[-1].die("The actor is dead because its worker process has died.")
 
-    def add_node(self, **resources: float) -> str:
-        return self._stub.cluster.add_node(resources)
+    def add_node(self, address: str = "", **resources: float) -> str:
+        return self._stub.cluster.add_node(resources, address or "127.0.0.1")
 
     def lose_node(self, node_id: str) -> None:
         self._stub.cluster.lose_node(node_id)
@@ -114,7 +118,7 @@ class RayWorld(World):
         self._added: dict[str, Any] = {}
         self._cluster: Any = None
 
-    def add_node(self, **resources: float) -> str:
+    def add_node(self, address: str = "", **resources: float) -> str:
         if self._cluster is None:
             # Ray's own tool for simulated nodes, joined to the head that ``init`` has started.
             node = importlib.import_module("ray._private.worker").global_worker.node
@@ -125,6 +129,7 @@ class RayWorld(World):
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
             object_store_memory=80 * 2**20,
+            **({"node_ip_address": address} if address else {}),
         )
         self._added[node.node_id] = node
         return str(node.node_id)

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollout.core.fanout import whole_or_none
 from rollout.core.types import EngineSlot, EngineStatus, NodeShare
 from rollout.runtime.ray.engine_handle import ActorName, EnginePart, RayEngine, StartedProcess
-from rollout.runtime.ray.nodes import LOOPBACK, current_share, node_addresses
+from rollout.runtime.ray.nodes import current_share, engine_host, node_addresses
 from rollout.runtime.ray.remote_call import RemoteCall
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,8 @@ class RayLauncher:
         if not slot.bundle_indices:  # attached: there is no process to own
             return await self._placement.launcher.launch(spec)
         shares = await self._current_shares(slot)
-        hosts = await _hosts(shares)
+        addresses = await node_addresses()
+        hosts = [engine_host(share.node_id, addresses) for share in shares]
         actors = await self._make_actors(slot, shares, spec.engine_id)
         name = f"engine {spec.engine_id}"
         try:
@@ -211,14 +212,6 @@ def _takes_of_bundle(slot: EngineSlot) -> dict[str, float]:
     if not slot.gpu_ids:
         return {"num_cpus": slot.num_cpus, "num_gpus": 0}
     return {"num_cpus": 0, "num_gpus": 0 if slot.shares_gpus else 1}
-
-
-async def _hosts(shares: Sequence[NodeShare]) -> list[str]:
-    """The address each part binds: loopback if the cluster has only one host."""
-    of_node = await node_addresses()
-    if len(set(of_node.values())) == 1:
-        return [LOOPBACK] * len(shares)
-    return [of_node[share.node_id] for share in shares]
 
 
 def _per_node(

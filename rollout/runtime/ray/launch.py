@@ -37,12 +37,12 @@ from rollout.runtime.local import (
     store_nodes,
     store_terms,
 )
-from rollout.runtime.preflight import check_before_launch
+from rollout.runtime.preflight import check_before_launch, open_engines
 from rollout.runtime.ray.engine_handle import ActorName, EngineActor
 from rollout.runtime.ray.engine_launcher import EnginePlacement
 from rollout.runtime.ray.group_actor import ServerGroupActor
 from rollout.runtime.ray.handles import RayCaller, remote_server
-from rollout.runtime.ray.nodes import confirm_ended
+from rollout.runtime.ray.nodes import confirm_ended, engine_host, read_addresses
 from rollout.runtime.ray.placement_group import ExistingGroup, remove_unused, reserve, still_used
 from rollout.runtime.ray.router_actor import RouterActor
 from rollout.runtime.ray.server_actor import RolloutServerActor, ServerParts
@@ -82,6 +82,7 @@ def launch_ray(
     undo = _Undo(RunLock(RunFolder.of(config)))
     try:
         undo.started_ray = _connect(config)
+        _refuse_open_engines(config)
         plan, timeout_s = plan_of(config), config.cluster.placement_timeout_s
         if existing is not None:
             group: Any = existing.group
@@ -146,6 +147,18 @@ def _connect(config: RolloutConfig) -> bool:
             value=address,
         ) from error
     return address == "local"
+
+
+def _refuse_open_engines(config: RolloutConfig) -> None:
+    """Refuse engines that must not listen at the address of their node.
+
+    Raises:
+        ConfigError: all of them.
+    """
+    addresses = read_addresses()
+    for host in sorted({engine_host(node_id, addresses) for node_id in addresses}):
+        if found := list(open_engines(config, host)):
+            raise ConfigError.of(found)
 
 
 def _make_server(

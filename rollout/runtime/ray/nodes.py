@@ -8,7 +8,7 @@ because a call to it failed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -32,10 +32,24 @@ _POLL_S = 0.25
 _LEAST_SHARE = 0.0001
 
 
+def read_addresses() -> dict[str, str]:
+    """Node id -> address, of the live nodes.  Blocks."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in nodes}
+
+
 async def node_addresses() -> dict[str, str]:
     """Node id -> address, of the live nodes."""
-    nodes = await asyncio.to_thread(ray.nodes)
-    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
+    return await asyncio.to_thread(read_addresses)
+
+
+def engine_host(node_id: str, addresses: Mapping[str, str]) -> str:
+    """Where an engine's part on a node listens: loopback if the cluster has only one host.
+
+    Args:
+        addresses: of all nodes, see ``read_addresses``.
+    """
+    return addresses[node_id] if len(set(addresses.values())) > 1 else LOOPBACK
 
 
 async def current_share(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engines.launch import LocalLauncher, check_spec, start_settings
-from engines.protocol import Endpoint, WorkerType
+from engines.protocol import NO_ACCESS, Endpoint, EngineAccess, WorkerType
 from engines.protocol.errors import EngineNotReady
 from engines.protocol.spec import EngineSpec
 from engines.vllm.command import build_command
@@ -108,7 +108,10 @@ def test_an_engine_that_keeps_its_memory_or_has_no_gpu_has_no_sleep_mode() -> No
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"host": "0.0.0.0"}, r"host 0.0.0.0: vLLM's control endpoints .* have no key"),
+        (
+            {"host": "10.0.0.2", "access": NO_ACCESS},
+            r"at 10.0.0.2, vLLM's control endpoints .* have no key",
+        ),
         ({"options": {"enable-sleep-mode": True}}, "the group's needs_offload"),
         ({"options": {"weight-transfer-config": {}}}, "set at launch"),
         ({"options": {"api-key": "secret"}}, "makes its own keys"),
@@ -123,6 +126,16 @@ def test_an_engine_that_keeps_its_memory_or_has_no_gpu_has_no_sleep_mode() -> No
 def test_what_cannot_work_is_refused_by_name(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_spec(replace(SPEC, **change))
+
+
+@pytest.mark.parametrize("access", [None, EngineAccess("sampling"), EngineAccess("s", "control")])
+def test_with_a_key_it_may_listen_at_the_address_of_its_node(access: EngineAccess | None) -> None:
+    spec = replace(SPEC, host="10.0.0.2", access=access)
+    check_spec(spec)
+    command = build_command(spec, Endpoint(spec.host, 4000))
+    assert command[command.index("--host") + 1] == "10.0.0.2"
+    # Outermost: the last middleware sees a request first.
+    assert command[-1] == "--middleware=engines.http.key_check.KeyCheck"
 
 
 def config(engine: dict[str, Any], model_path: str = "/models/m", **weights: Any) -> RolloutConfig:

@@ -15,6 +15,7 @@ from engines.fake.http_fake import ServedFake, access_for, key_check
 from engines.fake.launcher import FakeLauncher, Make, settings_of
 from engines.http.call import Deadlines
 from engines.http.connections import HttpReply
+from engines.launch import check_spec
 from engines.protocol import Endpoint
 from engines.protocol.errors import EngineError, EngineRejected
 from engines.protocol.spec import EngineSpec
@@ -121,7 +122,12 @@ class ServedStubs:
         self._make = make
 
     async def launch(self, spec: EngineSpec) -> ServedFake:
-        """Start it; its endpoint is known only then."""
+        """Start it; its endpoint is known only then.
+
+        Raises:
+            ValueError: vLLM itself would not be started with this specification.
+        """
+        check_spec(spec)
         wire: StubWire
 
         async def serve(request: web.Request) -> web.StreamResponse:
