@@ -51,6 +51,11 @@ if TYPE_CHECKING:
     )
     from rollout.driver.client.sampling_check import SamplingParams
     from rollout.driver.logprobs.comparison import LogprobReport, compare_logprobs
+    from rollout.driver.logprobs.correction import (
+        correction_metrics,
+        importance_weights,
+        rejection_mask,
+    )
     from rollout.runtime.handle import DeploymentHandle, OffloadWindow, RunHandle, ServerHandle
 
 # The same names at run time.
@@ -70,6 +75,7 @@ _HOMES = {
     ),
     "rollout.driver.client.sampling_check": "SamplingParams",
     "rollout.driver.logprobs.comparison": "LogprobReport compare_logprobs",
+    "rollout.driver.logprobs.correction": ("correction_metrics importance_weights rejection_mask"),
     "rollout.runtime.handle": "DeploymentHandle OffloadWindow RunHandle ServerHandle",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -275,5 +281,8 @@ __all__ = [
     "WeightsUnavailable",
     "compare_logprobs",
     "connect",
+    "correction_metrics",
+    "importance_weights",
     "launch",
+    "rejection_mask",
 ]

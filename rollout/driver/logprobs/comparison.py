@@ -21,10 +21,16 @@ from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import Cell, GapFigures, GapSums, ratios, summed, total
 from rollout.driver.logprobs.gap_shapes import TokenGap, token_gaps
 from rollout.driver.logprobs.mismatch import ROUNDING, LogprobRows, Mismatch, Place, find_mismatch
+from rollout.driver.logprobs.ratio_bounds import (
+    TIS_CAP,
+    Level,
+    RatioBounds,
+    effective_share,
+    log_ratio,
+    truncated,
+)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-TIS_CAP = 2.0
-"""The usual cap of truncated importance weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class LogprobReport:
         by_position: by the token's place in its output: 1, 2 to 3, 4 to 7 ... by the first of each.
         gaps: one list for each sample: the trainer's log-prob of each output token less the
             engine's, in nats; 0.0 where the mask is 0.
+        masks: one list for each sample, shaped as ``gaps``: 1 for a token of the policy.
         histograms: by engine id, the number of tokens up to each bound of the absolute gap, and
             their sum.
         mismatch: None if the log-probs agree.
@@ -48,6 +55,7 @@ class LogprobReport:
     by_version: Mapping[str, GapFigures]
     by_position: Mapping[int, GapFigures]
     gaps: Sequence[Sequence[float]]
+    masks: Sequence[Sequence[int]]
     histograms: Mapping[str, Mapping[str, float]]
     mismatch: Mismatch | None
 
@@ -69,6 +77,53 @@ class LogprobReport:
         return [
             [0.0 if math.isnan(ratio) else min(ratio, cap) for ratio in ratios(row)]
             for row in self.gaps
+        ]
+
+    @checked
+    def sequence_weights(self, cap: AboveZero = TIS_CAP, *, geometric: bool = False) -> list[float]:
+        """One truncated importance weight for each sample: min(product of its ratios, cap).
+
+        It corrects for the whole sequence that another policy has drawn: without a bias below the
+        cap, with a variance that grows with the length.  ``rollout.importance_weights`` has the
+        formulas with their sources, for tensors.  A gap that is NaN gives the weight 0.
+
+        Args:
+            cap: the largest weight, over 0.
+            geometric: the geometric mean of the ratios, as in GSPO, instead of the product.
+
+        Raises:
+            ConfigError: ``cap`` is not over 0.
+        """
+        return [
+            truncated(log_ratio(row, mask, is_geometric=geometric), cap)
+            for row, mask in zip(self.gaps, self.masks, strict=True)
+        ]
+
+    @checked
+    def accepted(
+        self,
+        level: Level = "sequence",
+        *,
+        upper: AboveZero,
+        lower: AboveZero | None = None,
+        veto: AboveZero | None = None,
+    ) -> list[list[bool]]:
+        """The tokens that a rejection leaves in the loss, shaped as ``gaps``; False for mask 0.
+
+        Args:
+            level: which ratio is compared: the token's own, the product of the sequence's, or
+                their geometric mean.
+            upper, lower: tokens with lower <= ratio <= upper stay; ``lower`` is 1 / ``upper`` if
+                it is None.
+            veto: a sample with a token whose own ratio is below is left out as a whole.
+
+        Raises:
+            ConfigError: ``lower`` is over ``upper``, or an argument is wrong.
+        """
+        bounds = RatioBounds(upper, lower, veto)
+        return [
+            bounds.accepted(row, mask, level)
+            for row, mask in zip(self.gaps, self.masks, strict=True)
         ]
 
     def raise_mismatch(self) -> None:
@@ -97,6 +152,15 @@ class LogprobReport:
             "kl_k3": overall.kl_k3,
             "mean_ratio": overall.mean_ratio,
             "truncated_share": self._share_over(TIS_CAP),
+            "effective_share": effective_share(
+                [
+                    truncated(gap, TIS_CAP)
+                    for row, mask in zip(self.gaps, self.masks, strict=True)
+                    for gap, flag in zip(row, mask, strict=True)
+                    if flag
+                ]
+            ),
+            "effective_sequences": effective_share(self.sequence_weights()),
             "num_tokens": overall.num_tokens,
             "num_not_finite": overall.num_not_finite,
             "is_mismatch": self.mismatch is not None,
@@ -149,7 +213,8 @@ def compare_logprobs(
             for cell, first, last in _cells(piece):
                 sums.setdefault(cell, GapSums()).add(of_sample[first:last])
     limit = ROUNDING[dtype] if limit is None else limit
-    return _report(sums, gaps, _find(flat, rows, sums, temperature, limit))
+    masks = [sample.mask for sample in flat]
+    return _report(sums, gaps, masks, _find(flat, rows, sums, temperature, limit))
 
 
 class _Piece(NamedTuple):
@@ -212,7 +277,10 @@ def _of_piece(sample: Sample, row: Sequence[float], piece: _Piece) -> LogprobRow
 
 
 def _report(
-    sums: Mapping[Cell, GapSums], gaps: Sequence[Sequence[float]], mismatch: Mismatch | None
+    sums: Mapping[Cell, GapSums],
+    gaps: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[int]],
+    mismatch: Mismatch | None,
 ) -> LogprobReport:
     engines = summed(sums, lambda cell: cell.engine_id)
     versions = summed(sums, lambda cell: cell.weight_version)
@@ -223,6 +291,7 @@ def _report(
         by_version={name: versions[name].figures() for name in sorted(versions)},
         by_position={place: positions[place].figures() for place in sorted(positions)},
         gaps=gaps,
+        masks=masks,
         histograms={name: engines[name].histogram() for name in sorted(engines)},
         mismatch=mismatch,
     )

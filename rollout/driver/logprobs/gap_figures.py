@@ -25,8 +25,8 @@ BOUNDS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 K = TypeVar("K", str, int, tuple[str, str])
 
-# exp of it is the largest ratio: an infinite one would make every average infinite.
-_LARGEST_EXPONENT = 20.0
+LARGEST_EXPONENT = 20.0
+"""The logarithm of the largest ratio: an infinite one would make every average infinite."""
 
 
 class Cell(NamedTuple):
@@ -141,9 +141,9 @@ BUCKET_NAMES = (*map(str, BOUNDS), "+Inf")
 
 def ratios(gaps: Sequence[float]) -> list[float]:
     """The trainer's probability divided by the engine's, for each gap."""
-    if max(gaps, default=0.0) <= _LARGEST_EXPONENT:
+    if max(gaps, default=0.0) <= LARGEST_EXPONENT:
         return list(map(math.exp, gaps))
-    return [math.exp(min(gap, _LARGEST_EXPONENT)) for gap in gaps]
+    return [math.exp(min(gap, LARGEST_EXPONENT)) for gap in gaps]
 
 
 def total(sums: Iterable[GapSums]) -> GapSums:
