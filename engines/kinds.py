@@ -16,8 +16,7 @@ from engines.protocol.spec import spelled
 from engines.sglang import draft as sglang_draft
 from engines.sglang import features as sglang_features
 from engines.sglang.environment import nccl_cumem
-from engines.sglang.parallel import num_ranks, num_stages
-from engines.vllm import command as vllm_command
+from engines.sglang.parallel import num_stages, shards
 from engines.vllm import features as vllm_features
 from engines.vllm import routes, vllm_json
 
@@ -76,7 +75,8 @@ _SGLANG = Kind(
     quantises_at_start=True,
     old_state=old_state.SGLANG,
     num_stages=num_stages,
-    num_gpus=num_ranks,
+    shards=shards,
+    gpu_share=("mem_fraction_static", None),
     # Run with 0.5.23.  A glm4 never loads its last stage's head, and a llama ends at its start.
     tied_on_stages=frozenset({"qwen2", "qwen3"}),
     nccl_cumem=nccl_cumem,
@@ -134,7 +134,8 @@ _VLLM = Kind(
     has_part_of_prompt_logprobs=False,
     outlives_its_core=True,
     num_stages=num_stages,
-    num_gpus=vllm_command.num_ranks,
+    shards=vllm_features.shards,
+    gpu_share=("gpu_memory_utilization", 0.92),  # 0.32.0
     draft=vllm_features.draft_of,
     asleep_bytes=1150 << 20,  # 0.32.0 on the CPU, a tiny model
 )

@@ -25,6 +25,24 @@ def _before_cuts(
     return BEFORE_CUTS
 
 
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Over how many GPUs an engine divides each part of its model.
+
+    Attributes:
+        attention: also embeddings and KV cache.
+        dense: feed-forward blocks without experts, and the head.
+        pipeline: stages, each with a part of the layers.
+        pools: KV caches with requests of their own.
+    """
+
+    attention: int = 1
+    dense: int = 1
+    experts: int = 1
+    pipeline: int = 1
+    pools: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One kind of engine: what is true of all its versions.
@@ -50,7 +68,10 @@ class Kind:
         quantises_at_start: its options can quantise a checkpoint that is not.
         old_state: what it keeps of old weights, and what is done about it.
         num_stages: its pipeline stages, by its options.
-        num_gpus: the GPUs of an engine whose settings do not say how many, by its options.
+        shards: how it divides a model, by its options and its number of GPUs; None if they do not
+            fit each other, or for a kind that has no such sizes.
+        gpu_share: its option, in ``spelled`` form, for the share of a GPU that weights and KV cache
+            take, and its default; None for a default that only the engine knows.
         tied_on_stages: types of models (``model_type``) whose last stage has a head that a push of
             the tied embedding reaches; None for all.
         nccl_cumem: its ``NCCL_CUMEM_ENABLE``, by options, environment and nodes of an engine; the
@@ -109,7 +130,8 @@ class Kind:
     quantises_at_start: bool = False
     old_state: OldState = NOTHING_KEPT
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
-    num_gpus: Callable[[Mapping[str, Any]], int] = lambda options: 0
+    shards: Callable[[Mapping[str, Any], int], Shards | None] = lambda options, num_gpus: None
+    gpu_share: tuple[str, float | None] = ("", None)
     tied_on_stages: frozenset[str] | None = None
     nccl_cumem: Callable[[Mapping[str, Any], Mapping[str, str], int], str | None] | None = None
     preloads_saver: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engines.protocol.kind import Shards
 from engines.protocol.spec import normalized, spelled
 
 # Longest name first: what SGLang calls each size, and the shorter names it also takes.
@@ -60,12 +61,25 @@ def divide(options: dict[str, Any], num_gpus: int) -> Parallel:
     return Parallel(num_ranks, {name: size for name, size in sizes.items() if size != 1})
 
 
-def num_ranks(options: Mapping[str, Any]) -> int:
-    """Ranks that options ask for, in any spelling; 1 if they do not, or wrongly."""
+def shards(options: Mapping[str, Any], num_gpus: int) -> Shards | None:
+    """How an engine with these options divides its model; None if they do not fit the GPUs.
+
+    Expert parallelism divides among the tensor-parallel ranks, so it changes no sum.
+    """
     try:
-        return divide(normalized(options), 0).num_ranks
+        given = normalized(options)
+        flags = divide(given, num_gpus).flags
     except ValueError:
-        return 1
+        return None
+    tensor, replicas = flags.get("tp_size", 1), flags.get("dp_size", 1)
+    attention = tensor // replicas if given.get("enable_dp_attention") else tensor
+    return Shards(
+        attention=max(1, attention),
+        dense=tensor,
+        experts=tensor,
+        pipeline=flags.get("pp_size", 1),
+        pools=replicas,
+    )
 
 
 def num_stages(options: Mapping[str, Any]) -> int:

@@ -12,8 +12,8 @@ from math import prod
 from typing import Any
 
 from engines.protocol import Endpoint, WorkerType
-from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse, spelled
-from engines.vllm.features import PROCESSED, why_no_logprobs, why_open
+from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
+from engines.vllm.features import PROCESSED, SIZES, why_no_logprobs, why_open
 from engines.vllm.routes import PLUGIN_BACKEND
 
 _OF_PLUGIN = "pushes need this package's plugin, which is set at launch"
@@ -31,7 +31,6 @@ _OWNERS = {
     "headless": "that server has no endpoints",
     "tokens_only": "that server has no text",
 }
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 KEY_CHECK = "engines.http.key_check.KeyCheck"
 """What checks the keys: vLLM's own guard neither pauses nor updates."""
 DEFAULTS: dict[str, Any] = {
@@ -98,7 +97,7 @@ def num_ranks(options: Mapping[str, Any]) -> int:
 
 def _sizes(options: Mapping[str, Any], num_gpus: int) -> dict[str, int]:
     """The tensor-parallel size that the GPUs leave; nothing where the options say it."""
-    given = {name: options.get(name) or 1 for name in _SIZES}
+    given = {name: options.get(name) or 1 for name in SIZES}
     others = given["pipeline_parallel_size"] * given["data_parallel_size"]
     if "tensor_parallel_size" in options:
         num_ranks = given["tensor_parallel_size"] * others

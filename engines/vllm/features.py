@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.plain_json import read_json
-from engines.protocol.kind import ReadConfig
+from engines.protocol.kind import ReadConfig, Shards
 from engines.protocol.logprob_kind import LogprobRule, sampling_defaults
 from engines.protocol.spec import spelled
 from engines.vllm.routes import GENERATE, OF_DEV_MODE, PLUGIN_BACKEND
@@ -27,6 +27,7 @@ LOGPROB_RULES = {
     PROCESSED: LogprobRule(has_cuts=True),
     RAW: LogprobRule(has_temperature=False, has_penalties=False),
 }
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -114,6 +115,25 @@ def why_open(host: str, has_key: bool) -> str:
         f"at {host}, vLLM's control endpoints (pause, sleep, update_weights, collective_rpc) "
         "have no key of its own, so every program that reaches the port can call them; without a "
         "key of ours, engines of kind vllm listen on 127.0.0.1 only"
+    )
+
+
+def shards(options: Mapping[str, Any], num_gpus: int) -> Shards | None:
+    """How an engine with these options divides its model; None if they do not fit the GPUs.
+
+    vLLM 0.32 (``FusedMoEParallelConfig.make``) divides experts over tensor x data ranks, with
+    expert parallelism or without.
+    """
+    sizes = {name: options[name] for name in options if spelled(name) in SIZES}
+    given = {spelled(name): size for name, size in sizes.items()}
+    if not all(type(size) is int and size > 0 for size in given.values()):
+        return None
+    pipeline, data = (given.get(name, 1) for name in SIZES[1:])
+    tensor = given.get(SIZES[0]) or max(1, num_gpus // (pipeline * data))
+    if tensor * pipeline * data != num_gpus:
+        return None
+    return Shards(
+        attention=tensor, dense=tensor, experts=tensor * data, pipeline=pipeline, pools=data
     )
 
 

@@ -90,17 +90,29 @@ def validate(config: ConfigPath, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def plan(config: ConfigPath, as_json: AsJson = False) -> None:
+def plan(
+    config: ConfigPath,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Size of the GPUs that memory sums are computed for. Default: the smallest of "
+            "this machine, or else an H100 80 GB.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show where engines run and what they need; start nothing.
 
-    Also their ports, what an offload discards, its host memory, and what engines are started with:
-    variables, options and deadlines, and which of them the configuration overrides.
+    Also their ports, what an offload discards, its host memory, memory sums of the GPUs, and what
+    engines are started with: variables, options and deadlines, and which of them the configuration
+    overrides.
 
     Exit status 2 if a group would be refused; each refusal names the setting to change.
     """
     from rollout.cli.plan import print_plan
 
-    print_plan(config, as_json=as_json)
+    print_plan(config, as_json=as_json, gpu_gib=gpu_gib)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from rich.text import Text
 from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.config_file import load_config
+from rollout.cli.lib.gpu_sums import PlannedGpu, gpu_lines, gpu_sums, planned_gpu
 from rollout.cli.lib.output import print_json, show, table
 from rollout.cli.lib.start_values import show_start, start_values
 from rollout.config import (
@@ -88,9 +89,13 @@ def _examined(path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
     return loaded, mistakes
 
 
-def print_plan(path: Path, *, as_json: bool) -> None:
-    """Print what a configuration would start; with a refusal, exit status 2."""
-    values = summary(load_config(path))
+def print_plan(path: Path, *, as_json: bool, gpu_gib: float | None = None) -> None:
+    """Print what a configuration would start; with a refusal, exit status 2.
+
+    Args:
+        gpu_gib: the size of the GPUs that memory sums are computed for; see ``planned_gpu``.
+    """
+    values = summary(load_config(path), planned_gpu(gpu_gib))
     if as_json:
         print_json(values)
     else:
@@ -108,11 +113,13 @@ def _groups(config: RolloutConfig) -> list[tuple[str, WeightUpdate, GroupConfig]
     ]
 
 
-def summary(config: RolloutConfig) -> dict[str, Any]:
+def summary(config: RolloutConfig, gpu: PlannedGpu) -> dict[str, Any]:
     """Placement, addresses, memory and refusals of a configuration, ready for JSON."""
     placement = plan_of(config)
+    trainer_gpus = config.cluster.trainer_gpus
     groups = [
         _group(placement, name, server, group, of_group)
+        | {"gpu": _gpu_sums(server, of_group, trainer_gpus, gpu)}
         for name, server in config.servers.items()
         for group, of_group in server.groups.items()
     ]
@@ -125,10 +132,7 @@ def summary(config: RolloutConfig) -> dict[str, Any]:
         "needs": placement.totals(),
         "shared_gpu_bundles": placement.shared,
         "stacked": placement.stacked,
-        "servers": [
-            _server(name, server, config.cluster.trainer_gpus)
-            for name, server in config.servers.items()
-        ],
+        "servers": [_server(name, server, trainer_gpus) for name, server in config.servers.items()],
         "groups": groups,
         "host_bytes": host_bytes,
         "refusals": [mistake.message for mistake in wrong_settings(config)],
@@ -159,6 +163,14 @@ def _server(name: str, server: ServerConfig, trainer_gpus: int) -> dict[str, Any
         "store_bytes_per_node": _store_bytes(server),
         "push_memory": [asdict(peaks) for peaks in _push_memory(server, trainer_gpus)],
     }
+
+
+def _gpu_sums(
+    server: ServerConfig, group: GroupConfig, trainer_gpus: int, gpu: PlannedGpu
+) -> dict[str, Any] | None:
+    if group.worker_type is WorkerType.PLACEHOLDER:
+        return None
+    return gpu_sums(server, group, trainer_gpus, gpu, [*_push_memory(server, trainer_gpus)])
 
 
 def _push_memory(server: ServerConfig, trainer_gpus: int) -> Iterator[PushMemory]:
@@ -330,6 +342,11 @@ def _show(values: dict[str, Any]) -> None:
             size_text(group["host_bytes"]),
         )
     show(groups)
+    for group in values["groups"]:
+        if group["gpu"] is not None:
+            show(f"{group['server']}/{group['group']}: memory of each GPU, computed, not measured")
+            for line in gpu_lines(group["gpu"]):
+                show(f"  {line}")
     for group in values["groups"]:
         if group["start"] is not None:
             show_start(f"{group['server']}/{group['group']}", group["start"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.plain_json import read_json
+from rollout.rules.gpu_memory import ModelParts
 
 # The names that models give to their number of experts.
 _NOT_COUNTED = (
@@ -84,24 +85,39 @@ def head_size_of(config: Mapping[str, Any]) -> int:
     return 0
 
 
+def parts_of(config: Mapping[str, Any]) -> ModelParts | None:
+    """The elements of a language model's parts; None if the config does not say, or has parts that
+    are not counted here."""
+    part = next((inner for inner in _parts(config) if "hidden_size" in inner), {})
+    hidden, layers, vocabulary, heads, inner_size = (_count(part, name) for name in _SIZES)
+    if not (hidden and layers and vocabulary and heads and inner_size):
+        return None
+    if "text_config" in config or any(part.get(name) for name in _NOT_COUNTED):
+        return None
+    head, groups = head_size_of(part), _count(part, "num_key_value_heads") or heads
+    experts = next((num for name in _EXPERTS if (num := _count(part, name))), 0)
+    of_expert = 3 * hidden * (_count(part, "moe_intermediate_size") or inner_size)
+    return ModelParts(
+        num_layers=layers,
+        embedding=vocabulary * hidden,
+        head=0 if part.get("tie_word_embeddings") else vocabulary * hidden,
+        attention=2 * hidden * head * (heads + groups) + (2 + experts) * hidden,
+        dense=0 if experts else 3 * hidden * inner_size,
+        experts=experts * of_expert,
+        kv_heads=groups,
+        head_size=head,
+    )
+
+
 def elements_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Elements of the model, and of a trainer's largest tensor, where the experts of a layer are
     one; zeros if the config does not say, or has parts that are not counted here."""
-    part = next((section for section in _parts(config) if "hidden_size" in section), {})
-    hidden, layers, vocabulary, heads, inner = (_count(part, name) for name in _SIZES)
-    if not (hidden and layers and vocabulary and heads and inner):
+    parts = parts_of(config)
+    if parts is None:
         return 0, 0
-    if "text_config" in config or any(part.get(name) for name in _NOT_COUNTED):
-        return 0, 0
-    head, groups = head_size_of(part), _count(part, "num_key_value_heads") or heads
-    attention = 2 * hidden * head * (heads + groups)
-    experts = next((num for name in _EXPERTS if (num := _count(part, name))), 0)
-    of_expert = hidden * (_count(part, "moe_intermediate_size") or inner)
-    block = experts * (3 * of_expert + hidden) if experts else 3 * hidden * inner
-    embedding = vocabulary * hidden
-    whole = embedding * (1 if part.get("tie_word_embeddings") else 2)
-    whole += layers * (attention + block + 2 * hidden) + hidden
-    return whole, max(embedding, 2 * experts * of_expert, hidden * inner)
+    last_norm = parts.embedding // vocabulary_of(config)
+    stacked = 2 * parts.experts // 3  # gate and up of all experts
+    return parts.num_elements + last_norm, max(parts.embedding, stacked, parts.dense // 3)
 
 
 def element_bytes_of(config: Mapping[str, Any]) -> int:
