@@ -5,14 +5,28 @@
 #
 # Run it in the environment, or the container, that has ray-rollout.  Each step of srun ends with
 # the job, so that no engine stays on a node.
+#
+# Two minutes before the end of its time, the command gets SIGTERM, and the job is queued again: the
+# command must continue from its last checkpoint.  One that has ended with status 0 is not.
 #SBATCH --job-name=rollout
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
 set -euo pipefail
 if [ $# -eq 0 ]; then
     echo "usage: sbatch --nodes N $0 COMMAND..." >&2
     exit 2
 fi
+main=
+is_late=
+# The shell runs a trap only between commands and in `wait`.
+on_late() {
+    is_late=yes
+    [ -z "$main" ] || kill -TERM "$main" 2>/dev/null || true
+}
+trap on_late USR1
 port=${RAY_PORT:-6379}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 address="${nodes[0]}:$port"
@@ -27,6 +41,7 @@ end() {
         kill "${steps[@]}" 2>/dev/null || true
         wait "${steps[@]}" 2>/dev/null || true
     fi
+    steps=()
 }
 trap end EXIT
 # Of a subshell, which becomes srun: a signal for the subshell then reaches it.
@@ -52,4 +67,25 @@ until [ "$( (on_node "${nodes[0]}" python3 -c "$count_nodes" 2>/dev/null) || ech
     fi
     sleep 1
 done
-(on_node "${nodes[0]}" "$@")
+status=0
+if [ -z "$is_late" ]; then
+    on_node "${nodes[0]}" "$@" &
+    main=$!
+    # Between the line before and this one, the signal may have come without a process to end.
+    [ -z "$is_late" ] || kill -TERM "$main" 2>/dev/null || true
+    wait "$main" || status=$?
+    if [ -n "$is_late" ]; then
+        deadline=$((SECONDS + ${COMMAND_END_SECONDS:-60}))
+        while kill -0 "$main" 2>/dev/null && [ $SECONDS -lt $deadline ]; do
+            sleep 0.2
+        done
+        kill -KILL "$main" 2>/dev/null || true
+        status=0
+        wait "$main" || status=$?
+    fi
+fi
+if [ -z "$is_late" ] || { [ -n "$main" ] && [ "$status" = 0 ]; }; then
+    exit "$status"
+fi
+end
+scontrol requeue "$SLURM_JOB_ID"

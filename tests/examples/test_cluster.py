@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -137,6 +139,78 @@ def test_the_slurm_script_starts_ray_runs_the_command_and_ends_all(
         if slurm["RAY_PORT"] in " ".join(p.info["cmdline"] or [])
     ]
     assert mine == []
+
+
+@pytest.fixture
+def queue(slurm: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """A job of Slurm whose Ray is a process that waits, and whose commands to Slurm are written."""
+    programs = {
+        "ray": "exec sleep 60",
+        "python3": "echo 1",
+        "scontrol": f"""case $1 in
+  show) [ -z "$SIGNAL_BEFORE" ] || kill -USR1 $PPID; echo node;;
+  *) echo "$@" >> {tmp_path}/commands;;
+esac""",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return slurm | {"SLURM_JOB_ID": "7", "SIGNAL_BEFORE": "", "COMMAND_END_SECONDS": "2"}
+
+
+TRAINS = "trap 'echo saved; exit {}' TERM; echo begun; while :; do sleep 0.1; done"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_requeued", "output"),
+    [
+        pytest.param(TRAINS.format(143), True, ["begun", "saved"], id="ends by the signal"),
+        pytest.param(TRAINS.format(0), False, ["begun", "saved"], id="has ended its training"),
+        pytest.param(
+            "trap '' TERM; echo begun; exec sleep 50",
+            True,
+            ["begun"],
+            id="does not hear the signal",
+        ),
+    ],
+)
+def test_the_slurm_script_is_queued_again_before_its_time_ends(
+    queue: dict[str, str], tmp_path: Path, command: str, *, is_requeued: bool, output: list[str]
+) -> None:
+    script: list[str | Path] = [CLUSTER / "ray_on_slurm.sh", "sh", "-c", command]
+    with subprocess.Popen(script, env=queue, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        lines = [running.stdout.readline().strip()]
+        running.send_signal(signal.SIGUSR1)
+        lines += running.stdout.read().split()
+        assert running.wait(30) == 0
+    assert lines == output
+    commands = tmp_path / "commands"
+    assert commands.exists() is is_requeued
+    assert not is_requeued or commands.read_text() == "requeue 7\n"
+
+
+def test_a_job_whose_time_ends_before_the_command_begins_is_queued_again(
+    queue: dict[str, str], tmp_path: Path
+) -> None:
+    script: list[str | Path] = [CLUSTER / "ray_on_slurm.sh", "touch", str(tmp_path / "begun")]
+    subprocess.run(script, env=queue | {"SIGNAL_BEFORE": "1"}, timeout=30, check=True)
+    assert (tmp_path / "commands").read_text() == "requeue 7\n"
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_command_that_fails_in_time_is_not_queued_again(
+    queue: dict[str, str], tmp_path: Path
+) -> None:
+    script: list[str | Path] = [CLUSTER / "ray_on_slurm.sh", "sh", "-c", "exit 7"]
+    assert subprocess.run(script, env=queue, timeout=30).returncode == 7
+    assert not (tmp_path / "commands").exists()
+
+
+def test_the_slurm_script_wants_its_signal_in_the_shell_and_may_be_queued_again() -> None:
+    text = (CLUSTER / "ray_on_slurm.sh").read_text()
+    options = re.findall(r"^#SBATCH (--\S+)", text, re.MULTILINE)
+    assert {"--requeue", "--open-mode=append", "--signal=B:USR1@120"} <= set(options)
 
 
 def test_the_slurm_script_without_a_command_explains_itself() -> None:
