@@ -275,6 +275,7 @@ FRAGMENTS = {
     "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
     "docs/how-to/samples.md": "tests/rollout/driver/data/test_sample_rows.py",
     "docs/how-to/skyrl.md": "tests/end_to_end/test_other_trainers.py",
+    "docs/trainers.md": "tests/examples/test_minimal.py",
 }
 
 
