@@ -16,7 +16,8 @@ from engines.protocol.spec import spelled
 from engines.sglang import draft as sglang_draft
 from engines.sglang import features as sglang_features
 from engines.sglang.environment import nccl_cumem
-from engines.sglang.parallel import num_stages, shards
+from engines.sglang.parallel import num_ranks, num_stages, shards
+from engines.vllm import command as vllm_command
 from engines.vllm import features as vllm_features
 from engines.vllm import routes, vllm_json
 
@@ -75,6 +76,7 @@ _SGLANG = Kind(
     quantises_at_start=True,
     old_state=old_state.SGLANG,
     num_stages=num_stages,
+    num_gpus=num_ranks,
     shards=shards,
     gpu_share=("mem_fraction_static", None),
     # Run with 0.5.23.  A glm4 never loads its last stage's head, and a llama ends at its start.
@@ -134,6 +136,7 @@ _VLLM = Kind(
     has_part_of_prompt_logprobs=False,
     outlives_its_core=True,
     num_stages=num_stages,
+    num_gpus=vllm_command.num_ranks,
     shards=vllm_features.shards,
     gpu_share=("gpu_memory_utilization", 0.92),  # 0.32.0
     draft=vllm_features.draft_of,

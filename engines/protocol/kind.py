@@ -68,6 +68,7 @@ class Kind:
         quantises_at_start: its options can quantise a checkpoint that is not.
         old_state: what it keeps of old weights, and what is done about it.
         num_stages: its pipeline stages, by its options.
+        num_gpus: the GPUs of an engine whose settings do not say how many, by its options.
         shards: how it divides a model, by its options and its number of GPUs; None if they do not
             fit each other, or for a kind that has no such sizes.
         gpu_share: its option, in ``spelled`` form, for the share of a GPU that weights and KV cache
@@ -130,6 +131,7 @@ class Kind:
     quantises_at_start: bool = False
     old_state: OldState = NOTHING_KEPT
     num_stages: Callable[[Mapping[str, Any]], int] = lambda options: 1
+    num_gpus: Callable[[Mapping[str, Any]], int] = lambda options: 0
     shards: Callable[[Mapping[str, Any], int], Shards | None] = lambda options, num_gpus: None
     gpu_share: tuple[str, float | None] = ("", None)
     tied_on_stages: frozenset[str] | None = None

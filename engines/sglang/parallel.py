@@ -61,6 +61,14 @@ def divide(options: dict[str, Any], num_gpus: int) -> Parallel:
     return Parallel(num_ranks, {name: size for name, size in sizes.items() if size != 1})
 
 
+def num_ranks(options: Mapping[str, Any]) -> int:
+    """Ranks that options ask for, in any spelling; 1 if they do not, or wrongly."""
+    try:
+        return divide(normalized(options), 0).num_ranks
+    except ValueError:
+        return 1
+
+
 def shards(options: Mapping[str, Any], num_gpus: int) -> Shards | None:
     """How an engine with these options divides its model; None if they do not fit the GPUs.
 

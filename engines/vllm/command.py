@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from engines.protocol import Endpoint, WorkerType
-from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse
+from engines.protocol.spec import AT_LAUNCH, EngineSpec, as_flags, normalized, refuse, spelled
 from engines.vllm.features import PROCESSED, SIZES, why_no_logprobs, why_open
 from engines.vllm.routes import PLUGIN_BACKEND
 
@@ -91,7 +91,7 @@ def _check(spec: EngineSpec, endpoint: Endpoint) -> None:
 
 def num_ranks(options: Mapping[str, Any]) -> int:
     """Ranks that options ask for, in any spelling; 1 if they do not, or wrongly."""
-    given = [value for name, value in options.items() if spelled(name) in _SIZES]
+    given = [value for name, value in options.items() if spelled(name) in SIZES]
     return prod(size for size in given if isinstance(size, int) and size > 0)
 
 
