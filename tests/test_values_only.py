@@ -35,7 +35,7 @@ BUILTINS = frozenset(dir(builtins))
 STRICT_JSON = {
     "engines/plain_json.py": "it is the reader",
     "engines/process/guard.py": "the order of the process that starts it",
-    "rollout/config/file.py": "the user's own file: a key that stands twice is refused",
+    "rollout/config/sources/parsers.py": "the user's own file: a key that stands twice is refused",
     "rollout/router/http/fast_json.py": "bodies and replies: NaN is taken, or refused",
     "rollout/router/http/request.py": "a body with one field of the router's, which knows it",
     "rollout/router/continuation/fast_path.py": "a list of which nothing but digits was found",

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
-ConfigPath = Annotated[Path, typer.Argument(help="YAML or JSON file with the configuration.")]
+Config = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE|KEY.PATH=VALUE",
+        help="Files with the configuration (YAML, JSON, TOML), merged in this order; then settings "
+        "that win over them, such as servers.policy.groups.main.num_engines=4.",
+    ),
+]
 Backend = Annotated[str, typer.Option(help="'local': child processes of this one; 'ray': actors.")]
 
 Run = Annotated[
@@ -78,7 +85,7 @@ def version(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def validate(config: ConfigPath, as_json: AsJson = False) -> None:
+def validate(config: Config, as_json: AsJson = False) -> None:
     """List all mistakes of a configuration; start nothing.
 
     Folders that it names are checked too.
@@ -90,18 +97,7 @@ def validate(config: ConfigPath, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def plan(
-    config: ConfigPath,
-    gpu_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            help="Size of the GPUs that memory sums are computed for. Default: the smallest of "
-            "this machine, or else an H100 80 GB.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def plan(config: Config, as_json: AsJson = False) -> None:
     """Show where engines run and what they need; start nothing.
 
     Also their ports, what an offload discards, its host memory, memory sums of the GPUs, and what
@@ -125,7 +121,7 @@ def schema() -> None:
 
 
 @app.command()
-def serve(config: ConfigPath, backend: Backend = "local", as_json: AsJson = False) -> None:
+def serve(config: Config, backend: Backend = "local", as_json: AsJson = False) -> None:
     """Run engines, router and page without a trainer until Ctrl-C."""
     from rollout.cli.serve import serve_until_stopped
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,8 +13,7 @@ from rich.text import Text
 
 from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
-from rollout.cli.lib.config_file import load_config
-from rollout.cli.lib.gpu_sums import PlannedGpu, gpu_lines, gpu_sums, planned_gpu
+from rollout.cli.lib.config_file import load_config, read_sources, split_arguments
 from rollout.cli.lib.output import print_json, show, table
 from rollout.cli.lib.start_values import show_start, start_values
 from rollout.config import (
@@ -27,7 +25,6 @@ from rollout.config import (
     WeightUpdate,
 )
 from rollout.config.compatibility import of_window
-from rollout.config.file import with_lines
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
 from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
@@ -52,17 +49,14 @@ from rollout.weights.store.layout.placement import node_bytes
 _STORE_NODES = (1, 2, 4, 8)
 
 
-def print_mistakes(path: Path, *, as_json: bool) -> None:
+def print_mistakes(arguments: Sequence[str], *, as_json: bool) -> None:
     """Print all mistakes of a configuration; with one, exit status 2."""
-    loaded, mistakes = _examined(path)
-    notes = (
-        []
-        if loaded is None
-        else [*option_notes(loaded), *open_notes(loaded), *_draft_notes(loaded)]
-    )
+    name = ", ".join(map(str, split_arguments(arguments)[0]))
+    loaded, mistakes = _examined(arguments)
+    notes = [] if loaded is None else [*option_notes(loaded), *_draft_notes(loaded)]
     if as_json:
         values = {
-            "config": str(path),
+            "config": name,
             "servers": list(loaded.servers) if loaded is not None else [],
             "is_valid": not mistakes,
             "mistakes": [asdict(mistake) for mistake in mistakes],
@@ -70,7 +64,7 @@ def print_mistakes(path: Path, *, as_json: bool) -> None:
         }
         print_json(values)
     elif loaded is not None and not mistakes:
-        show(f"{path}: {len(loaded.servers)} server(s), valid")
+        show(f"{name}: {len(loaded.servers)} server(s), valid")
     if not as_json:
         for line in (*map(str, mistakes), *(f"note: {note}" for note in notes)):
             typer.echo(line, err=True)
@@ -78,24 +72,21 @@ def print_mistakes(path: Path, *, as_json: bool) -> None:
         raise typer.Exit(2)
 
 
-def _examined(path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
-    """The config of a file as far as it is right, and all mistakes."""
+def _examined(arguments: Sequence[str]) -> tuple[RolloutConfig | None, list[Mistake]]:
+    """The config as far as it is right, and all mistakes."""
     try:
-        loaded, mistakes = RolloutConfig.examined_file(path)
+        sources = read_sources(arguments)
+        loaded, mistakes = RolloutConfig.examined_from(sources)
     except ConfigError as error:
         return None, [Mistake("", None, str(error))]
     if loaded is not None:
-        mistakes += with_lines(path, wrong_settings(loaded))
+        mistakes += sources.located(wrong_settings(loaded))
     return loaded, mistakes
 
 
-def print_plan(path: Path, *, as_json: bool, gpu_gib: float | None = None) -> None:
-    """Print what a configuration would start; with a refusal, exit status 2.
-
-    Args:
-        gpu_gib: the size of the GPUs that memory sums are computed for; see ``planned_gpu``.
-    """
-    values = summary(load_config(path), planned_gpu(gpu_gib))
+def print_plan(arguments: Sequence[str], *, as_json: bool) -> None:
+    """Print what a configuration would start; with a refusal, exit status 2."""
+    values = summary(load_config(arguments))
     if as_json:
         print_json(values)
     else:

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Sequence
 
 import rollout
 from rollout.cli.lib.config_file import launch, load_config
@@ -17,8 +17,12 @@ from rollout.config.run_dir import RunFolder
 from rollout.core.errors import RolloutError
 
 
-def serve_until_stopped(config: Path, backend: str, *, as_json: bool) -> None:
-    """Start what ``config`` describes, print its addresses, and wait for SIGINT or SIGTERM."""
+def serve_until_stopped(config: Sequence[str], backend: str, *, as_json: bool) -> None:
+    """Start a configuration, print its addresses, and wait for SIGINT or SIGTERM.
+
+    Args:
+        config: files and overrides, as they were typed.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     loaded = load_config(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # as Ctrl-C, also while engines start

@@ -19,6 +19,8 @@ from rollout.config.base import DOES_NOT_FIT
 from rollout.core.errors import Mistake
 
 M = TypeVar("M", bound=BaseModel)
+HIDDEN = "(hidden)"
+"""What is shown in the place of a secret."""
 Location = tuple[int | str, ...]
 
 _UNKNOWN = "extra_forbidden"
@@ -82,17 +84,25 @@ RENAMED_VALUES: Mapping[tuple[str, str], str] = {("transport", "tensor"): "by_va
 """A setting and a value of before -> the value's name now."""
 
 
-def examine(model: type[M], values: Any) -> tuple[M | None, list[Mistake]]:
-    """The configuration without its wrong values, if it can do without them, and all mistakes."""
-    found: dict[str, list[Mistake]] = {}
+def examine(
+    model: type[M], values: Any, known: Iterable[Mistake] = ()
+) -> tuple[M | None, list[Mistake]]:
+    """The configuration without its wrong values, if it can do without them, and all mistakes.
+
+    Args:
+        known: mistakes that have been taken out of the values; the first of those returned.
+    """
+    found = {wrong.setting: [wrong] for wrong in known}
+    is_first = True
     while True:
         try:
             config = model.model_validate(values)
             return config, [wrong for wrongs in found.values() for wrong in wrongs]
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        known = {*found, *_settings_of_removal(errors)} if found else set()
-        new = [wrong for wrong in _mistakes(model, errors) if wrong.setting not in known]
+        causes = set(found) if is_first else {*found, *_settings_of_removal(errors)}
+        new = [wrong for wrong in _mistakes(model, errors) if wrong.setting not in causes]
+        is_first = False
         if not new:
             return None, [wrong for wrongs in found.values() for wrong in wrongs]
         for wrong in new:
@@ -195,10 +205,10 @@ def _without_unit(setting: str, value: str) -> str:
 
 
 def _shown_value(setting: str, value: Any) -> Any:
-    return "(hidden)" if _is_secret(setting, value) else value
+    return HIDDEN if is_secret(setting, value) else value
 
 
-def _is_secret(setting: str, value: Any) -> bool:
+def is_secret(setting: str, value: Any) -> bool:
     """Whether a value may be a secret: a key, the environment, or a section that contains keys."""
     parts = setting.split(".")
     holds = isinstance(value, Mapping) and any(str(name).endswith("key") for name in value)
@@ -207,7 +217,7 @@ def _is_secret(setting: str, value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    return "(hidden)" if value == "(hidden)" else value_text(value)
+    return HIDDEN if value == HIDDEN else value_text(value)
 
 
 def _unknown_key(model: type[BaseModel], location: Location) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +13,13 @@ from pydantic import Field
 from rollout.config import compatibility
 from rollout.config.agents import AgentsConfig
 from rollout.config.base import ConfigSection, Name, PathText, Seconds
-from rollout.config.file import read_values, with_lines
 from rollout.config.groups import GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
-from rollout.config.weights import VerifyConfig, WeightsConfig
+from rollout.config.sources.layers import Sources
+from rollout.config.sources.references import resolve
+from rollout.config.weights import WeightsConfig
 from rollout.core.errors import ConfigError, Mistake
 
 
@@ -129,15 +130,13 @@ class RolloutConfig(ConfigSection):
         """A config from nested mappings.
 
         Args:
-            values: as in a file; see the configuration reference.
+            values: as in a file, also with references such as ``${oc.env:NAME}``; see the
+                configuration reference. OmegaConf's ``DictConfig`` is taken, too.
 
         Raises:
             ConfigError: all wrong settings, each with its path and what would be accepted.
         """
-        config, mistakes = cls.examined(values)
-        if config is None or mistakes:
-            raise ConfigError.of(mistakes)
-        return config
+        return _complete(*cls.examined(values))
 
     @classmethod
     def examined(cls, values: Any) -> tuple[RolloutConfig | None, list[Mistake]]:
@@ -147,46 +146,66 @@ class RolloutConfig(ConfigSection):
             values: as for ``from_dict``; nothing is raised.
         """
         if isinstance(values, Mapping):
-            return examine(cls, values)
+            resolved = resolve(values)
+            config, mistakes = examine(cls, resolved.values, resolved.mistakes)
+            return config, resolved.mask(mistakes)
         kind = "empty" if values is None else f"a {type(values).__name__}"
         message = f"a config is a mapping with the key 'servers'; this one is {kind}"
         return None, [Mistake("", values, message)]
 
     @classmethod
-    def from_file(cls, path: str | Path) -> RolloutConfig:
-        """A config from a YAML, JSON or TOML file.
+    def from_file(cls, *paths: str | Path, overrides: Sequence[str] = ()) -> RolloutConfig:
+        """A config from YAML, JSON or TOML files.
 
         Args:
-            path: of the file, ending in ``.yaml``, ``.yml``, ``.json`` or ``.toml``.
+            paths: of the files, ending in ``.yaml``, ``.yml``, ``.json`` or ``.toml``. A later one
+                wins: sections are merged, lists and values are replaced.
+            overrides: settings that win over those of all files, each ``key.path=value``; the value
+                is YAML.
 
         Raises:
-            ConfigError: the file is missing, cannot be parsed, or holds wrong settings.
+            ConfigError: a file is missing, cannot be parsed, or holds wrong settings.
         """
-        if not isinstance(path, (str, Path)):
-            raise ConfigError(f"the path of a config is a str or Path, not {path!r}")
-        config, mistakes = cls.examined_file(Path(path))
-        if config is None or mistakes:
-            raise ConfigError.of(mistakes)
-        return config
+        for path in paths:
+            if not isinstance(path, (str, Path)):
+                raise ConfigError(f"the path of a config is a str or Path, not {path!r}")
+        if not paths or isinstance(overrides, str):
+            raise ConfigError("from_file takes one path or more, and a list of overrides")
+        sources = Sources.read([Path(path) for path in paths], overrides)
+        return _complete(*cls.examined_from(sources))
 
     @classmethod
-    def examined_file(cls, path: Path) -> tuple[RolloutConfig | None, list[Mistake]]:
-        """``examined`` of a file; a relative ``model_path`` is relative to the file's folder.
+    def examined_from(cls, sources: Sources) -> tuple[RolloutConfig | None, list[Mistake]]:
+        """``examined`` of files and overrides; a mistake names the one that gave its value.
+
+        A relative ``model_path`` of a file is relative to the folder of the file.
 
         Args:
-            path: as for ``from_file``.
+            sources: what ``rollout.config.sources`` has read.
 
         Raises:
-            ConfigError: the file is missing or cannot be parsed.
+            ConfigError: they cannot be merged.
         """
-        config, mistakes = cls.examined(read_values(path))
+        config, mistakes = cls.examined(sources.merged())
         if config is not None:
             servers = {
-                name: server.model_copy(update={"model_path": str(path.parent / server.model_path)})
+                name: server.model_copy(
+                    update={
+                        "model_path": str(
+                            sources.folder_of(f"servers.{name}.model_path") / server.model_path
+                        )
+                    }
+                )
                 for name, server in config.servers.items()
             }
             config = config.model_copy(update={"servers": servers})
-        return config, with_lines(path, mistakes)
+        return config, sources.located(mistakes)
+
+
+def _complete(config: RolloutConfig | None, mistakes: Sequence[Mistake]) -> RolloutConfig:
+    if config is None or mistakes:
+        raise ConfigError.of(mistakes)
+    return config
 
 
 def _used_twice(uses: Iterable[tuple[str, str]], why: str) -> Iterator[tuple[str, str]]:

@@ -47,16 +47,20 @@ class Mistake:
         setting: its dotted path, for example ``servers.policy.groups.main.num_engines``.
         value: its value; ``(hidden)`` for a secret.
         message: setting, value, and what would be accepted.
-        line: line in its file, from 1, or None if it is not known.
+        line: of its file, from 1; None if it is not known.
+        source: the file or the override that gave the value; empty if it came from Python.
     """
 
     setting: str
     value: Any
     message: str
     line: int | None = None
+    source: str = ""
 
     def __str__(self) -> str:
-        return self.message if self.line is None else f"line {self.line}: {self.message}"
+        line = "" if self.line is None else f"line {self.line}"
+        where = ", ".join(filter(None, (self.source, line)))
+        return f"{where}: {self.message}" if where else self.message
 
 
 class ConfigError(RolloutError, ValueError):

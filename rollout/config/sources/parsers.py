@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rollout.core.errors import ConfigError, Mistake
+from rollout.core.errors import ConfigError
 
 
 def read_values(path: Path) -> Any:
@@ -46,16 +45,15 @@ def read_values(path: Path) -> Any:
         raise ConfigError(f"cannot parse config {path}{_reason(error)}") from None
 
 
-def with_lines(path: Path, mistakes: Iterable[Mistake]) -> list[Mistake]:
-    """The mistakes of a file's values, each with its line if the file is YAML or JSON."""
+def read_lines(path: Path) -> yaml.Node | None:
+    """The values of a YAML or JSON file with their lines; None of TOML, which has none."""
     try:
-        root = yaml.compose(path.read_text("utf-8-sig"), _Loader)
-    except (OSError, ValueError, yaml.YAMLError):  # TOML, for example
-        return list(mistakes)
-    return [replace(one, line=_line_of(root, one.setting)) for one in mistakes]
+        return yaml.compose(path.read_text("utf-8-sig"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
 
 
-def _line_of(node: yaml.Node | None, setting: str) -> int | None:
+def line_of(node: yaml.Node | None, setting: str) -> int | None:
     """The line of a setting, or of the nearest section around it that is in the file."""
     line = None
     while isinstance(node, yaml.MappingNode):
