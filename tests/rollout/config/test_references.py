@@ -36,7 +36,7 @@ def test_a_value_comes_from_the_environment_or_its_default_or_another_setting(
         "servers:\n"
         "  policy:\n"
         "    model_path: ${oc.env:HOME}/tiny\n"
-        "    groups: {main: {engine: {kind: fake, env: {A: '\\${B}'}}}}\n"
+        "    groups: {main: {engine: {kind: fake, env: {A: '\\${B}', C: '${oc.env:A_KEY}'}}}}\n"
         "    router: {client_key: '${oc.env:A_KEY}', port: '${oc.env:A_PORT,80}'}\n"
     )
     config = RolloutConfig.from_file(path)
@@ -44,7 +44,7 @@ def test_a_value_comes_from_the_environment_or_its_default_or_another_setting(
     assert config.log_dir == "/runs/ab"
     assert server.model_path == str(Path.home() / "tiny")
     assert (server.router.client_key, server.router.port) == ("s3cr3t", 80)
-    assert server.groups["main"].engine.env == {"A": "${B}"}
+    assert server.groups["main"].engine.env == {"A": "${B}", "C": "s3cr3t"}
     assert "s3cr3t" not in repr(config)
 
 
