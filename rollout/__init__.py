@@ -153,9 +153,11 @@ def launch(
 
 def _check_launch(config: Any, expect_version: Any) -> None:
     from rollout.config import RolloutConfig
+    from rollout.config.sources.environment import set_log_level
     from rollout.core.arguments import wrong
     from rollout.core.errors import ConfigError
 
+    set_log_level()
     if not isinstance(config, RolloutConfig):
         raise ConfigError(
             f"launch takes a RolloutConfig, not a {type(config).__name__}; RolloutConfig.from_dict "
@@ -191,11 +193,13 @@ def connect(
         ActorLost: the launching process has ended.
     """
     from rollout.config.run_dir import JOURNAL_FILE
+    from rollout.config.sources.environment import set_log_level
     from rollout.core.arguments import wrong
     from rollout.core.errors import ConfigError
     from rollout.runtime.connect import connect_local
     from rollout.runtime.handle import RunHandle
 
+    set_log_level()
     if not str(run):
         raise wrong("run", run, "the run's folder or its id")
     if backend not in (None, "local", "ray"):

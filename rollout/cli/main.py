@@ -38,8 +38,8 @@ Backend = Annotated[str, typer.Option(help="'local': child processes of this one
 Run = Annotated[
     str,
     typer.Argument(
-        help="The run: its folder, its id under ./runs, the URL of its page, or, with --ray, its "
-        "id. Default: the only active run under ./runs."
+        help="The run: its folder, its id under ./runs (or $ROLLOUT_LOG_DIR), the URL of its page, "
+        "or, with --ray, its id. Default: the only active run under ./runs."
     ),
 ]
 Key = Annotated[str, typer.Option(envvar="ROLLOUT_KEY", help="Key of the page, if it needs one.")]
@@ -302,6 +302,10 @@ def _list_launches(run: Path, *, as_json: bool) -> None:
 def main() -> None:
     """Entry point: run a command; an expected error becomes one message and an exit status."""
     try:
+        if os.environ.get("ROLLOUT_LOG_LEVEL"):
+            from rollout.config.sources.environment import log_to_stderr
+
+            log_to_stderr()
         app()
     except RolloutError as error:
         print(f"rollout: {error}", file=sys.stderr)

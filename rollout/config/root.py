@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollout.config import compatibility
 from rollout.config.agents import AgentsConfig
@@ -17,6 +17,7 @@ from rollout.config.groups import GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
+from rollout.config.sources.environment import default_log_dir
 from rollout.config.sources.layers import Sources
 from rollout.config.sources.references import resolve
 from rollout.config.weights import WeightsConfig
@@ -96,10 +97,16 @@ class RolloutConfig(ConfigSection):
     run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")] = "run"
     """Name of the run; part of actor names and of the log folder."""
     log_dir: PathText = "runs"
-    """Folder for logs and other files of runs; this run uses ``<log_dir>/<run_id>``."""
+    """Folder for logs and other files of runs; this run uses ``<log_dir>/<run_id>``. The variable
+    ``ROLLOUT_LOG_DIR`` changes the default."""
     servers: Annotated[dict[Name, ServerConfig], Field(min_length=1)]
     """The servers by name, for example policy, reference, reward, judge."""
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _log_dir_of_the_environment(cls, values: Any) -> Any:
+        return {"log_dir": default_log_dir(), **values} if isinstance(values, Mapping) else values
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Two that cannot both listen at one address, or both drive one engine."""

@@ -7,6 +7,8 @@ import gc
 import sys
 from pathlib import Path
 
+from rollout.config.sources.environment import log_to_stderr
+
 _RAY_WORKER = "default_worker.py"
 # By default 700, 10, 10.
 _COLLECTION_THRESHOLDS = 10_000, 20, 20
@@ -23,6 +25,7 @@ def is_own_process() -> bool:
 def keep_what_is_loaded() -> None:
     """``collect_rarely``, but only in our own process: another one may hold garbage now."""
     if is_own_process():
+        log_to_stderr()
         collect_rarely()
 
 
@@ -40,6 +43,7 @@ def collect_rarely() -> None:
 
 def tune_worker() -> None:
     """For a worker of agents: threads read chats beside its event loop, and make many lists."""
+    log_to_stderr()
     collect_rarely()
     switch_threads_often()
     keep_freed_memory()
@@ -51,6 +55,7 @@ def collect_in_sweeps() -> None:
     A collection visits every list of every reply that is read as tokens: with 200 streams of 4 096
     tokens each one took 60 to 150 ms, and all of them 60 % of the router's CPU.
     """
+    log_to_stderr()
     collect_rarely()
     gc.disable()
 

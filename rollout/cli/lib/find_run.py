@@ -15,6 +15,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from engines.plain_json import WRONG_FORM, read_json
 from engines.protocol import ProcessIdentity
 from rollout.config.run_dir import JOURNAL_FILE
+from rollout.config.sources.environment import default_log_dir
 from rollout.control.server.runs import journals_here, journals_of, runs_here
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
@@ -112,7 +113,7 @@ def find(
     if not run and len(runs) > 1:
         raise ConfigError(f"several runs are active; name one: {', '.join(sorted(runs))}")
     if not found:
-        searched = "; ".join(gone) or f"no {JOURNAL_FILE} of one in {run or './runs'}"
+        searched = "; ".join(gone) or f"no {JOURNAL_FILE} of one in {run or default_log_dir()}"
         raise ConfigError(
             f"no running server found: {searched}. Give a run folder, the URL of a page, or --ray "
             f"and the run's id; {runs_here()}. After a crash, `rollout attach RUN` lists its "

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from engines.process.process_identity import is_running
 from rollout.config.run_dir import FIGURES_FILE, JOURNAL_FILE, LAUNCH_FILE, SPANS_SUFFIX
+from rollout.config.sources.environment import default_log_dir
 from rollout.control.server.journal import JournalRecord, read
 from rollout.core.errors import ConfigError, RolloutError
 
-_RUNS = "runs"
 _MAX_RUNS = 40
 _MAX_SERVERS = 64
 
@@ -55,12 +55,12 @@ class KnownRun:
 
 
 def named_folders(run: str | Path) -> tuple[Path, Path]:
-    """Where a run may be that is named by its folder, or by its id under ./runs."""
-    return Path(run), Path(_RUNS, run)
+    """Where a run may be that is named by its folder, or by its id in the default folder."""
+    return Path(run), Path(default_log_dir(), run)
 
 
 def recorded_run(run: Path) -> Path:
-    """The folder of a run that is named by it or by its id under ./runs, or one of its files.
+    """The folder of a run, named by it or by its id in the default folder; or one of its files.
 
     Raises:
         ConfigError: there is none.
@@ -72,23 +72,26 @@ def recorded_run(run: Path) -> Path:
 
 
 def runs_here() -> str:
-    """The newest runs under ./runs, for messages."""
-    folders = [path for path in Path(_RUNS).glob("*") if path.is_dir()]
+    """The newest runs of the default folder, for messages."""
+    runs = default_log_dir()
+    folders = [path for path in Path(runs).glob("*") if path.is_dir()]
     newest = sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
     more = f" and {len(newest) - 5} more" if len(newest) > 5 else ""
-    return f"runs here: {', '.join(map(str, newest[:5]))}{more}" if newest else "there is no ./runs"
+    if newest:
+        return f"runs here: {', '.join(map(str, newest[:5]))}{more}"
+    return f"there is no {os.path.join('.', runs)}"
 
 
 def journals_here() -> list[FoundJournal]:
-    """The journals of all runs under ./runs."""
-    return [_examined(file) for file in sorted(Path(_RUNS).glob(f"**/{JOURNAL_FILE}"))]
+    """The journals of all runs in the default folder."""
+    return [_examined(file) for file in sorted(Path(default_log_dir()).glob(f"**/{JOURNAL_FILE}"))]
 
 
 def journals_of(run: str | Path, *, has_many: bool = False) -> list[FoundJournal]:
     """The journals of a run's servers.
 
     Args:
-        run: the folder of the run or of one server, or the run's id under ./runs.
+        run: the folder of the run or of one server, or the run's id in the default folder.
         has_many: it may also be a folder of runs.
     """
     above = ("", "*/", "*/*/") if has_many else ("", "*/")

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollout.agents.worker.host import worker_settings
 from rollout.config import RolloutConfig, ServerConfig
 from rollout.config.run_dir import RunFolder
+from rollout.config.sources.environment import options_of_actors
 from rollout.control.deployment import Deployment
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError, EngineFailure, RolloutError
@@ -172,6 +173,7 @@ def _make_server(
     # Router and server stay on the driver's node, because the driver calls its loopback.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     control: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
+    control |= options_of_actors()
     own_name = ActorName(config.cluster.namespace, _full_name(config, name))
     terms = store_terms(config, name)
     agents: RemoteAgents | None = None
