@@ -97,7 +97,18 @@ def validate(config: Config, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def plan(config: Config, as_json: AsJson = False) -> None:
+def plan(
+    config: Config,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="Size of the GPUs that memory sums are computed for. Default: the smallest of "
+            "this machine, or else an H100 80 GB.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show where engines run and what they need; start nothing.
 
     Also their ports, what an offload discards, its host memory, memory sums of the GPUs, and what

@@ -14,6 +14,7 @@ from rich.text import Text
 from engines.protocol import WorkerType
 from engines.protocol.plain_text import size_text
 from rollout.cli.lib.config_file import load_config, read_sources, split_arguments
+from rollout.cli.lib.gpu_sums import PlannedGpu, gpu_lines, gpu_sums, planned_gpu
 from rollout.cli.lib.output import print_json, show, table
 from rollout.cli.lib.start_values import show_start, start_values
 from rollout.config import (
@@ -53,7 +54,11 @@ def print_mistakes(arguments: Sequence[str], *, as_json: bool) -> None:
     """Print all mistakes of a configuration; with one, exit status 2."""
     name = ", ".join(map(str, split_arguments(arguments)[0]))
     loaded, mistakes = _examined(arguments)
-    notes = [] if loaded is None else [*option_notes(loaded), *_draft_notes(loaded)]
+    notes = (
+        []
+        if loaded is None
+        else [*option_notes(loaded), *open_notes(loaded), *_draft_notes(loaded)]
+    )
     if as_json:
         values = {
             "config": name,
@@ -84,9 +89,13 @@ def _examined(arguments: Sequence[str]) -> tuple[RolloutConfig | None, list[Mist
     return loaded, mistakes
 
 
-def print_plan(arguments: Sequence[str], *, as_json: bool) -> None:
-    """Print what a configuration would start; with a refusal, exit status 2."""
-    values = summary(load_config(arguments))
+def print_plan(arguments: Sequence[str], *, as_json: bool, gpu_gib: float | None = None) -> None:
+    """Print what a configuration would start; with a refusal, exit status 2.
+
+    Args:
+        gpu_gib: the size of the GPUs that memory sums are computed for; see ``planned_gpu``.
+    """
+    values = summary(load_config(arguments), planned_gpu(gpu_gib))
     if as_json:
         print_json(values)
     else:

@@ -75,8 +75,6 @@ class EngineConfig(ConfigSection):
     """Deadline for a killed engine to end and for its memory, also that of its GPUs, to be free;
     the kill ends as soon as this was measured. An engine that misses it may still hold memory, so
     an offload fails. Default: 25 s on CPUs, 150 s on GPUs."""
-    options: Mapping[str, Any] = Field(default_factory=dict)
-    """Options passed to the engine under its own names, for example ``max-total-tokens: 20000``."""
     env: Mapping[str, str] = Field(default_factory=dict, repr=False)
     """Environment variables added to those of the engine process. For attached engines only
     ``SGLANG_VLM_CACHE_SIZE_MB: "0"``: they were started with it, so they keep no embeddings."""

@@ -20,7 +20,7 @@ from rollout.config.mistakes import examine
 from rollout.config.sources.environment import default_log_dir
 from rollout.config.sources.layers import Sources
 from rollout.config.sources.references import resolve
-from rollout.config.weights import WeightsConfig
+from rollout.config.weights import VerifyConfig, WeightsConfig
 from rollout.core.errors import ConfigError, Mistake
 
 

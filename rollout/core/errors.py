@@ -47,8 +47,8 @@ class Mistake:
         setting: its dotted path, for example ``servers.policy.groups.main.num_engines``.
         value: its value; ``(hidden)`` for a secret.
         message: setting, value, and what would be accepted.
-        line: of its file, from 1; None if it is not known.
-        source: the file or the override that gave the value; empty if it came from Python.
+        line: line in its file, from 1, or None if it is not known.
+        source: the file or the override that gave the value, or empty if it came from Python.
     """
 
     setting: str

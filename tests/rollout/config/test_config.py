@@ -238,7 +238,9 @@ def test_mistakes_of_a_file_have_their_lines(tmp_path: Path) -> None:
         f"\n  {tmp_path}/config.yaml, line 4: unknown key 'engine' in servers.policy; it belongs"
     )
     assert named in str(caught.value)
-    (tmp_path / "config.yaml").write_text("servers:\n  policy:\n    groups: {main: {}}\n")
+    (tmp_path / "config.yaml").write_text(
+        "servers:\n  policy: {groups: {main: {engine: {kind: fake}}}}\n"
+    )
     with pytest.raises(
         ConfigError, match=r"^\S+/config.yaml, line 2: servers.policy.model_path is missing"
     ):
