@@ -275,15 +275,10 @@ def seams() -> str:
     return "\n".join(lines)
 
 
-def benchmarks() -> str:
-    """The figures and how to reproduce them; links to files become their names."""
-    text = (ROOT / "benchmarks" / "README.md").read_text()
-    text = re.sub(r"^# .*\n", "", text, count=1)
-    return re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"`\1`", text)
-
-
 GENERATORS: dict[str, Callable[[], str]] = {
     "lifecycle": pictures.lifecycle_picture,
+    "processes": pictures.processes_picture,
+    "modes": pictures.modes_picture,
     "folders": folders,
     "versions": versions,
     "transitions": transitions,
@@ -291,5 +286,4 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "metrics": metrics,
     "seams": seams,
-    "benchmarks": benchmarks,
 }

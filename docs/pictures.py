@@ -1,8 +1,9 @@
-"""Pictures of the pages as SVG, drawn from the code: no script, and nothing from another host.
+"""Pictures of the pages as SVG: no script, and nothing from another host.
 
 ``python docs/pictures.py`` writes the picture of the rooms.
 
-Always true: each picture has every phase, or every folder, that the code has.
+Always true: the pictures of the lifecycle and of the rooms are drawn from the code, and have every
+phase and every folder; the picture of the modes has every mode.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from functools import cache
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
+from rollout.driver.stream.options import Mode
 from rollout.rules import lifecycle
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +108,96 @@ def _lanes(
         # Over the highest of its horizontal lines.
         highest = min(into, *(top[row.phase] + _HEIGHT / 2 - side * 5 for row in lane))
         yield _words(x - side * 5, highest - 4, lane[0].command, "start" if side < 0 else "end")
+
+
+# -- the processes --------------------------------------------------------------------------------
+
+# Name, what it has, and the left upper corner of its box.
+_PROCESSES = {
+    "script": ("training script", "trainer, driver, handles", 10, 10),
+    "clients": ("other clients", "agents, OpenAI's API", 550, 10),
+    "server": ("server", "groups, lifecycle, page", 10, 120),
+    "router": ("router", "gate, requests in flight", 280, 120),
+    "agents": ("workers of agents", "chats of sessions", 550, 120),
+    "guard": ("guard of an engine", "ends it with its owner", 10, 230),
+    "engine": ("engine", "weights, KV cache", 280, 230),
+    "store": ("agent of the weight store", "published weights in memory", 550, 230),
+}
+_ROOM = (200, 48)
+# From, to, and the words beside the arrow.
+_CALLS = (
+    ("script", "server", "commands"),
+    ("script", "router", "requests"),
+    ("clients", "agents", "chats"),
+    ("clients", "router", "requests"),
+    ("agents", "router", "token ids"),
+    ("server", "router", "gate"),
+    ("server", "engine", "commands"),
+    ("server", "guard", "start, kill"),
+    ("router", "engine", "requests"),
+    ("guard", "engine", "ends it"),
+    ("store", "engine", "weights"),
+)
+
+
+def processes_picture() -> str:
+    """The processes of one server with one engine, and who calls which."""
+    width, height = _ROOM
+    parts = []
+    for name, about, left, top in _PROCESSES.values():
+        parts.append(_box(left, top, width, height, ""))
+        parts.append(_words(left + width / 2, top + 20, name, "middle"))
+        parts.append(_words(left + width / 2, top + 38, about, "middle"))
+    for caller, called, words in _CALLS:
+        _, _, x, y = _PROCESSES[caller]
+        _, _, to_x, to_y = _PROCESSES[called]
+        if y == to_y:
+            begin, end = (x + width, to_x) if to_x > x else (x, to_x + width)
+            parts.append(_arrow(f"M{begin},{y + height / 2:g} H{end}"))
+            parts.append(_words((begin + end) / 2, y + height / 2 - 6, words, "middle"))
+        else:
+            begin, end = x + width / 2, to_x + width / 2
+            shift = 0 if x == to_x else (60 if to_x > x else -60)
+            parts.append(_arrow(f"M{begin + shift:g},{y + height} L{end - shift:g},{to_y}"))
+            parts.append(_words((begin + end) / 2 + 16, (y + height + to_y) / 2, words, "start"))
+    return _svg(760, 290, "the processes of a run, and who calls which", parts)
+
+
+# -- the modes of the driver ----------------------------------------------------------------------
+
+_STEP, _BAR = 90, 22
+# For each mode, what engines and trainer do over time: words, begin and end in steps.
+_MODES: Mapping[Mode, tuple[Sequence[tuple[str, float, float]], ...]] = {
+    "sync": (
+        (("batch 1", 0, 2), ("batch 2", 3, 5), ("batch 3", 6, 7)),
+        (("train 1", 2, 3), ("train 2", 5, 6)),
+    ),
+    "one_ahead": (
+        (("batch 1", 0, 2), ("batch 2", 2, 4), ("batch 3", 4, 6), ("4", 6, 7)),
+        (("train 1", 2, 3), ("train 2", 4, 5), ("train 3", 6, 7)),
+    ),
+    "async": (
+        (("requests run all the time; each token has the version that drew it", 0, 7),),
+        (("1", 2, 3), ("2", 3, 4), ("3", 4, 5), ("4", 5, 6), ("5", 6, 7)),
+    ),
+}
+
+
+def modes_picture() -> str:
+    """Two lanes for each mode of the driver: the engines above, the trainer below."""
+    assert set(_MODES) == set(get_args(Mode))
+    parts, left = [], 160
+    for row, (mode, lanes) in enumerate(_MODES.items()):
+        top = 10 + 76 * row
+        parts.append(_words(4, top + 30, mode, "start"))
+        for place, (name, lane) in enumerate(zip(("engines", "trainer"), lanes, strict=True)):
+            y = top + place * (_BAR + 6)
+            parts.append(_words(left - 8, y + 16, name, "end"))
+            for words, begin, end in lane:
+                x, width = left + begin * _STEP, (end - begin) * _STEP - 4
+                parts.append(_box(x, y, width, _BAR, ""))
+                parts.append(_words(x + width / 2, y + 16, words, "middle"))
+    return _svg(left + 7 * _STEP, 76 * len(_MODES) + 4, "the modes of the driver over time", parts)
 
 
 # -- the rooms ------------------------------------------------------------------------------------

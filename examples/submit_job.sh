@@ -1,7 +1,7 @@
 #!/bin/sh
 # Submit colocated GRPO as a job to a running Ray cluster:
 #
-#     export RAY_AUTH_MODE=token             # docs/how-to/ray-job.md
+#     export RAY_AUTH_MODE=token             # docs/how-to/cluster.md
 #     ray start --head                       # if no cluster runs yet
 #     examples/submit_job.sh --steps 100 --out "$HOME/ray_job"
 #

@@ -28,6 +28,7 @@ from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.rules.lifecycle import Command, Phase
 from rollout.runtime.calls.phase_commands import PhaseCommands
+from rollout.runtime.calls.weight_checks import WeightChecks
 from rollout.runtime.handle import DeploymentHandle, OffloadWindow, ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support import builders
@@ -46,9 +47,8 @@ PAGES = [*(ROOT / name for name in BESIDE), *sorted((ROOT / "docs").rglob("*.md"
 TOLD = [
     "README.md",
     "docs/getting-started.md",
-    "docs/how-to/custom-reward.md",
+    "docs/how-to/driver.md",
     "docs/how-to/mismatch.md",
-    "docs/how-to/samples.md",
     "docs/operations.md",
     "docs/trainers.md",
 ]
@@ -217,6 +217,13 @@ def test_the_python_of_a_page_runs_over_fake_engines(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rollout, "launch", launch_fakes)
     monkeypatch.setattr(OffloadWindow, "push", push_for_fakes)
+    push = ServerHandle.push
+
+    def push_for_fakes_of(policy: ServerHandle, tensors: Any, **more: Any) -> Any:
+        version = more.pop("version", None)
+        return push(policy, builders.push(version) if version else tensors, **more)
+
+    monkeypatch.setattr(ServerHandle, "push", push_for_fakes_of)
     names: dict[str, Any] = {
         "trainer": trainer,
         "train": trainer.step,
@@ -245,14 +252,13 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
         "tests/end_to_end/test_pages.py": (0, 2, 5),
         "tests/rollout/runtime/ray/test_existing_group.py": (1, 3, 4),
     },
-    "docs/how-to/from-slime.md": {"tests/rollout/driver/test_slime_page.py": (0,)},
     "docs/how-to/fsdp2.md": {"tests/end_to_end/test_pages.py": (0, 1)},
     "docs/how-to/lora.md": {"tests/end_to_end/test_pages.py": (0,)},
     "docs/how-to/megatron.md": {"tests/end_to_end/test_pages.py": (0, 1)},
     "docs/how-to/multi-node.md": {"tests/rollout/runtime/ray/test_connect.py": (0,)},
-    "docs/how-to/openrlhf.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
-    "docs/how-to/pushing-from-ranks.md": {"tests/end_to_end/test_pages.py": (0,)},
-    "docs/how-to/pushing-weights.md": {"tests/end_to_end/test_pages.py": (0, 1, 3)},
+    "docs/how-to/names.md": {"tests/rollout/driver/test_slime_page.py": (0,)},
+    "docs/how-to/parts.md": {"tests/end_to_end/test_pages.py": (0,)},
+    "docs/how-to/pushing-weights.md": {"tests/end_to_end/test_pages.py": (0, 1, 2, 4)},
     "docs/how-to/resume.md": {"tests/rollout/driver/test_resume_page.py": (0, 1, 2)},
     "docs/how-to/skyrl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
     "docs/how-to/trl.md": {"tests/end_to_end/test_trl.py": (0,)},
@@ -266,16 +272,16 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
 }
 # Those that no test runs as they are.
 NOT_RUN: dict[tuple[str, int], str] = {
-    ("docs/how-to/pushing-weights.md", 2): "needs an engine that loads fp8: test_fp8_quantiser.py",
+    ("docs/how-to/pushing-weights.md", 3): "needs an engine that loads fp8: test_fp8_quantiser.py",
     ("docs/how-to/trl.md", 1): "needs several ranks: test_trl.py has the same in trl_ranks.py",
     ("docs/how-to/trl.md", 2): "needs the names of a script: test_trl.py builds the same trainer",
 }
 # Blocks of ``py`` are parts of a class that has its place in another library, or need one.
 FRAGMENTS = {
+    "docs/how-to/driver.md": "tests/rollout/driver/data/test_sample_rows.py",
     "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
-    "docs/how-to/samples.md": "tests/rollout/driver/data/test_sample_rows.py",
     "docs/how-to/skyrl.md": "tests/end_to_end/test_other_trainers.py",
-    "docs/trainers.md": "tests/examples/test_minimal.py",
+    "docs/trainers.md": "tests/end_to_end/test_other_trainers.py",
 }
 
 
@@ -460,7 +466,7 @@ def test_the_first_change_of_a_contributor_is_still_there_to_make() -> None:
 
 
 def test_the_versions_are_those_of_the_pins_and_of_the_code(hooks: Any) -> None:
-    made, page = hooks.versions(), text_of("docs/reference/versions.md")
+    made, page = hooks.versions(), section("docs/installation.md", "## Versions")
     constraints = text_of("constraints.txt")
     for package in ("ray", "torch", "transformers", "trl"):
         (pin,) = re.findall(rf"^{package}==(\S+)", constraints, re.M)
@@ -516,14 +522,16 @@ def test_each_figure_of_the_tuning_page_is_one_of_the_benchmarks() -> None:
 
 
 def test_each_question_has_an_answer_with_a_link() -> None:
-    questions = re.split(r"^\*\*", text_of("docs/faq.md"), flags=re.M)[1:]
+    text = section("docs/failures.md", "## Questions")
+    questions = re.split(r"^\*\*", text, flags=re.M)[1:]
     assert len(questions) > 20
     assert [text.partition("**")[0] for text in questions if "](" not in text] == []
 
 
 def test_the_errors_that_questions_quote_are_in_the_code() -> None:
     code = "".join(path.read_text() for path in (ROOT / "rollout").rglob("*.py"))
-    quoted = re.findall(r'^\*\*.*"(.*)".*\*\*', text_of("docs/faq.md"), re.M)
+    text = section("docs/failures.md", "## Questions")
+    quoted = re.findall(r'^\*\*.*"(.*)".*\*\*', text, re.M)
     assert quoted
     for part in (part.strip() for text in quoted for part in text.split("...")):
         assert part in code
@@ -576,17 +584,18 @@ def is_part_of_a_histogram(series: str) -> bool:
 
 
 def test_what_a_user_of_slime_is_sent_to_exists() -> None:
-    text = (ROOT / "docs/how-to/from-slime.md").read_text()
+    text = (ROOT / "docs/how-to/names.md").read_text()
     for path in re.findall(r"`(rollout\.driver\.[\w.]+)`", text):
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name), path
     owners = {
         "policy": ServerHandle,
         "policy.phases": PhaseCommands,
+        "policy.checks": WeightChecks,
         "driver": rollout.Driver,
         "deployment": DeploymentHandle,
     }
-    named = re.findall(r"`(policy\.phases|policy|driver|deployment)\.(\w+)", text)
+    named = re.findall(r"`(policy\.phases|policy\.checks|policy|driver|deployment)\.(\w+)", text)
     assert {owner for owner, _ in named} == owners.keys()
     for owner, name in named:
         assert hasattr(owners[owner], name), f"{owner}.{name}"

@@ -6,6 +6,7 @@ import builtins
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ FSDP2 = "how-to/fsdp2.md"
 LORA = "how-to/lora.md"
 MEGATRON = "how-to/megatron.md"
 PUSHING = "how-to/pushing-weights.md"
-FROM_RANKS = "how-to/pushing-from-ranks.md"
 HEADS, KV_HEADS, HIDDEN = 4, 2, 64
 
 
@@ -104,7 +104,7 @@ class Trainer:
 
 
 def test_the_check_of_the_push_path(policy: ServerHandle, model: Any) -> None:
-    run_code(PUSHING, number=3, policy=policy, model=model, to_hf=same)
+    run_code(PUSHING, number=4, policy=policy, model=model, to_hf=same)
     assert policy.weight_version == 1
 
 
@@ -118,12 +118,24 @@ def test_a_push_in_a_block_and_one_without(policy: ServerHandle, model: Any) -> 
 def test_a_push_of_a_rank_that_has_connected(policy: ServerHandle, model: Any) -> None:
     step = policy.weight_version + 1
     names = {"rollout": rollout, "torch": torch, "model": model, "step": step}
-    made = run_code(FROM_RANKS, **names)
+    made = run_code(PUSHING, number=1, **names)
     assert made["report"].weight_version == step
     names = {"pusher": made["pusher"], "model": model}
     stages = run_code("how-to/watch.md", number=1, **names)["report"].push_stages
     assert {stage.stage for stage in stages} >= {"copy", "engine"}
     made["pusher"].close()
+
+
+def test_a_push_of_a_trainer_that_runs_elsewhere(policy: ServerHandle, model: Any) -> None:
+    before, seen = policy.weight_version, []
+
+    def connect(run: str) -> Any:
+        seen.append(run)
+        return rollout.connect("run-id")
+
+    names = {"rollout": SimpleNamespace(connect=connect), "state_dict": model.state_dict}
+    run_code("how-to/parts.md", **names)["policy"].close()
+    assert (seen, policy.weight_version) == (["runs/my-run"], before + 1)
 
 
 def test_a_push_under_other_names(policy: ServerHandle, model: Any) -> None:
@@ -133,7 +145,7 @@ def test_a_push_under_other_names(policy: ServerHandle, model: Any) -> None:
     def to_hf(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return same(name.removeprefix("other."), tensor)
 
-    run_code(PUSHING, number=1, policy=policy, megatron_tensors=tensors, to_hf=to_hf)
+    run_code(PUSHING, number=2, policy=policy, megatron_tensors=tensors, to_hf=to_hf)
     assert policy.weight_version == before + 1
 
 

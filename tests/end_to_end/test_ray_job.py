@@ -175,10 +175,10 @@ def test_the_page_works_as_printed(
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path))  # for the token, and the folder of the job
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{own.port}")  # which `auto` would look for
-    page = "how-to/ray-job.md"
-    with program("-c", SHELL, f"unset RAY_AUTH_MODE; {code_of(page, 'sh')}") as submitted:
+    page = "how-to/cluster.md"
+    with program("-c", SHELL, f"unset RAY_AUTH_MODE; {code_of(page, 'sh', 1)}") as submitted:
         submitted.wait_for("step  1 ", 400)
-        commands = f"unset RAY_AUTH_MODE; {code_of(page, 'sh', 1)}"
+        commands = f"unset RAY_AUTH_MODE; {code_of(page, 'sh', 2)}"
         done = subprocess.run(["sh", "-ec", commands], cwd=ROOT, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert wait_until(lambda: not engines_of(submitted), 30), engines_of(submitted)

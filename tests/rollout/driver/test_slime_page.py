@@ -59,7 +59,7 @@ def generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("ROLLOUT_RUN", "runs/mine")
     with launched(launch_local, tmp_path) as deployment:
         monkeypatch.setattr(rollout, "connect", {"runs/mine": deployment}.__getitem__)
-        yield run_code("how-to/from-slime.md")["generate"]
+        yield run_code("how-to/names.md")["generate"]
 
 
 async def test_it_fills_a_sample_and_continues_a_partial_one(generate: Any) -> None:

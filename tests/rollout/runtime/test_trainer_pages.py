@@ -98,5 +98,6 @@ def test_trainers_are_the_second_page_and_link_to_each_trainers_page() -> None:
     lines = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert yaml.safe_load(lines)[1] == "trainers.md"
     text = (DOCS / "trainers.md").read_text()
-    pages = ("trl", "fsdp2", "megatron", "verl", "skyrl", "from-slime", "openrlhf")
-    assert [page for page in pages if f"how-to/{page}.md" not in text] == []
+    pages = ("how-to/trl.md", "how-to/fsdp2.md", "how-to/megatron.md", "how-to/verl.md")
+    pages += ("how-to/skyrl.md", "how-to/names.md#slime", "#openrlhf")
+    assert [page for page in pages if f"]({page})" not in text] == []

@@ -105,10 +105,17 @@ def test_the_page_writes_and_reads_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    made = run_code("how-to/samples.md", "py", groups=GROUPS)
+    made = run_code("how-to/driver.md", "py", number=1, groups=GROUPS)
     assert made["groups"] == GROUPS
     assert made["groups"] is not GROUPS
     assert (tmp_path / "step-3.parquet").exists()
+
+
+def test_the_page_makes_arrays() -> None:
+    pytest.importorskip("numpy")
+    made = run_code("how-to/driver.md", "py", groups=[group(), group(1)])
+    assert made["batch"]["token_ids"].tolist() == [[1, 2], [1, 2]]
+    assert made["flat"]["cu_seqlens"].tolist() == [0, 2, 4]
 
 
 def test_rows_of_several_steps_keep_their_groups_apart() -> None:
