@@ -318,6 +318,7 @@ SHELL = {
     "python3 -m verl": "needs a training of verl",
     "python3 .ci/gpu.py": "tests/test_gpu_sections.py",
     "ray get-auth-token": "tests/end_to_end/test_ray_job.py",
+    "ray job submit": "needs a cluster of the reader: tests/end_to_end/test_ray_job.py submits another job",
     "ray start": "tests/end_to_end/test_ray_job.py",
     "sbatch": "needs Slurm: tests/examples/test_cluster.py runs the script with a double of srun",
     "tar": "needs a run with logs of its own",
