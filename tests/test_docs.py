@@ -272,6 +272,7 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
 }
 # Those that no test runs as they are.
 NOT_RUN: dict[tuple[str, int], str] = {
+    ("docs/how-to/recovery.md", 0): "needs a Ray cluster: test_detached.py does it in each phase",
     ("docs/how-to/pushing-weights.md", 3): "needs an engine that loads fp8: test_fp8_quantiser.py",
     ("docs/how-to/trl.md", 1): "needs several ranks: test_trl.py has the same in trl_ranks.py",
     ("docs/how-to/trl.md", 2): "needs the names of a script: test_trl.py builds the same trainer",
