@@ -205,6 +205,8 @@ def configuration(page: Path, folder: Path) -> RolloutConfig:
     values = next((one for one in told if "servers" in one), shortest)
     for server in values["servers"].values():
         server["model_path"] = write_checkpoint(folder)
+        for group in server["groups"].values():
+            group["engine"]["gpus"] = 0  # this machine has none
     (folder / "rollout.yaml").write_text(yaml.safe_dump(values))
     return RolloutConfig.from_dict(values)
 
