@@ -8,6 +8,7 @@ Router, sessions, driver and clients read replies in several forms; the rule is 
   each other list of tokens.
 - A weight version is known, and versions begin at the first token and follow each other.
 - There is a row of routed experts for each token that was computed: all but the last one.
+- Each token is one of the ids that its mask left to draw it from.
 
 Pure.  Replies are long and read on event loops, so lists are looked at by functions in C.
 """
@@ -31,6 +32,10 @@ MOST_IDS = 1 << 32
 _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
 _LEAST = -float("inf")
 _RARELY_LESS = NO_NUMBER / 2  # the sum of log-probs, without one of the least number
+
+
+SAMPLING_MASK = "output_token_sampling_mask"
+"""SGLang's list of what each token was drawn from."""
 
 
 class UnusableReply(ValueError):
@@ -139,6 +144,22 @@ def check_columns(columns: Mapping[str, Sequence[Any]], num: int) -> None:
             raise UnusableReply(f"{len(values)} {name} for {num} tokens")
 
 
+def check_masks(ids: Sequence[int], masks: Any, vocabulary: int = MOST_IDS) -> None:
+    """Check what each of these tokens was drawn from: a list of ids, or None for all.
+
+    Raises:
+        UnusableReply: one is missing, or is another thing, or its token is none of them.
+    """
+    if not isinstance(masks, Sequence) or len(masks) != len(ids):
+        raise UnusableReply(f"its sampling masks are not those of {len(ids)} tokens")
+    for place, (token, mask) in enumerate(zip(ids, masks, strict=True)):
+        if mask is None:
+            continue
+        if not isinstance(mask, list | tuple) or token not in mask:
+            raise UnusableReply(f"new token {place} is {token}, which its sampling mask cuts")
+        check_ids(mask, vocabulary)
+
+
 def check_versions(version: Any, spans: Any, num: int) -> None:
     """Check the weight versions of tokens.
 
@@ -220,4 +241,7 @@ def check_generate(
     check_versions(meta.get("weight_version"), meta.get("weight_versions"), num)
     if num and (experts := meta.get("routed_experts")) is not None:
         check_experts(experts, meta.get("prompt_tokens", 0) + num - 1)
+    if (masks := meta.get(SAMPLING_MASK)) is not None:
+        check_columns({SAMPLING_MASK: masks}, num)
+        check_masks(new, masks[begin:], vocabulary)
     return num

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from engines.http.reply_check import check_generate
+from engines.http.reply_check import SAMPLING_MASK, check_generate
 from engines.protocol import (
     FinishReason,
     GenerateReply,
@@ -83,7 +83,7 @@ def read_generate(answer: Any) -> GenerateReply:
     logprobs = meta.get("output_token_logprobs")
     of_prompt = meta.get("input_token_logprobs")
     version = meta.get("weight_version")
-    prompt_ids = answer.get("prompt_token_ids")
+    prompt_ids, masks = answer.get("prompt_token_ids"), meta.get(SAMPLING_MASK)
     return GenerateReply(
         rid=str(meta["id"]),
         text=answer.get("text") or "",
@@ -103,6 +103,7 @@ def read_generate(answer: Any) -> GenerateReply:
         output_top_logprobs=_top_logprobs(meta.get("output_top_logprobs"), 0),
         input_top_logprobs=_top_logprobs(meta.get("input_top_logprobs"), 1),
         routed_experts=_from_base64(meta.get("routed_experts")),
+        sampling_mask=None if masks is None else tuple(one and tuple(one) for one in masks),
         num_failovers=meta.get("num_failovers", 0),
         logprob_kind=read_kind(meta.get("logprob_kind")),
         prompt_ids=None if prompt_ids is None else tuple(prompt_ids),

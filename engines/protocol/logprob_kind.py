@@ -77,12 +77,14 @@ class LogprobRule:
         has_penalties: after ``CHANGES``; all are after ``FORMS``.
         has_cuts: after top-k, top-p and min-p.
         defaults: sampling of requests on OpenAI's routes, where these do not set it.
+        has_masks: a request can have the ids that were left behind them (``sampling_mask``).
     """
 
     has_temperature: bool = True
     has_penalties: bool = True
     has_cuts: bool = False
     defaults: tuple[tuple[str, float], ...] = ()
+    has_masks: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -261,6 +261,8 @@ class VersionSpan:
     end: int
 
 
+SamplingMask = tuple[tuple[int, ...] | None, ...]
+"""The ids that each token was drawn from, or None for the whole vocabulary."""
 TopLogprobs = Mapping[int, float]
 """Token id -> natural-log probability."""
 NO_NUMBER = -9999.0
@@ -287,6 +289,8 @@ class GenerateReply:
         routed_experts: of each token but the last, prompt included, the experts that computed it:
             int32, C order, shape ``[tokens - 1, layers, experts per token]``.  None unless
             requested.
+        sampling_mask: for each output token the ids that top-k, top-p and min-p left to draw it
+            from, or None where they cut nothing.  None unless requested.
         num_failovers: engines that the request lost on its way, as the router reports it.
         engine_id: the engine that generated all of it, as the router reports it; empty where it is
             not known, or after a failover.
@@ -310,6 +314,7 @@ class GenerateReply:
     output_top_logprobs: tuple[TopLogprobs, ...] | None = None
     input_top_logprobs: tuple[TopLogprobs, ...] | None = None
     routed_experts: bytes | None = None
+    sampling_mask: SamplingMask | None = None
     num_failovers: int = 0
     engine_id: str = ""
     logprob_kind: LogprobKind | None = None

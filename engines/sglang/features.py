@@ -17,6 +17,8 @@ OLDEST, BELOW = (0, 5, 20), (0, 6)
 0.5.20 is the oldest whose endpoints were looked at and are all there; older ones lack ``/ready``.
 """
 _RETRACT_SAFE = _KEEPS_GRAPHS = (0, 5, 21)
+# Earlier ones make sampling masks after the token was drawn, or have none (pull request 36630).
+_HAS_MASKS = (0, 5, 23)
 NEEDED = frozenset(
     {
         "/ready",
@@ -46,7 +48,10 @@ def logprob_rule(
     is_original = env.get(_ORIGINAL_LOGPROBS, "").lower() in ("1", "true")
     has_config = raw.get("sampling_defaults") == "model" and raw.get("model_path")
     found = read_config(str(raw["model_path"])) if has_config else {}
-    return LogprobRule(has_temperature=not is_original, defaults=sampling_defaults(found))
+    has_masks = (_parse(str(raw.get("version"))) or _HAS_MASKS) >= _HAS_MASKS
+    return LogprobRule(
+        has_temperature=not is_original, defaults=sampling_defaults(found), has_masks=has_masks
+    )
 
 
 def is_retract_safe(version: str) -> bool:

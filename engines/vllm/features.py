@@ -24,8 +24,8 @@ OLDEST, BELOW = (0, 27), (0, 34)
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 """vLLM's ``--logprobs-mode``: of what tokens are drawn from, or of the logits as they are."""
 LOGPROB_RULES = {
-    PROCESSED: LogprobRule(has_cuts=True),
-    RAW: LogprobRule(has_temperature=False, has_penalties=False),
+    PROCESSED: LogprobRule(has_cuts=True, has_masks=False),
+    RAW: LogprobRule(has_temperature=False, has_penalties=False, has_masks=False),
 }
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -76,7 +76,11 @@ def logprob_rule(
     if source != "vllm":
         found.update(read_config(raw["model_path"] if source == "auto" else source))
     found.update(raw["override_generation_config"])
-    return replace(LOGPROB_RULES[raw["logprobs_mode"]], defaults=sampling_defaults(found))
+    return replace(
+        LOGPROB_RULES[raw["logprobs_mode"]],
+        defaults=sampling_defaults(found),
+        has_masks=bool(raw.get("return_sampling_mask")),
+    )
 
 
 def why_no_pushes(backend: str) -> str:

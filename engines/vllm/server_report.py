@@ -54,6 +54,7 @@ def read_server_info(version: str, answer: Any) -> ServerInfo:
             "model_path": str(model["model"]),
             "weight_transfer_backend": transfer_backend(config),
             "logprobs_mode": str(model.get("logprobs_mode") or RAW),
+            "return_sampling_mask": bool(model.get("return_sampling_mask")),
             "generation_config": str(model.get("generation_config") or "auto"),
             "override_generation_config": dict(model.get("override_generation_config") or {}),
             "tp_size": int(parallel.get("tensor_parallel_size") or 1),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.embedded.core.errors import EngineRefusal
 from engines.embedded.generation.sampling_params import Params
+from engines.http.reply_check import SAMPLING_MASK
 
 if TYPE_CHECKING:  # it imports torch, which this module does without
     from engines.embedded.weights.lora_adapters import Adapter
@@ -38,6 +39,8 @@ class Generation:
         cache_key: it uses only prefixes that were cached with this key.
         wants_experts: the experts that computed its tokens are kept.
         routed_experts: of each token that was computed, int32 of shape ``[layers, experts]``.
+        wants_masks: the ids that its tokens were drawn from are kept.
+        masks: of each token, those ids; None where nothing was cut.
         input_logprobs: of the prompt's tokens after that one, None where it is NaN.
         spans: pairs (weight version, index of the first token it produced).
         finish_reason: SGLang's object, or None while running.
@@ -58,6 +61,8 @@ class Generation:
     adapter: Adapter | None = None
     cache_key: str = ""
     wants_experts: bool = False
+    wants_masks: bool = False
+    masks: list[list[int] | None] = field(default_factory=list, init=False)
     input_logprobs: list[float | None] = field(default_factory=list, init=False)
     output_ids: list[int] = field(default_factory=list, init=False)
     routed_experts: list[bytes] = field(default_factory=list, init=False)
@@ -146,6 +151,8 @@ class Generation:
             # Nothing has followed the last token yet.
             rows = self.routed_experts[: len(self.prompt_ids) + num_tokens - 1]
             meta["routed_experts"] = base64.b64encode(b"".join(rows)).decode()
+        if self.wants_masks:
+            meta[SAMPLING_MASK] = self.masks[:num_tokens]
         return meta
 
     def _of_prompt(self) -> list[list[Any]]:

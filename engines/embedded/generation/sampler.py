@@ -29,7 +29,7 @@ def sample(
     """Token ids and, if any request wants them, log-probabilities, one per row of ``logits``.
 
     ``logits`` is float32 ``[rows, vocabulary]``; it is changed in place.  A generation whose row
-    has NaN is refused.
+    has NaN is refused.  One that wants masks gets that of its token.
     """
     is_nan = torch.isnan(logits).any(dim=1)
     if is_nan.any():
@@ -44,10 +44,15 @@ def sample(
     temperatures = [1.0 if params.is_greedy else params.temperature for params in every]
     if any(temperature != 1.0 for temperature in temperatures):
         logits.div_(torch.tensor(temperatures, device=logits.device).unsqueeze(1))
+    masks: dict[int, list[int]] = {}
     if all(generation.params.is_greedy for generation in generations):
         tokens = logits.argmax(dim=-1)
     else:
-        tokens = _draw(logits, generations)
+        tokens, masks = _draw(logits, generations)
+    for row, generation in enumerate(generations):
+        if generation.wants_masks:
+            is_greedy = generation.params.is_greedy
+            generation.masks.append([int(tokens[row])] if is_greedy else masks.get(row))
     if not any(generation.return_logprob for generation in generations):
         return tokens, None
     chosen = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -60,12 +65,16 @@ def _forbid_early_stops(logits: torch.Tensor, generations: Sequence[Generation])
             logits[row, list(generation.early_ids)] = -torch.inf
 
 
-def _draw(logits: torch.Tensor, generations: Sequence[Generation]) -> torch.Tensor:
-    """One token per row of temperature-scaled ``logits``, each by its own request's rules."""
+def _draw(
+    logits: torch.Tensor, generations: Sequence[Generation]
+) -> tuple[torch.Tensor, dict[int, list[int]]]:
+    """One token per row of temperature-scaled ``logits``, each by its own request's rules, and
+    the ids that were left to draw it from, of rows that are cut and want them."""
     device = logits.device
     uniform = torch.tensor([generation.random() for generation in generations], device=device)
     probabilities = logits.softmax(dim=-1)
     tokens = _invert(probabilities, uniform)
+    masks: dict[int, list[int]] = {}
     cut = [row for row, generation in enumerate(generations) if generation.params.is_truncated]
     if cut:
         rows = torch.tensor(cut, device=device)
@@ -73,14 +82,17 @@ def _draw(logits: torch.Tensor, generations: Sequence[Generation]) -> torch.Tens
         vocabulary = logits.shape[1]
         top_k = torch.tensor([p.top_k if p.top_k > 0 else vocabulary for p in params])
         top_p = torch.tensor([p.top_p for p in params])
-        tokens[rows] = _invert_truncated(
-            probabilities[rows], uniform[rows], top_k.to(device), top_p.to(device)
-        )
+        kept, order = _truncated(probabilities[rows], top_k.to(device), top_p.to(device))
+        index = _invert(kept, uniform[rows]).unsqueeze(1)
+        tokens[rows] = order.gather(1, index).squeeze(1)
+        for row, weights, ids in zip(cut, kept, order, strict=True):
+            if generations[row].wants_masks:
+                masks[row] = ids[weights > 0].tolist()
     greedy = [row for row, generation in enumerate(generations) if generation.params.is_greedy]
     if greedy:
         rows = torch.tensor(greedy, device=device)
         tokens[rows] = logits[rows].argmax(dim=-1)
-    return tokens
+    return tokens, masks
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -91,13 +103,12 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return index.clamp_(max=weights.shape[1] - 1)
 
 
-def _invert_truncated(
-    probabilities: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """``_invert`` among the ``top_k`` likeliest tokens and the fewest that reach ``top_p``."""
+def _truncated(
+    probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities, the greatest first, of the ``top_k`` likeliest and the fewest that reach
+    ``top_p``, 0 for the others; and the id of each."""
     ordered, order = probabilities.sort(dim=-1, descending=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     before = ordered.cumsum(dim=-1) - ordered
-    kept = (rank < top_k.unsqueeze(1)) & (before < top_p.unsqueeze(1))
-    index = _invert(ordered * kept, uniform)
-    return order.gather(1, index.unsqueeze(1)).squeeze(1)
+    return ordered * ((rank < top_k.unsqueeze(1)) & (before < top_p.unsqueeze(1))), order

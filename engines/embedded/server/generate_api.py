@@ -34,7 +34,6 @@ _UNSUPPORTED = (
     "routed_experts_start_len",
     "return_indexer_topk",
     "return_hidden_states",
-    "return_sampling_mask",
     "return_entropy",
     "return_text_in_logprobs",
     "return_flat_raw_top_logprobs",
@@ -83,6 +82,7 @@ def _read(engine: EmbeddedEngine, raw: dict[str, Any]) -> tuple[list[Generation]
             lora_name=lora_names[index],
             cache_key=keys[index],
             wants_experts=wants_experts,
+            wants_masks=bool(raw.get("return_sampling_mask")),
         )
     return generations, is_list
 

@@ -95,6 +95,7 @@ def make_generations(
     lora_name: str | None = None,
     cache_key: Any = None,
     wants_experts: bool = False,
+    wants_masks: bool = False,
 ) -> list[Generation]:
     """One generation per wanted completion.  Several get ids ``rid_0``, ``rid_1`` ... and, if
     seeded, consecutive seeds."""
@@ -124,6 +125,7 @@ def make_generations(
             adapter=adapter,
             cache_key=cache_key or "",
             wants_experts=wants_experts,
+            wants_masks=wants_masks,
         )
         for index in range(params.n)
     ]

@@ -16,6 +16,7 @@ from engines.http.reply_check import (
     check_generate,
     check_ids,
     check_logprobs,
+    check_masks,
     check_pairs,
     check_versions,
 )
@@ -36,6 +37,27 @@ def test_without_a_vocabulary_ids_have_32_bits() -> None:
     check_ids([MOST_IDS - 1])
     with pytest.raises(UnusableReply, match=str(MOST_IDS)):
         check_ids([MOST_IDS])
+
+
+@pytest.mark.parametrize("masks", [[], [None], [[5]], [(4, 5), None, [6]]])
+def test_a_token_is_one_of_its_mask(masks: Any) -> None:
+    check_masks([5, 7, 6][: len(masks)], masks, 300)
+
+
+@pytest.mark.parametrize("wrong", [[], [6], 5, "5", [5, 300], [5, None], {5: 1}])
+def test_other_masks_are_refused(wrong: Any) -> None:
+    with pytest.raises(UnusableReply):
+        check_masks([5], [wrong], 300)
+    for masks in (None, [], [[5], [5]], 7):
+        with pytest.raises(UnusableReply, match="not those of 1 tokens"):
+            check_masks([5], masks, 300)
+
+
+def test_a_reply_has_a_mask_for_each_token_or_none_at_all() -> None:
+    meta = {"weight_version": "1", "output_token_sampling_mask": [[5], None]}
+    assert check_generate({"output_ids": [5, 6], "meta_info": meta}) == 2
+    with pytest.raises(UnusableReply, match="2 output_token_sampling_mask for 1 tokens"):
+        check_generate({"output_ids": [5], "meta_info": meta})
 
 
 @pytest.mark.parametrize("logprobs", [[], [0.0, -0.0], [MOST_LOGPROB, -3], [-9998.0] * 9])

@@ -133,3 +133,22 @@ def keys_of(value: Any) -> set[str]:
     if isinstance(value, Mapping):
         return set(value).union(*map(keys_of, value.values()))
     return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "has_masks"),
+    [
+        ("vllm", {}, False),
+        ("vllm", {"return_sampling_mask": True}, True),
+        ("sglang", {"version": "0.5.22"}, False),
+        ("sglang", {"version": "0.5.23"}, True),
+        ("sglang", {"version": "0.0.0.dev1+main"}, True),  # unknown: a new one
+        ("attached", {"version": "0.5.21.post1"}, False),
+        ("embedded", {}, True),
+    ],
+)
+def test_which_engines_return_sampling_masks(
+    kind: str, raw: Mapping[str, Any], has_masks: bool
+) -> None:
+    of_kind = {**OF_VLLM, **raw} if kind == "vllm" else raw
+    assert rule_of(kind, of_kind).has_masks is has_masks

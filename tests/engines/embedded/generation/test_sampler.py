@@ -112,3 +112,56 @@ def test_only_generations_whose_logits_are_no_numbers_are_refused() -> None:
         "type": "not_finite",
         "code": 500,
     }
+
+
+def naive_mask(logits: list[float], temperature: float, top_k: int, top_p: float) -> set[int]:
+    """The ids that are left, one after the other."""
+    weights = [math.exp(value / temperature) for value in logits]
+    total, mass, kept = sum(weights), 0.0, set[int]()
+    for token in sorted(range(len(weights)), key=lambda token: -weights[token]):
+        if mass >= top_p or (top_k > 0 and len(kept) == top_k):
+            break
+        kept.add(token)
+        mass += weights[token] / total
+    return kept
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.7), (5, 0.7), (40, 0.3)])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_a_mask_has_the_ids_that_a_naive_cut_leaves(
+    top_k: int, top_p: float, temperature: float
+) -> None:
+    import torch
+    from engines.embedded.generation.sampler import sample
+
+    logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(5))
+    rows = [generation(row, temperature=temperature, top_k=top_k, top_p=top_p) for row in range(8)]
+    for one in rows[1:]:
+        one.wants_masks = True
+    drawn, _ = sample(logits.clone(), rows)
+    assert rows[0].masks == []
+    for one, values, token in zip(rows[1:], logits[1:].tolist(), drawn[1:].tolist(), strict=True):
+        (mask,) = one.masks
+        assert mask is not None
+        assert len(mask) == len(set(mask))
+        assert set(mask) == naive_mask(values, temperature, top_k, top_p)
+        assert token in mask
+
+
+def test_a_mask_is_the_token_of_a_greedy_request_and_none_where_nothing_is_cut() -> None:
+    requests = [generation(temperature=0.0), generation(top_k=1), generation(), generation(top_k=2)]
+    for one in requests:
+        one.wants_masks = True
+    draw(*requests, times=2)
+    assert [one.masks for one in requests] == [[[1]] * 2, [[1]] * 2, [None] * 2, [[1, 3]] * 2]
+
+
+def test_a_mask_has_no_token_that_is_forbidden() -> None:
+    one = generation(top_k=3, min_new_tokens=1, early_ids=frozenset({1}))
+    one.wants_masks = True
+    draw(one)
+    assert one.masks == [[3, 2, 0]]
+    few = generation(top_k=4, min_new_tokens=1, early_ids=frozenset({1}))
+    few.wants_masks = True
+    draw(few)
+    assert few.masks == [[3, 2, 0]]
