@@ -59,6 +59,7 @@ _GENERATED = {
         "weight_version": "7",
         "weight_versions": [{"version": "7", "start": 0, "end": 2}],
         "routed_experts": "AAAA",
+        "output_token_sampling_mask": [[1], None],
     },
 }
 _VLLM = {
@@ -379,6 +380,12 @@ _REPLIES: Sequence[tuple[str, str, Any, Any]] = (
         "/generate",
         "sglang",
         {"text": "x", "sampling_params": _SAMPLED, "return_routed_experts": True},
+        _GENERATED,
+    ),
+    (
+        "/generate",
+        "sglang",
+        {"input_ids": [7, 8], "sampling_params": _SAMPLED, "return_sampling_mask": True},
         _GENERATED,
     ),
     ("/generate", "vllm", {"input_ids": [7, 8], "return_logprob": True}, _VLLM),

@@ -22,7 +22,7 @@ import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engines.http.reply_check import MOST_IDS
+from engines.http.reply_check import MOST_IDS, SAMPLING_MASK
 from engines.plain_json import WRONG_FORM
 from engines.protocol import VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
@@ -52,6 +52,20 @@ class Reported(NamedTuple):
 
 
 _NOT_SENT = (None, None)
+
+
+class RefusedByEngine(Exception):
+    """An engine refuses the request in its stream, before the first token.
+
+    Attributes:
+        payload: the error, as a reply with status 400 has it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.payload: Payload = {
+            "error": {"message": message, "type": "BadRequestError", "code": 400}
+        }
 
 
 class Experts:
@@ -123,7 +137,8 @@ class Continuation:
 
     Attributes:
         not_carried: the same.
-        column: column with an entry for each token, if its client wants log-probs; else empty.
+        column: that has an entry for each token, if its client wants log-probs; else empty.
+        wants_masks: its client wants what each token was drawn from.
         is_streamed: its client wants events.
         prompt_logprobs: log-probs of the prompt, from a prefill engine.
         awaits_prompt_logprobs: it has still to send them.
@@ -174,6 +189,7 @@ class Continuation:
         self._stops: list[str] = [stop] if isinstance(stop, str) else list(stop or [])
         self._longest_stop = max(map(len, self._stops), default=1)
         self.column = column
+        self.wants_masks = bool(raw.get("return_sampling_mask"))
         self.version: int | None = None
         self.versions_sent: tuple[Any, str | None] = _NOT_SENT
         self.logprob_kind: LogprobKind | None = None
@@ -353,6 +369,8 @@ class Continuation:
             self.column and len(kept.columns.get(self.column, ())) != kept.num
         ):
             return "logprobs_missing"
+        if self.wants_masks and len(kept.columns.get(SAMPLING_MASK, ())) != kept.num:
+            return "mask_missing"
         num, experts = self.num_computed(kept.num), self.safe_end[2]
         if kept.num and self.experts.are_missing(experts, num):
             return "experts_missing"

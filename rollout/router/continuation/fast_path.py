@@ -22,8 +22,10 @@ from typing import Any
 import orjson
 
 from engines.http.reply_check import (
+    SAMPLING_MASK,
     check_experts,
     check_ids,
+    check_masks,
     check_pairs,
     check_tokens,
     check_versions,
@@ -38,6 +40,8 @@ from rollout.router.http.request import wants_prompt_logprobs
 Event = tuple[bytes, int, int]
 """An event stands in these bytes, from the one position to the other."""
 PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+OF_MASKS = (SAMPLING_MASK, "output_token_sampling_logprobs")
+"""The same, if masks are requested."""
 FROM_FIRST = (
     "prompt_tokens",
     "cached_tokens",
@@ -456,11 +460,13 @@ class FastReply(Reply):
         fields: the body for the first engine, without its token ids.
         kinds: of log-probs, by rule; requests that differ only in their ids share them.
         num_same: of the event that was parsed last, as ``GrowingLists`` has it.
+        per_token: lists of an event that have an entry for each token.
     """
 
     fields: bytes = b"{}"
     kinds: dict[LogprobRule, LogprobKind | None]
     num_same = 0
+    per_token: tuple[str, ...] = PER_TOKEN
 
     # The current engine's events have all tokens so far.
     _is_cumulative = False
@@ -532,7 +538,7 @@ class FastReply(Reply):
             return False
         if not meta.keys().isdisjoint(_ADDED) or (self.budget is not None and num > self.budget):
             return False
-        for name in PER_TOKEN:
+        for name in self.per_token:
             if (values := meta.get(name)) is not None and len(values) != num:
                 return False
         try:
@@ -566,6 +572,8 @@ class FastReply(Reply):
             check_ids(ids := parts.ids, self.vocabulary)
             if pairs := meta.get(PER_TOKEN[0]):
                 check_pairs(ids, pairs)
+        if self.wants_masks:
+            check_masks(ids, meta.get(SAMPLING_MASK), self.vocabulary)
         check_versions(meta.get("weight_version"), None, len(ids))
         experts = meta.get("routed_experts")
         if experts is not None and ids and not self.raw.get("routed_experts_start_len"):

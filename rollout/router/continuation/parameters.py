@@ -107,6 +107,8 @@ TABLE = (
     Parameter(("logprob_start_len",), vllm=_R),
     # On SGLang what was lost decides, which has no experts of its tokens: ``why_refused``.
     Parameter(("return_routed_experts",), _C, _S, _R, _F),
+    # vLLM has them if it was started so; else it is refused.
+    Parameter(("return_sampling_mask",), others=_F),
     # 0 sets these, too.
     Parameter(
         (
@@ -126,7 +128,6 @@ TABLE = (
             "routed_experts_start_len",
             "return_indexer_topk",
             "return_hidden_states",
-            "return_sampling_mask",
             "return_entropy",
             "return_flat_raw_top_logprobs",
         ),

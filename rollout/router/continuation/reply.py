@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.protocol.logprob_kind import LogprobKind, LogprobRule
-from rollout.router.continuation.core import Continuation, Payload
+from rollout.router.continuation.core import Continuation, Payload, RefusedByEngine
 from rollout.router.http.fast_json import Data, dumps, loads
 
 END = sys.maxsize
@@ -58,7 +58,10 @@ class Reply(Continuation):
         payload = self.parsed(data[begin:end])
         if "error" in payload:
             return dict(payload)
-        self.absorb(payload)
+        try:
+            self.absorb(payload)
+        except RefusedByEngine as error:
+            return error.payload
         return None
 
     def may_leave_out(self, data: bytes, begin: int, end: int) -> bool:

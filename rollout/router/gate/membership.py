@@ -40,6 +40,7 @@ class Membership:
         can_serve: an engine serves, or a pair of prefill and decode engines.
         may_return: recovery may bring back one of the engines that do not serve.
         dialects: of the engines' routes that generate.
+        lacks_masks: one of them returns no sampling masks.
         vocabulary: tokens of their model; 0 if they are not known.
         errors: of the engines whose last reply was an error of their own, by id.
         avoided: engines that get requests only where no other can take them.
@@ -52,6 +53,7 @@ class Membership:
     can_serve: bool
     may_return: bool
     dialects: frozenset[str]
+    lacks_masks: bool
     vocabulary: int
     errors: dict[str, ErrorSeries]
     avoided: frozenset[str]
@@ -176,6 +178,7 @@ class Membership:
         answering = (each for each in serving if each.worker_type is not WorkerType.PREFILL)
         self.of_each_rule = tuple({member.logprobs: member for member in answering}.values())
         self.dialects = frozenset(member.of_kind.dialect for member in self)
+        self.lacks_masks = not all(member.logprobs.has_masks for member in self)
         self.vocabulary = min((each.vocabulary for each in self if each.vocabulary), default=0)
         has_pair = self.prefill.members and self.decode.members
         self.can_serve = bool(self.choosable.members or has_pair)

@@ -50,6 +50,10 @@ _UNREAD = (
     "vLLM engines take /generate with one prompt and n=1, fields of the documented types, and a "
     "body of at most router.max_read_bytes"
 )
+_NO_MASKS = (
+    "return_sampling_mask: an engine that serves here returns none; embedded engines do, SGLang "
+    "from 0.5.23 on, and vLLM from 0.32 on with return-sampling-mask: true in its options (on GPUs)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Wanted:
         names_weights: a body may name its weights.
         max_bytes: a longer body is not read.
         vocabulary: tokens of the engines' model; 0 if they are not known.
+        lacks_masks: one of them returns no sampling masks.
     """
 
     path: str
@@ -76,6 +81,7 @@ class Wanted:
     names_weights: bool = False
     max_bytes: int = 0
     vocabulary: int = 0
+    lacks_masks: bool = False
 
 
 class ReadBody(NamedTuple):
@@ -112,6 +118,7 @@ def wanted_of(proxy: Proxy, head: RequestHead) -> Wanted:
         keeps == "on" or (keeps == "asked" and head.asks_failover),
         bool(gate.members.prefill.members),
         gate.members.vocabulary,
+        gate.members.lacks_masks,
     )
 
 
@@ -125,6 +132,7 @@ def _wanted(
     is_asked: bool,
     has_prefill: bool,
     vocabulary: int,
+    lacks_masks: bool,
 ) -> Wanted:
     where = served(path, dialects)
     if where is None:
@@ -141,6 +149,7 @@ def _wanted(
         names_weights=names_weights,
         max_bytes=max_bytes,
         vocabulary=vocabulary,
+        lacks_masks=lacks_masks,
     )
 
 
@@ -210,6 +219,8 @@ def _read_reply(wanted: Wanted, body: bytes, *, is_checked: bool) -> tuple[Reply
         why := _UNREAD if reply is None else reply.why_not_taken(wanted.dialects)
     ):
         return None, why
+    if reply is not None and reply.wants_masks and wanted.lacks_masks:
+        return None, _NO_MASKS
     has_reader = reply is not None and (is_kept or reply.lacks_prompt_logprobs)
     return (reply if has_reader else None), ""
 

@@ -12,15 +12,23 @@ from functools import lru_cache
 from typing import Any
 
 from engines.http.reply_check import (
+    SAMPLING_MASK,
     check_columns,
     check_experts,
     check_ids,
+    check_masks,
     check_pairs,
     check_versions,
 )
-from rollout.router.continuation.core import Payload, span_payloads, version_spans
+from rollout.router.continuation.core import (
+    Payload,
+    RefusedByEngine,
+    span_payloads,
+    version_spans,
+)
 from rollout.router.continuation.fast_path import (
     FROM_FIRST,
+    OF_MASKS,
     PER_TOKEN,
     FastReply,
     GrownList,
@@ -51,6 +59,9 @@ _NUM_FORMS = 64
 _MAX_FORM_BYTES = 4096
 _UNLIMITED = 1 << 16
 _READ = frozenset({"text", "output_ids", "meta_info"})
+# SGLang's scheduler refuses some requests, on a stream as an abort.
+_BAD_REQUEST = 400
+_NUM_MASKS = "output_token_sampling_mask_length"
 # What ``find_printable_text`` of SGLang 0.5.23 takes for Chinese.
 _CHINESE = re.compile(
     "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -121,6 +132,8 @@ def _reply_to(
         column="output_token_logprobs" if raw.get("return_logprob") else "",
         why_not=_why_not(raw, sampling, dialects, has_ids=prompt is not None),
     )
+    if reply.wants_masks:
+        reply.per_token = PER_TOKEN + OF_MASKS
     reply.passes_on = not reply.is_streamed and not reply.lacks_prompt_logprobs
     if not reply.is_streamed:
         interval = max(interval, (_UNLIMITED if budget is None else budget) // _MAX_EVENTS)
@@ -176,7 +189,7 @@ def _event(reply: Reply, event: Payload) -> None:
     before = reply.now
     columns = {
         name: values if type(values) is GrownList else list(values)
-        for name in PER_TOKEN
+        for name in reply.per_token
         if (values := meta.get(name)) is not None
     }
     now = Part(event.get("text") or "", len(ids), ids, columns)
@@ -187,6 +200,9 @@ def _event(reply: Reply, event: Payload) -> None:
         for name, values in columns.items():
             if len(values) < now.num:
                 columns[name] = before.columns.get(name, []) + values
+    if reply.wants_masks and meta.get(SAMPLING_MASK) is None and before.num == now.num:
+        # SGLang 0.5.23 leaves them out where it aborts.
+        columns |= {name: before.columns[name] for name in OF_MASKS if name in before.columns}
     check_columns(columns, now.num)
     logprobs = columns.get(PER_TOKEN[0])
     if logprobs and type(logprobs) is not GrownList:
@@ -194,10 +210,17 @@ def _event(reply: Reply, event: Payload) -> None:
     # What stands as it did in the event before was checked with that.
     begin = before.num if is_only_new else min(before.num, num_same)
     finish = meta.get("finish_reason") or None
+    if finish is not None and finish.get("status_code") == _BAD_REQUEST and not now.num:
+        raise RefusedByEngine(str(finish.get("message")))
     new = now.ids[begin:] if begin else now.ids
     check_ids(new, reply.vocabulary)
     if logprobs or (finish is not None and reply.wants_logprobs):
         check_pairs(new, _since(logprobs or [], begin))
+    masks = columns.get(SAMPLING_MASK)
+    if reply.wants_masks and (
+        masks is not None or (finish or {}).get("type") not in (None, "abort")
+    ):
+        check_masks(new, (masks or [])[begin:], reply.vocabulary)
     version, reported_spans = meta.get("weight_version"), meta.get("weight_versions")
     check_versions(version, reported_spans, now.num)
     now.spans = version_spans(reported_spans, version, now.num)
@@ -250,6 +273,8 @@ def _payload(reply: Reply, part: Part) -> Payload:
         meta["finish_reason"] = {**finish, "length": len(part.ids)}
     meta["weight_versions"] = span_payloads(part.spans)
     meta.update(part.columns)
+    if _NUM_MASKS in meta:
+        meta[_NUM_MASKS] = len(meta.get(SAMPLING_MASK) or ())
     if reply.is_finished or "routed_experts" in last:
         num = reply.num_computed(len(reply.now.ids))
         experts = reply.experts.whole(reply.reported_experts, num)

@@ -13,7 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engines.http.reply_check import check_columns, check_ids, check_logprobs, check_versions
+from engines.http.reply_check import (
+    SAMPLING_MASK,
+    check_columns,
+    check_ids,
+    check_logprobs,
+    check_masks,
+    check_versions,
+)
 from engines.vllm.routes import REQUEST_PREFIX
 from engines.vllm.vllm_json import sampling_body
 from rollout.router.continuation.core import Payload, span_payloads, version_spans
@@ -78,6 +85,7 @@ _NAMES = {
     "sampling_params": "",
     "stream": "",
     "return_logprob": "",
+    "return_sampling_mask": "",
     "logprob_start_len": "",
     "text": "",
     "affinity": "",
@@ -291,7 +299,11 @@ def _translated_event(reply: Reply, event: Payload) -> None:
         entries = [[one["logprob"], token, None] for one, token in pairs]
         check_logprobs([entry[0] for entry in entries])
     reply.has_text = True
-    _take(reply, choice, {"output_token_logprobs": entries})
+    columns = {"output_token_logprobs": entries}
+    if reply.wants_masks:
+        columns[SAMPLING_MASK] = choice.get("sampling_mask") or []
+        check_masks(choice.get("token_ids") or [], columns[SAMPLING_MASK], reply.vocabulary)
+    _take(reply, choice, columns)
     reply.last = {
         "id": str(event.get("request_id") or "").removeprefix(REQUEST_PREFIX),
         "prompt_tokens": len(reply.prompt) + reply.base.num,

@@ -326,3 +326,25 @@ def test_a_text_may_be_ahead_behind_each_chinese_character(
     assert may_be_ahead(f"a{character}") is is_chinese
     assert not may_be_ahead(f"{character}a")
     assert not may_be_ahead("")
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_request_that_the_scheduler_refuses_is_an_error_and_no_abort(is_streamed):
+    body = {"input_ids": [1], "stream": is_streamed}
+    reason = {"type": "abort", "message": "top_k is needed", "status_code": 400}
+    meta = {"id": "r", "finish_reason": reason, "weight_version": "1"}
+    data = json.dumps({"text": "", "output_ids": [], "meta_info": meta}).encode()
+    reply = generate(json.dumps(body).encode())
+    error = reply.take(data)["error"]
+    assert (error["message"], error["code"]) == ("top_k is needed", 400)
+    assert not reply.is_finished
+
+
+@pytest.mark.parametrize(("status", "ids"), [(None, []), (503, []), (400, [7])])
+def test_another_abort_ends_the_reply(status, ids):
+    reason = {"type": "abort", "message": "", "status_code": status}
+    meta = {"id": "r", "finish_reason": reason, "weight_version": "1"}
+    data = json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode()
+    reply = generate(json.dumps({"input_ids": [1], "stream": True}).encode())
+    assert reply.take(data) is None
+    assert reply.is_aborted

@@ -132,6 +132,7 @@ async def test_a_request_that_comes_after_a_pause_is_sent_again(is_pause: bool) 
         ({"text": "Once"}, b"with input_ids, not with text"),
         ({"input_ids": [[1], [2]]}, b"one prompt and n=1"),
         ({"input_ids": [1], "image_data": "x"}, b"do not take image_data"),
+        ({"input_ids": [1], "return_sampling_mask": True}, b"serves here returns none; embedded"),
         ({"input_ids": [1], "sampling_params": {"stop_regex": "a+"}}, b"no sampling parameter"),
         (
             {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 0},
