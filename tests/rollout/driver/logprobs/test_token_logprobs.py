@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from rollout.core.errors import ConfigError
 from rollout.core.samples import Sample
 from rollout.driver.logprobs.comparison import compare_logprobs
 
@@ -38,6 +39,54 @@ def test_what_is_kept_of_the_distribution_sums_to_one(settings, kept) -> None:
     assert found[0] == 0.0
     assert found[1] == pytest.approx(0.4 / sum(kept))
     assert found[2] == pytest.approx(0.2 / sum(kept) if 0.2 in kept else 0.0)
+
+
+def test_a_mask_is_what_the_log_probs_are_scaled_to() -> None:
+    from rollout.driver.logprobs.token_logprobs import token_logprobs
+
+    logits = torch.randn(2, 3, 30, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    tokens = logits.argmax(-1)
+    masks = [[int(token), 1 if token != 1 else 2] for token in tokens.flatten()]
+    masks[1], masks[2], masks[3] = None, [*range(30)], [int(tokens[1, 0])]
+    found = token_logprobs(logits, tokens, temperature=0.7, sampling_mask=masks)
+    rows = (logits / 0.7).detach().flatten(0, 1)
+    for row, token, mask, value in zip(
+        rows, tokens.flatten(), masks, found.detach().flatten(), strict=True
+    ):
+        kept = row if mask is None else row[mask]
+        assert float(value) == pytest.approx(float(row[token] - kept.logsumexp(-1)), abs=1e-5)
+    assert float(found.detach()[1, 0]) == pytest.approx(0.0, abs=1e-6)
+    found.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    # What is outside of a mask has no part in the log-prob.
+    assert int((logits.grad[0, 0].abs() > 1e-6).sum()) == 2
+
+
+def test_a_mask_is_what_a_cut_leaves() -> None:
+    from rollout.driver.logprobs.token_logprobs import token_logprobs
+
+    logits = torch.tensor([PROBABILITIES]).log()
+    tokens = torch.tensor([1])
+    cut = token_logprobs(logits, tokens, top_k=2)
+    assert torch.equal(token_logprobs(logits, tokens, sampling_mask=[[1, 3]]), cut)
+    assert token_logprobs(logits, tokens, sampling_mask=[[0, 3]]).tolist() == [-math.inf]
+
+
+@pytest.mark.parametrize(
+    ("masks", "settings", "why"),
+    [
+        ([[1]], {"top_p": 0.9}, "beside top_k, top_p or min_p"),
+        ([[1], [1]], {}, "1, one a token"),
+        ([[1, 4]], {}, "ids from 0 to 3"),
+    ],
+)
+def test_masks_that_cannot_be_those_of_the_tokens_are_refused(masks, settings, why) -> None:
+    from rollout.driver.logprobs.token_logprobs import token_logprobs
+
+    logits = torch.tensor([PROBABILITIES]).log()
+    with pytest.raises(ConfigError, match=why):
+        token_logprobs(logits, torch.tensor([1]), sampling_mask=masks, **settings)
 
 
 def test_cuts_are_transformers_where_each_renormalises() -> None:
