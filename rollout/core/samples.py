@@ -79,7 +79,10 @@ class Sample:
             it: int32, C order, shape ``[tokens, layers, experts per token]``.  The last token was
             not computed, and neither was what an environment appended to it.  None unless
             requested, and where an engine did not report those of its tokens.
-        logprob_kind: the distribution of ``output_logprobs``: ``full`` for log-softmax of
+        sampling_mask: for each output token the ids that top-k, top-p and min-p left to draw it
+            from; None for a token where they cut nothing, and where the mask is 0.  None unless
+            requested, and where an engine did not report it.
+        logprob_kind: of which distribution ``output_logprobs`` are: ``full`` for log-softmax of
             logits / temperature, ``raw`` at temperature 1 where the request has another one,
             ``cut`` behind top-p, top-k or min-p, ``penalised`` of logits that penalties, biases, a
             grammar or a least length changed.  None where it is not known.
@@ -104,6 +107,7 @@ class Sample:
     routed_experts: bytes | None = None
     logprob_kind: LogprobKind | None = None
     failure: SampleFailure | None = None
+    sampling_mask: list[list[int] | None] | None = None
 
     def __post_init__(self) -> None:
         if self.loss_mask is None:
@@ -124,6 +128,8 @@ class Sample:
             )
         if length != len(self.mask):
             raise ValueError(f"{length} output ids but a loss mask of {len(self.mask)}")
+        if self.sampling_mask is not None and length != len(self.sampling_mask):
+            raise ValueError(f"{length} output ids but {len(self.sampling_mask)} sampling masks")
         end = 0
         for span in self.weight_versions:
             if not end <= span.start < span.end <= length:

@@ -71,6 +71,7 @@ class RolloutDriver:
         lora_path: name of a LoRA adapter for all requests; None: the base; empty: what was pushed
             last.
         routed_experts: samples have ``routed_experts``; the engines must report them.
+        sampling_mask: samples have ``sampling_mask``; engines that have none refuse the requests.
         key: the router's ``client_key``, if it has one.
         control_key: the router's, for aborts and metrics; empty: ``key``.
         max_prompt_tokens: a longer prompt in a list raises before generation begins.
@@ -100,6 +101,7 @@ class RolloutDriver:
         max_prompt_tokens: Positive | None = None,
         lora_path: str | None = "",
         routed_experts: bool = False,
+        sampling_mask: bool = False,
         key: str = "",
         control_key: str = "",
         retry_policy: RetryPolicy | None = None,
@@ -126,6 +128,7 @@ class RolloutDriver:
             timeout_s=request_timeout_s,
             lora_path=lora_path,
             routed_experts=routed_experts,
+            sampling_mask=sampling_mask,
             key=key,
             control_key=control_key,
         )

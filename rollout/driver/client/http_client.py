@@ -71,6 +71,7 @@ class HttpGenerationClient:
         lora_path: name of a LoRA adapter for all completions; None: the base; empty: what was
             pushed last.
         routed_experts: request the routed experts of all completions.
+        sampling_mask: request what each of their tokens was drawn from.
         key: the router's ``client_key``; empty for none.
         control_key: the router's, for aborts, loads and metrics; empty: ``key``.
     """
@@ -82,6 +83,7 @@ class HttpGenerationClient:
         timeout_s: float,
         lora_path: str | None = "",
         routed_experts: bool = False,
+        sampling_mask: bool = False,
         key: str = "",
         control_key: str = "",
     ) -> None:
@@ -89,6 +91,8 @@ class HttpGenerationClient:
         self._extra_fields = weights_field(lora_path)
         if routed_experts:
             self._extra_fields["return_routed_experts"] = True
+        if sampling_mask:
+            self._extra_fields["return_sampling_mask"] = True
         self._headers = _JSON | _bearer(key)
         # Not a session header: the session also queries engines, which must not get the key.
         self._control_headers = _bearer(control_key or key)

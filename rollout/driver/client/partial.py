@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.http.reply_check import check_lengths
+from engines.http.reply_check import check_columns, check_lengths
 from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.logprob_kind import LogprobKind, joined
 from rollout.core.samples import EngineSpan, Sample, SampleStatus
@@ -47,7 +47,7 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
 
     Raises:
         ValueError: the reply lacks log-probs or a finish reason, is longer than the budget, or has
-            routed experts of other tokens; ``sample`` is unchanged.
+            routed experts or sampling masks of other tokens; ``sample`` is unchanged.
     """
     reason = reply.finish_reason
     if reason is None or reason.kind not in _STATUS:
@@ -63,7 +63,7 @@ def extend(sample: Sample, reply: GenerateReply, *, budget: int | None = None) -
         spans = ()  # the first part has no versions, so the whole has none
     if spans and reply.output_ids and spans[-1].end != length:
         raise ValueError(f"version spans end at {spans[-1].end} of {length} output tokens")
-    sample.routed_experts = _experts(sample, reply)
+    sample.routed_experts, sample.sampling_mask = _experts(sample, reply), _masks(sample, reply)
     sample.output_ids.extend(reply.output_ids)
     sample.output_logprobs.extend(logprobs)
     sample.mask.extend([1] * len(reply.output_ids))
@@ -110,6 +110,8 @@ def extend_from(sample: Sample, whole: Sample, num_tokens: int, num_characters: 
     sample.output_ids += whole.output_ids[begin:num_tokens]
     sample.output_logprobs += whole.output_logprobs[begin:num_tokens]
     sample.mask.extend(whole.mask[begin:num_tokens])
+    masks = whole.sampling_mask
+    sample.sampling_mask = None if masks is None else masks[:num_tokens]
     sample.text = whole.text[:num_characters]
     sample.logprob_kind = whole.logprob_kind
     sample.weight_versions = tuple(
@@ -139,6 +141,21 @@ def _experts(sample: Sample, reply: GenerateReply) -> bytes | None:
     return joined
 
 
+def _masks(sample: Sample, reply: GenerateReply) -> list[list[int] | None] | None:
+    """The sampling masks of all tokens with ``reply``; None if a part has none.
+
+    Raises:
+        ValueError: they are not those of its tokens.
+    """
+    if not reply.output_ids:
+        return sample.sampling_mask
+    if reply.sampling_mask is None or (sample.sampling_mask is None and any(sample.mask)):
+        return None
+    check_columns({"sampling masks": reply.sampling_mask}, len(reply.output_ids))
+    before = sample.sampling_mask or [None] * len(sample.output_ids)  # of an environment
+    return [*before, *(one if one is None else list(one) for one in reply.sampling_mask)]
+
+
 def restart(sample: Sample) -> None:
     """Discard the output; prompt and metadata stay."""
     sample.output_ids, sample.output_logprobs, sample.loss_mask = [], [], []
@@ -146,5 +163,6 @@ def restart(sample: Sample) -> None:
     sample.weight_versions = ()
     sample.engines = ()
     sample.routed_experts = sample.logprob_kind = sample.failure = None
+    sample.sampling_mask = None
     sample.finish_reason = sample.reward = None
     sample.status = SampleStatus.PENDING

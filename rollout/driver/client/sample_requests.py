@@ -28,6 +28,7 @@ _TIMEOUT_S = 600.0
 _FLAGS: tuple[tuple[str, str, Any], ...] = (
     ("prompt_logprobs", "logprob_start_len", 0),
     ("routed_experts", "return_routed_experts", True),
+    ("sampling_mask", "return_sampling_mask", True),
 )
 Version = Annotated[Count, Field(lt=MOST_VERSION)]
 
@@ -61,6 +62,7 @@ class SampleOptions(VersionOptions, total=False):
         top_logprobs: the reply has the so many most probable tokens at each position, at the
             prompt's too with ``prompt_logprobs``.
         routed_experts: the reply has ``routed_experts``.
+        sampling_mask: the reply has ``sampling_mask``; engines that have none refuse the request.
         lora_path: name of a LoRA adapter; None: the base; by default what was pushed last.
         affinity: requests with the same one prefer the same engine.
         timeout_s: seconds for each reply, including time held at the gate; by default 600.
@@ -73,6 +75,7 @@ class SampleOptions(VersionOptions, total=False):
     prompt_logprobs: bool
     top_logprobs: Count
     routed_experts: bool
+    sampling_mask: bool
     lora_path: str | None
     affinity: str
     timeout_s: Seconds

@@ -104,6 +104,8 @@ class Session:
         del sample.output_ids[last.num_tokens :]
         del sample.output_logprobs[last.num_tokens :]
         del sample.mask[last.num_tokens :]
+        if sample.sampling_mask is not None:
+            del sample.sampling_mask[last.num_tokens :]
         sample.text = sample.text[: last.num_characters]
 
     def _repeat_turn(self, base: int, *, may_continue: bool) -> bool:
@@ -143,4 +145,6 @@ class Session:
         self.sample.output_ids.extend(ids)
         self.sample.output_logprobs.extend([0.0] * len(ids))
         self.sample.mask.extend([0] * len(ids))
+        if self.sample.sampling_mask is not None:
+            self.sample.sampling_mask.extend([None] * len(ids))
         self.sample.text += text

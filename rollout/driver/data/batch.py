@@ -24,6 +24,10 @@ tensors of them without a copy:
     routed_experts       [N, T, E]      [S, E]   int32    of each token that was computed; -1 for
                                                           the last one, padding and samples
                                                           without; no key if no sample has any
+    sampling_mask_ids    [M]            [M]      int32    what the tokens were drawn from, token
+                                                          by token; no key if no sample has any
+    sampling_mask_ends   [N, T]         [S]      int64    where those of each token end in that:
+                                                          none for the whole vocabulary
 
 A trainer whose log-probs are log-softmax of logits / temperature has ``logprob_kinds.max() <= 0``.
 
@@ -72,7 +76,8 @@ def padded(
     for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
         batch["attention_mask"][row, :length] = 1
         _fill(batch, (row, 0), sample)
-    return batch | _sample_arrays(groups, samples)
+    starts = range(0, len(samples) * width, width)
+    return batch | _sample_arrays(groups, samples) | _masks(shape, starts, samples)
 
 
 def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
@@ -96,7 +101,8 @@ def packed(groups: Sequence[SampleGroup]) -> dict[str, Array]:
     }
     for start, sample in zip(ends[:-1].tolist(), samples, strict=True):
         _fill(batch, (start,), sample)
-    return batch | _sample_arrays(groups, samples)
+    masks = _masks((total,), ends[:-1].tolist(), samples)
+    return batch | _sample_arrays(groups, samples) | masks
 
 
 def train_data(groups: Sequence[SampleGroup]) -> dict[str, list[Any]]:
@@ -196,6 +202,26 @@ def _fill(batch: dict[str, Array], at: tuple[int, ...], sample: Sample) -> None:
     if sample.routed_experts:
         experts = np.frombuffer(sample.routed_experts, np.int32).reshape(_num_computed(sample), -1)
         part("routed_experts", start, len(experts))[:] = experts
+
+
+def _masks(
+    shape: tuple[int, ...], starts: Sequence[int], samples: Sequence[Sample]
+) -> dict[str, Array]:
+    """Sampling masks as one list of ids; none if no sample has any.
+
+    Args:
+        starts: of the samples in the tokens of the batch.
+    """
+    if all(sample.sampling_mask is None for sample in samples):
+        return {}
+    lengths, ids = np.zeros(int(np.prod(shape)), np.int64), []
+    for start, sample in zip(starts, samples, strict=True):
+        begin = start + len(sample.prompt_ids)
+        for place, mask in enumerate(sample.sampling_mask or (), begin):
+            lengths[place] = len(mask or ())
+            ids.append(np.asarray(mask or (), np.int32))
+    joined = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+    return {"sampling_mask_ids": joined, "sampling_mask_ends": lengths.cumsum().reshape(shape)}
 
 
 def _sample_arrays(groups: Sequence[SampleGroup], samples: list[Sample]) -> dict[str, Array]:

@@ -86,6 +86,7 @@ def sample_values(sample: Sample) -> Row:
         "failure": sample.failure and sample.failure.value,
         "logprob_kind": sample.logprob_kind and sample.logprob_kind.value,
         "routed_experts": None if experts is None else b64encode(experts).decode(),
+        "sampling_mask": sample.sampling_mask,
         "metadata": sample.metadata,
     }
 
@@ -93,7 +94,8 @@ def sample_values(sample: Sample) -> Row:
 def sample_of(values: Mapping[str, Any]) -> Sample:
     """The sample that ``sample_values`` made these of; more values change nothing."""
     reason, experts = values["finish_reason"], values["routed_experts"]
-    failure = values.get("failure")  # rows of older versions have none
+    # Rows of older versions have none of these.
+    failure, masks = values.get("failure"), values.get("sampling_mask")
     lists: dict[str, Any] = {name: list(values[name]) for name in _LISTS}
     return Sample(
         **lists,
@@ -105,6 +107,7 @@ def sample_of(values: Mapping[str, Any]) -> Sample:
         status=SampleStatus(values["status"]),
         failure=None if failure is None else SampleFailure(failure),
         routed_experts=None if experts is None else b64decode(experts),
+        sampling_mask=masks and [one if one is None else list(one) for one in masks],
         metadata=dict(values["metadata"]),
     )
 

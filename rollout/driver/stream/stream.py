@@ -550,5 +550,7 @@ def _copy_of(sample: Sample) -> Sample:
     """A sample whose lists and metadata a hook may change; its lengths may disagree."""
     changed = copy(sample)
     changed.output_ids, changed.output_logprobs = sample.output_ids[:], sample.output_logprobs[:]
+    if sample.sampling_mask is not None:
+        changed.sampling_mask = sample.sampling_mask[:]
     changed.loss_mask, changed.metadata = sample.mask[:], dict(sample.metadata)
     return changed

@@ -372,6 +372,7 @@ async def test_what_a_reply_has_besides_its_tokens_is_asked_for_and_read() -> No
             "output_top_logprobs": [[[-0.5, 7, None], [-1.5, 8, None]]],
             "input_top_logprobs": [None, [[-2.0, 2, None], [-2.5, 3, None]]],
             "routed_experts": base64.b64encode(b"\1\0\0\0\2\0\0\0").decode(),
+            "output_token_sampling_mask": [[7, 9]],
             "num_failovers": 2,
         }
         return web.json_response({"text": "t", "output_ids": [7], "meta_info": meta})
@@ -384,6 +385,7 @@ async def test_what_a_reply_has_besides_its_tokens_is_asked_for_and_read() -> No
         prompt_logprobs=True,
         top_logprobs=2,
         routed_experts=True,
+        sampling_mask=True,
         lora_path="adapter",
     )
     async with serving(handler) as client:
@@ -392,11 +394,13 @@ async def test_what_a_reply_has_besides_its_tokens_is_asked_for_and_read() -> No
     assert replies[0].input_top_logprobs == ({2: -2.0, 3: -2.5},)
     assert replies[0].input_logprobs == (-2.0,)
     assert replies[0].routed_experts == b"\1\0\0\0\2\0\0\0"
+    assert replies[0].sampling_mask == ((7, 9),)
     assert replies[0].num_failovers == 2
     wanted = {
         "logprob_start_len": 0,
         "top_logprobs_num": 2,
         "return_routed_experts": True,
+        "return_sampling_mask": True,
         "return_logprob": True,
         "lora_path": "adapter",
         "failover": "on",

@@ -103,6 +103,32 @@ def test_experts_of_a_tools_tokens_come_with_the_next_turn() -> None:
     assert sample.routed_experts == b"\1\1" * 2 + b"\2\2" * 3
 
 
+def test_sampling_masks_are_those_of_all_parts_or_none() -> None:
+    sample = pending()
+    extend(sample, reply(2, sampling_mask=((0, 5), None)))
+    extend(sample, reply(0, sampling_mask=()))  # aborted before its first token
+    assert sample.sampling_mask == [[0, 5], None]
+    with pytest.raises(ValueError, match="1 sampling masks for 2 tokens"):
+        extend(sample, reply(2, sampling_mask=((0,),)))
+    assert len(sample.output_ids) == 2
+    sample.output_ids += [7]
+    sample.output_logprobs += [0.0]
+    sample.mask.append(0)
+    assert sample.sampling_mask is not None
+    sample.sampling_mask.append(None)
+    extend(sample, reply(1, "stop", sampling_mask=((0, 9),)))
+    sample.check()
+    assert sample.sampling_mask == [[0, 5], None, None, [0, 9]]
+    extend(sample, reply(1, "stop"))
+    assert sample.sampling_mask is None
+    extend(sample, reply(1, "stop", sampling_mask=((0,),)))
+    assert sample.sampling_mask is None  # a part is missing, so there is no whole
+    restart(sample)
+    sample.output_ids, sample.output_logprobs, sample.loss_mask = [7], [0.0], [0]
+    extend(sample, reply(1, "stop", sampling_mask=((0,),)))
+    assert sample.sampling_mask == [None, [0]]
+
+
 def test_the_finish_reason_is_the_last_engines() -> None:
     sample = pending()
     extend(sample, reply(2), budget=5)

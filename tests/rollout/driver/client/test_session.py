@@ -89,3 +89,26 @@ async def test_a_turn_with_a_grammar_begins_anew() -> None:
     sample = await talk(again, regex="[0-9]*")
     assert engine.asked == [4]
     assert sample.output_ids[-4:] == [200, 201, 202, 203]
+
+
+async def test_what_an_environment_says_has_no_sampling_mask() -> None:
+    async def complete(sample: Sample, *args: Any, **more: Any) -> None:
+        extend(
+            sample,
+            GenerateReply(
+                rid="r",
+                text="ab",
+                output_ids=(5, 6),
+                output_logprobs=(-1.0, -1.0),
+                finish_reason=FinishReason("stop"),
+                sampling_mask=((5, 7), None),
+            ),
+        )
+
+    session = Session(pending(), SAMPLING, complete)
+    session.observe([8])
+    await session.generate()
+    session.observe([9, 9])
+    await session.generate()
+    assert session.sample.sampling_mask == [None, [5, 7], None, None, None, [5, 7], None]
+    session.sample.check()

@@ -1,5 +1,8 @@
 """Groups as arrays: shapes, dtypes and positions are the documented ones."""
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -159,3 +162,37 @@ def test_tensors_share_the_memory_of_the_arrays() -> None:
     batch["token_ids"][0] = 42
     assert tensors["token_ids"][0].item() == 42
     assert tensors.keys() == batch.keys()
+
+
+def with_masks() -> list[SampleGroup]:
+    made = groups()
+    made[0].samples[0].sampling_mask = [[3, 30], None, [5]]
+    return made
+
+
+@pytest.mark.parametrize("make", [lambda groups: padded(groups, pad_to_multiple=4), packed])
+def test_each_token_has_the_ids_that_it_was_drawn_from(make: Any) -> None:
+    batch = make(with_masks())
+    ids, ends = batch["sampling_mask_ids"], batch["sampling_mask_ends"]
+    assert (ids.dtype, ends.dtype) == (np.int32, np.int64)
+    assert ends.shape == batch["token_ids"].shape
+    starts = [0, *ends.flatten().tolist()]
+    of_tokens = [ids[start:end].tolist() for start, end in itertools.pairwise(starts)]
+    found = {place: mask for place, mask in enumerate(of_tokens) if mask}
+    assert found == {2: [3, 30], 4: [5]}
+    assert not {"sampling_mask_ids", "sampling_mask_ends"} & make(groups()).keys()
+
+
+def test_no_masks_are_none_where_nothing_was_cut() -> None:
+    made = groups()
+    made[1].samples[0].sampling_mask = [None]
+    batch = packed(made)
+    assert batch["sampling_mask_ids"].size == 0
+    assert batch["sampling_mask_ends"].tolist() == [0] * 7
+
+
+def test_masks_of_other_tokens_are_refused() -> None:
+    bad = with_masks()
+    bad[0].samples[0].sampling_mask = [[3]]
+    with pytest.raises(ValueError, match="3 output ids but 1 sampling masks"):
+        packed(bad)

@@ -45,6 +45,14 @@ def samples(draw) -> Sample:
         engines=(EngineSpan("main-0", 0, cut),) if cut else (),
         routed_experts=draw(st.none() | st.binary(max_size=8)),
         logprob_kind=draw(st.none() | st.sampled_from(LogprobKind)),
+        sampling_mask=draw(
+            st.none()
+            | st.lists(
+                st.none() | st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
+                min_size=length,
+                max_size=length,
+            )
+        ),
     )
 
 
@@ -72,6 +80,7 @@ GROUPS = [
                 engines=(EngineSpan("main-0", 0, 1),),
                 routed_experts=b"\0\xff",
                 logprob_kind=LogprobKind.PENALISED,
+                sampling_mask=[None, [7, 2**31]],
             ),
             Sample([1], status=SampleStatus.FAILED, error="HTTP 400: no", metadata={"other": "x"}),
         ],
