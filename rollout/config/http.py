@@ -37,10 +37,11 @@ class RouterConfig(ConfigSection):
     held; after it, the client gets a 504 or an incomplete reply."""
     policy: Literal["affinity", "least_in_flight", "prefix"] = "affinity"
     """How an engine is chosen for a request. ``affinity``: turns of a session, and requests with
-    the same ``X-Affinity`` (or ``affinity`` in the first or last KiB of the body), stay with the
-    engine that has their prefix while its load is not much above the least; all others go to the
-    least loaded. 100 000 are kept, each for an hour after its last request. ``least_in_flight``
-    ignores them; ``prefix`` uses the beginning of the prompt."""
+    the same ``X-Affinity`` (else ``X-Session-ID``, else ``X-SMG-Routing-Key``, else ``affinity`` in
+    the first or last KiB of the body), stay with the engine that has their prefix while its load is
+    not much above the least; all others go to the least loaded. 100 000 are kept, each for an hour
+    after its last request. ``least_in_flight`` ignores them; ``prefix`` uses the beginning of the
+    prompt."""
     token_failover: Literal["off", "asked", "on"] = "asked"
     """Whether a request continues on another engine, with the tokens so far, when its engine dies:
     never (``off``), if it has the header ``X-Token-Failover: on`` (``asked``), or always. One

@@ -35,7 +35,7 @@ from rollout.router.metrics import metrics_text
 from rollout.router.pins import Pins
 from rollout.router.proxy.context import Proxy
 from rollout.router.tokenizer_file import load_tokenizer
-from rollout.rules.routing import JUST_STARTED
+from rollout.rules.routing import JUST_STARTED, BackendState
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ def control_app(proxy: Proxy, *, connect_timeout_s: float) -> FastAPI:
     app = FastAPI(title="ray-rollout router", lifespan=lifespan, redirect_slashes=False)
     _add_state(app, proxy)
     _add_step_metrics(app, proxy)
+    _add_workers(app, proxy.gate)
     _add_pins(app, proxy.gate)
     _add_no_sessions(app)
     add_engine_queries(app, proxy.gate, client)
@@ -125,6 +126,63 @@ def _add_state(app: FastAPI, proxy: Proxy) -> None:
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(metrics_text(proxy), media_type="text/plain; version=0.0.4")
+
+
+def _add_workers(app: FastAPI, gate: Gate) -> None:
+    """The engines as SGLang's model gateway lists them, for trainers that were made for it."""
+
+    def refused(what: str) -> JSONResponse:
+        message = (
+            f"{what}: this router's engines are those of its configuration; name engines that run "
+            "already in engine.urls of a group and launch again"
+        )
+        return error_reply(409, "conflict", message)
+
+    def all_workers() -> list[dict[str, Any]]:
+        return [
+            {
+                "id": member.engine_id,
+                "url": member.endpoint.url,
+                "model_id": "unknown",  # as the gateway has it for a router of one model
+                "worker_type": member.worker_type.value,
+                "is_healthy": member.state is BackendState.SERVING,
+                "load": gate.num_on(member.engine_id),
+                "connection_mode": "http",
+            }
+            for member in gate.members
+        ]
+
+    @app.get("/workers")
+    async def workers() -> dict[str, Any]:
+        """All engines; those that do not serve now are not healthy."""
+        found = all_workers()
+        return {"workers": found, "total": len(found)}
+
+    @app.get("/workers/{worker_id}")
+    async def worker(worker_id: str) -> JSONResponse:
+        """One engine."""
+        for found in all_workers():
+            if found["id"] == worker_id:
+                return JSONResponse(found)
+        return error_reply(404, "not_found", "there is no such engine; GET /workers lists them")
+
+    @app.post("/workers")
+    async def add_worker(request: Request) -> JSONResponse:
+        """Nothing is added: an engine that is here already is named, any other is refused."""
+        try:
+            url = read_json(await request.body())["url"]
+        except WRONG_FORM:
+            return error_reply(400, "bad_request", "the body must be an object with url")
+        for found in all_workers():
+            if isinstance(url, str) and found["url"] == url.rstrip("/"):
+                accepted = {"status": "accepted", "worker_id": found["id"], "url": found["url"]}
+                return JSONResponse(accepted)
+        return refused("no engine is added while the router runs")
+
+    @app.delete("/workers/{worker_id}")
+    async def remove_worker(worker_id: str) -> JSONResponse:
+        """Nothing is removed."""
+        return refused("no engine is removed while the router runs")
 
 
 def _add_step_metrics(app: FastAPI, proxy: Proxy) -> None:

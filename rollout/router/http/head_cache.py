@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from engines.protocol import Endpoint
 from rollout.router.http.headers import (
-    AFFINITY,
+    AFFINITIES,
     FAIL_OVER,
     Headers,
     cut_unread,
@@ -40,6 +40,7 @@ _END = b"\r\n\r\n"
 _LENGTH = b"\r\ncontent-length: "
 _END_OF_NAME = b"ength: "
 _CONTRACT = {header.encode(): field for field, header in HEADERS.items()}
+_AFFINITIES = {header: place for place, header in enumerate(AFFINITIES)}
 _SWITCHED_ON = frozenset({b"on", b"1", b"true"})
 
 T = TypeVar("T")
@@ -77,11 +78,11 @@ class RequestHead:
     _keyless: bytes | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        texts = []
+        texts, best = [], len(AFFINITIES)
         for name, value in self.headers:
-            if name == AFFINITY:
-                if self.affinity is None:
-                    self.affinity = kept_affinity(value.decode("latin-1"))
+            if name in _AFFINITIES:
+                if (place := _AFFINITIES[name]) < best:
+                    best, self.affinity = place, kept_affinity(value.decode("latin-1"))
             elif name == FAIL_OVER:
                 self.asks_failover |= value.lower() in _SWITCHED_ON
             elif name in _CONTRACT:

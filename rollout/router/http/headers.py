@@ -55,11 +55,14 @@ _NOT_TO_KEYED_ENGINE = _NOT_TO_ENGINE | {b"authorization"}
 # Engines redirect to their own address, where there is no gate and no key.
 _NOT_TO_CLIENT = HOP_BY_HOP | _OURS | {b"location"}
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
-AFFINITY, FAIL_OVER = b"x-affinity", b"x-token-failover"
+AFFINITIES = (b"x-affinity", b"x-session-id", b"x-smg-routing-key")
+"""Headers that name a request's affinity; the first of these that it has counts.  The last one is
+that of SGLang's model gateway."""
+FAIL_OVER = b"x-token-failover"
 READ = (
     _NOT_TO_KEYED_ENGINE
     | _NOT_TO_CLIENT
-    | {AFFINITY, FAIL_OVER, b"origin", b"content-type", b"content-encoding"}
+    | {*AFFINITIES, FAIL_OVER, b"origin", b"content-type", b"content-encoding"}
 )
 """Headers that the router reads or does not pass on.  Of all others it knows only their lines."""
 _UNREAD_LINE = re.compile(

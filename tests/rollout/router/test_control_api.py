@@ -57,6 +57,42 @@ async def test_engines_shows_state_load_and_failures_of_each(make_bench):
     await pending
 
 
+async def test_workers_are_the_engines_in_the_form_of_sglangs_gateway(make_bench):
+    hold = Hold()
+    bench = await make_bench(hold_then_reply(hold), reply())
+    await bench.host.set_members(5, [bench.member(0), bench.member(1, state=BackendState.ASLEEP)])
+    pending = bench.begin()
+    await hold.entered.wait()
+    status, body, _ = await get(bench, "/workers")
+    urls = [engine["url"] for engine in (await get(bench, "/engines"))[1]["engines"]]
+    common = {"model_id": "unknown", "worker_type": "regular", "connection_mode": "http"}
+    first = {"id": "e-0", "url": urls[0], "is_healthy": True, "load": 1, **common}
+    second = {"id": "e-1", "url": urls[1], "is_healthy": False, "load": 0, **common}
+    assert (status, body) == (200, {"workers": [first, second], "total": 2})
+    assert (await get(bench, "/workers/e-1"))[:2] == (200, second)
+    assert (await get(bench, "/workers/e-2"))[0] == 404
+    hold.opened.set()
+    await pending
+
+
+async def test_workers_are_neither_added_nor_removed(make_bench):
+    bench = await make_bench(reply())
+    (worker,) = (await get(bench, "/workers"))[1]["workers"]
+    for url in (worker["url"], worker["url"] + "/"):  # what registers itself is here already
+        known = await bench.ask("/workers", json={"url": url, "worker_type": "regular"})
+        accepted = {"status": "accepted", "worker_id": "e-0", "url": worker["url"]}
+        assert (known.status, known.json) == (200, accepted)
+    for url in ("http://127.0.0.1:1", 7, ""):
+        other = await bench.ask("/workers", json={"url": url})
+        assert other.status == 409
+        assert "engine.urls" in other.json["error"]["message"]
+    assert (await bench.ask("/workers", json=["url"])).status == 400
+    gone = await bench.ask("/workers/e-0", "DELETE")
+    assert (gone.status, gone.json["error"]["type"]) == (409, "conflict")
+    assert (await get(bench, "/workers"))[1]["workers"] == [worker]
+    assert bench.engines[0].seen == []
+
+
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info", "/v1/models"])
 @pytest.mark.parametrize("state", ["open", "holding", "closed"])
 async def test_model_info_is_an_engines_whatever_the_gate(make_bench, path, state):

@@ -210,6 +210,36 @@ def test_a_head_with_an_id_of_its_own_is_made_of_those_before():
     assert cache.similar(head_key(other)[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("lines", "affinity"),
+    [
+        (["X-Session-ID: s"], "s"),
+        (["X-SMG-Routing-Key: k"], "k"),
+        (["X-SMG-Routing-Key: k", "X-Session-ID: s"], "s"),
+        (["X-SMG-Routing-Key: k", "X-Affinity: a", "x-session-id: s"], "a"),
+        (["X-Session-ID: s", "X-Session-ID: t"], "s"),
+        (["X-Affinity: ", "X-Session-ID: s"], ""),
+        (["X-Sessions-ID: s"], None),
+    ],
+)
+def test_the_affinity_is_that_of_the_first_of_three_names(lines, affinity):
+    def data(*more):
+        rows = ["POST /generate HTTP/1.1", "Host: a", *lines, *more, "Content-Length: 4"]
+        return "\r\n".join((*rows, "\r\n")).encode()
+
+    head, *_ = parsed_head(data(), False)
+    assert head.affinity == affinity
+    cache = HeadCache()
+    for number in range(2):
+        one = data(f"X-Request-Id: {number}")
+        cache.add(head_key(one)[0], *parsed_head(one, False)[:2])
+    known = cache.similar(head_key(data("X-Request-Id: 7"))[0])
+    assert known.head.affinity == affinity
+    # An engine that has a use for them gets them, too.
+    sent = known.head.for_engine(Endpoint("127.0.0.1", 1), 4, unread=known.unread).lower()
+    assert all(line.lower().encode() in sent for line in lines)
+
+
 def dict_of_lists(headers):
     return {name: [value for key, value in headers if key == name] for name, _ in headers}
 

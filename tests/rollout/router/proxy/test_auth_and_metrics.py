@@ -99,7 +99,7 @@ async def test_loads_of_an_engine_come_through_the_router_with_the_engines_key(m
     assert len(bench.engines[0].seen) == 1
 
 
-@pytest.mark.parametrize("path", ["/engines", "/metrics"])
+@pytest.mark.parametrize("path", ["/engines", "/workers", "/metrics"])
 async def test_what_the_router_shows_has_no_key_of_an_engine(make_bench, path):
     bench = await make_bench(reply())
     await bench.host.set_members(2, [bench.member(0, access=ACCESS)])
@@ -123,7 +123,7 @@ async def test_a_control_key_alone_is_not_sent_to_engines(make_bench):
     assert given == [[], ["Bearer engine"]]
 
 
-@pytest.mark.parametrize("path", ["/engines", "/metrics", "/sessions/s", "/docs"])
+@pytest.mark.parametrize("path", ["/engines", "/workers", "/metrics", "/sessions/s", "/docs"])
 async def test_looking_needs_the_control_key(make_bench, path):
     bench = await make_bench(reply(), config=KEYS)
     assert (await bench.ask(path, "GET", headers=bearer("tell"))).status == 401
