@@ -321,6 +321,7 @@ SHELL = {
     "python tools/cpu_engines/install.py": "tests/tools/test_cpu_engines.py",
     "python3 -m verl": "needs a training of verl",
     "python3 .ci/gpu.py": "tests/test_gpu_sections.py",
+    "ray job submit": "tests/end_to_end/test_ray_job.py",
     "ray get-auth-token": "tests/end_to_end/test_ray_job.py",
     "ray job submit": "needs a cluster of the reader: tests/end_to_end/test_ray_job.py submits another job",
     "ray start": "tests/end_to_end/test_ray_job.py",
