@@ -18,6 +18,9 @@ _SPELLINGS = {
 }
 
 
+_ATTENTION_REPLICAS = ("attn_dp_size", "attention_data_parallel_size")
+
+
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """Sizes of one engine.
@@ -80,13 +83,16 @@ def shards(options: Mapping[str, Any], num_gpus: int) -> Shards | None:
     except ValueError:
         return None
     tensor, replicas = flags.get("tp_size", 1), flags.get("dp_size", 1)
-    attention = tensor // replicas if given.get("enable_dp_attention") else tensor
+    # Of 0.5.23; "enable-dp-attention" is its older spelling.
+    within = max(given.get(name) or 1 for name in _ATTENTION_REPLICAS)
+    if given.get("enable_dp_attention"):
+        within = replicas
     return Shards(
-        attention=max(1, attention),
+        attention=max(1, tensor // within),
         dense=tensor,
         experts=tensor,
         pipeline=flags.get("pp_size", 1),
-        pools=replicas,
+        pools=max(replicas, within),
     )
 
 

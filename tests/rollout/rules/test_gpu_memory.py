@@ -117,6 +117,7 @@ def test_more_gpus_take_less_each_and_hold_all_the_weights(
         ("sglang", {"--tp": 2, "pp-size": 2}, 4, Shards(2, 2, 2, 2, 1)),
         ("sglang", {"tp": 4, "ep-size": 4}, 4, Shards(4, 4, 4, 1, 1)),
         ("sglang", {"dp-size": 4, "enable-dp-attention": True}, 4, Shards(1, 4, 4, 1, 4)),
+        ("sglang", {"tp-size": 4, "attn-dp-size": 2}, 4, Shards(2, 4, 4, 1, 2)),
         ("sglang", {"dp-size": 2, "tp-size": 2}, 4, Shards(2, 2, 2, 1, 2)),
         ("sglang", {"tp-size": 3}, 4, None),
         ("vllm", {}, 4, Shards(4, 4, 4, 1, 1)),
