@@ -82,7 +82,7 @@ class Sample:
         sampling_mask: for each output token the ids that top-k, top-p and min-p left to draw it
             from; None for a token where they cut nothing, and where the mask is 0.  None unless
             requested, and where an engine did not report it.
-        logprob_kind: of which distribution ``output_logprobs`` are: ``full`` for log-softmax of
+        logprob_kind: the distribution of ``output_logprobs``: ``full`` for log-softmax of
             logits / temperature, ``raw`` at temperature 1 where the request has another one,
             ``cut`` behind top-p, top-k or min-p, ``penalised`` of logits that penalties, biases, a
             grammar or a least length changed.  None where it is not known.

@@ -137,7 +137,7 @@ class Continuation:
 
     Attributes:
         not_carried: the same.
-        column: that has an entry for each token, if its client wants log-probs; else empty.
+        column: column with an entry for each token, if its client wants log-probs; else empty.
         wants_masks: its client wants what each token was drawn from.
         is_streamed: its client wants events.
         prompt_logprobs: log-probs of the prompt, from a prefill engine.
