@@ -323,7 +323,6 @@ SHELL = {
     "python3 .ci/gpu.py": "tests/test_gpu_sections.py",
     "ray job submit": "tests/end_to_end/test_ray_job.py",
     "ray get-auth-token": "tests/end_to_end/test_ray_job.py",
-    "ray job submit": "needs a cluster of the reader: tests/end_to_end/test_ray_job.py submits another job",
     "ray start": "tests/end_to_end/test_ray_job.py",
     "sbatch": "needs Slurm: tests/examples/test_cluster.py runs the script with a double of srun",
     "tar": "needs a run with logs of its own",
