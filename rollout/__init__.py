@@ -132,6 +132,7 @@ def launch(
     from rollout.core.errors import ConfigError
 
     _check_launch(config, expect_version)
+    config = config.with_local_models()
     if backend == "local":
         if placement_group is not None or bundles is not None:
             raise ConfigError("placement_group and bundles need backend='ray'")

@@ -26,6 +26,7 @@ from rollout.config import (
     WeightUpdate,
 )
 from rollout.config.compatibility import of_window
+from rollout.config.sources.hub import HubModel
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
 from rollout.rules.placement import PlacementPlan, check_capacity, plan_of
@@ -54,11 +55,9 @@ def print_mistakes(arguments: Sequence[str], *, as_json: bool) -> None:
     """Print all mistakes of a configuration; with one, exit status 2."""
     name = ", ".join(map(str, split_arguments(arguments)[0]))
     loaded, mistakes = _examined(arguments)
-    notes = (
-        []
-        if loaded is None
-        else [*option_notes(loaded), *open_notes(loaded), *_draft_notes(loaded)]
-    )
+    notes = []
+    if loaded is not None:
+        notes = [*_model_notes(loaded), *option_notes(loaded), *_draft_notes(loaded)]
     if as_json:
         values = {
             "config": name,
@@ -89,13 +88,18 @@ def _examined(arguments: Sequence[str]) -> tuple[RolloutConfig | None, list[Mist
     return loaded, mistakes
 
 
-def print_plan(arguments: Sequence[str], *, as_json: bool, gpu_gib: float | None = None) -> None:
-    """Print what a configuration would start; with a refusal, exit status 2.
+def _model_notes(config: RolloutConfig) -> Iterator[str]:
+    for name, server in config.servers.items():
+        if HubModel.named(server.model_path):
+            yield (
+                f"servers.{name}.model_path: a launch gets {server.model_path} from the Hub, and "
+                "checks its files then"
+            )
 
-    Args:
-        gpu_gib: the size of the GPUs that memory sums are computed for; see ``planned_gpu``.
-    """
-    values = summary(load_config(arguments), planned_gpu(gpu_gib))
+
+def print_plan(arguments: Sequence[str], *, as_json: bool) -> None:
+    """Print what a configuration would start; with a refusal, exit status 2."""
+    values = summary(load_config(arguments).with_local_models(may_download=False))
     if as_json:
         print_json(values)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
 from rollout.config.sources.environment import default_log_dir
+from rollout.config.sources.hub import HubModel
 from rollout.config.sources.layers import Sources
 from rollout.config.sources.references import resolve
 from rollout.config.weights import VerifyConfig, WeightsConfig
@@ -36,7 +37,9 @@ class ServerConfig(ConfigSection):
 
     model_path: PathText
     """Directory of the Hugging Face checkpoint that the engines load at start. In a file, a
-    relative one is relative to the folder of the file."""
+    relative one is relative to the folder of the file. Or an id of the Hub, such as
+    ``Qwen/Qwen3-8B`` or ``Qwen/Qwen3-8B@main``: with ``huggingface_hub`` it is downloaded at
+    launch."""
     groups: Annotated[dict[Name, GroupConfig], Field(min_length=1)]
     """Groups of engines, by name."""
     router: RouterConfig = RouterConfig()
@@ -195,18 +198,50 @@ class RolloutConfig(ConfigSection):
         """
         config, mistakes = cls.examined(sources.merged())
         if config is not None:
-            servers = {
-                name: server.model_copy(
-                    update={
-                        "model_path": str(
-                            sources.folder_of(f"servers.{name}.model_path") / server.model_path
-                        )
-                    }
-                )
-                for name, server in config.servers.items()
-            }
-            config = config.model_copy(update={"servers": servers})
+            config = config._with_models(
+                lambda setting, text: _in_folder(sources.folder_of(setting), text)
+            )
         return config, sources.located(mistakes)
+
+    def with_local_models(self, *, may_download: bool = True) -> RolloutConfig:
+        """The same with a folder for each model that is named by its id on the Hub.
+
+        Args:
+            may_download: whether a model is downloaded that is not in the cache.
+
+        Raises:
+            ConfigError: a model is not in the cache and cannot be downloaded.
+        """
+
+        def folder(setting: str, model_path: str) -> str:
+            model = HubModel.named(model_path)
+            try:
+                return model_path if model is None else model.folder(may_download=may_download)
+            except ConfigError as error:
+                text = f"{setting} = {model_path!r}: {error}"
+                raise ConfigError.of([Mistake(setting, model_path, text)]) from error
+
+        return self._with_models(folder)
+
+    def _with_models(self, path_of: Callable[[str, str], str]) -> RolloutConfig:
+        """The same with other model paths.
+
+        Args:
+            path_of: setting and present path -> path.
+        """
+        servers = {
+            name: server.model_copy(
+                update={"model_path": path_of(f"servers.{name}.model_path", server.model_path)}
+            )
+            for name, server in self.servers.items()
+        }
+        return self.model_copy(update={"servers": servers})
+
+
+def _in_folder(folder: Path, model_path: str) -> str:
+    """A path relative to a folder, unless it is the id of a model of the Hub."""
+    path = folder / model_path
+    return str(path) if path.is_dir() or HubModel.named(model_path) is None else model_path
 
 
 def _complete(config: RolloutConfig | None, mistakes: Sequence[Mistake]) -> RolloutConfig:
@@ -234,9 +269,11 @@ def check_paths(config: RolloutConfig) -> None:
 
 
 def wrong_paths(config: RolloutConfig) -> Iterator[Mistake]:
-    """The model directories that are none."""
+    """The model directories that are none; a model of the Hub is looked for at launch."""
     for name, server in config.servers.items():
         shown, path = repr(server.model_path), Path(server.model_path)
+        if HubModel.named(server.model_path):
+            continue
         if not path.is_dir():
             reason = f"there is no directory {shown}; {_way_to(server.model_path)}"
         elif not (path / "config.json").is_file():
@@ -258,5 +295,8 @@ def _way_to(model_path: str) -> str:
     way = "give the folder of a Hugging Face checkpoint"
     if len(parts) == 2 and "/" not in parts[0]:
         hub_id = "/".join(parts)
-        way += f"; one of the Hub is downloaded with `hf download {hub_id} --local-dir {parts[1]}`"
+        way += (
+            f"; one of the Hub is downloaded with `hf download {hub_id} --local-dir {parts[1]}`, "
+            "or at launch where huggingface_hub is installed"
+        )
     return way

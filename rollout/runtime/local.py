@@ -188,7 +188,7 @@ def store_terms(config: RolloutConfig, server: str) -> StoreTerms | None:
 
 
 def store_nodes(slots: Mapping[tuple[str, str], Sequence[EngineSlot]], server: str) -> list[str]:
-    """The nodes that store a server's weights: the nodes of its engines."""
+    """The nodes of a server's engines, which store its weights."""
     own = (slot for (owner, _), slots_of in slots.items() if owner == server for slot in slots_of)
     return sorted({share.node_id for slot in own for share in slot.shares})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ import ray
 from engines.launch import EngineLauncher, LocalLauncher
 from engines.process.background import in_own_thread
 from engines.protocol import GpuId
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.agents.worker.host import worker_settings
 from rollout.config import RolloutConfig, ServerConfig
 from rollout.config.run_dir import RunFolder
 from rollout.config.sources.environment import options_of_actors
+from rollout.config.sources.hub import HubModel
 from rollout.control.deployment import Deployment
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError, EngineFailure, RolloutError
@@ -58,6 +60,8 @@ logger = logging.getLogger(__name__)
 _STOP_MARGIN_S = 20.0
 _UNUSED_TIMEOUT_S = 5.0
 _LEFTOVER_TIMEOUT_S = 30.0
+# 1 TB at 200 MB/s takes 5000 s.
+_DOWNLOAD_S = 7200.0
 
 
 def launch_ray(
@@ -92,6 +96,9 @@ def launch_ray(
             group, granted = reserve(plan, timeout_s=timeout_s)
             undo.placement_group = group
         slots = assign_slots(plan, granted)
+        here = ray.get_runtime_context().get_node_id()
+        for name, server in config.servers.items():
+            fetch_models([server.model_path], set(store_nodes(slots, name)) - {here})
         # The share of an engine in its bundle is set when it is placed.
         place = partial(
             EnginePlacement, group, ray.remote(EngineActor), launcher or LocalLauncher()
@@ -221,12 +228,44 @@ def _make_server(
     return undo.owns(actor)
 
 
-def _environment_of_timelines(server: ServerConfig) -> dict[str, Any]:
-    """Options of the actors that export spans: the ``OTEL_*`` variables of this process."""
-    if not server.timeline.otel:
-        return {}
-    variables = {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
-    return {"runtime_env": {"env_vars": variables}} if variables else {}
+def fetch_models(folders: Collection[str], node_ids: Collection[str]) -> None:
+    """Get models of the Hub onto other nodes, each the same commit in the same folder.  Blocks.
+
+    Args:
+        folders: of models; those that are not in the cache of the Hub are left out.
+        node_ids: the nodes that need them.
+
+    Raises:
+        ConfigError: a node cannot get a model, or has its cache elsewhere.
+    """
+    fetch = ray.remote(num_cpus=0, max_retries=0)(why_not_here)
+    started = {}
+    for node_id in node_ids:
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        for folder in filter(HubModel.downloaded, sorted(set(folders))):
+            object_ref = fetch.options(scheduling_strategy=there).remote(folder)
+            started[node_id, folder] = object_ref
+    for (node_id, folder), object_ref in started.items():
+        try:
+            why = ray.get(object_ref, timeout=_DOWNLOAD_S)
+        except GetTimeoutError:
+            why = f"its download took more than {_DOWNLOAD_S:g} s"
+        except RayError as error:
+            why = str(error).partition("\n")[0]
+        if why:
+            raise ConfigError(f"model_path = {folder!r}: node {node_id}: {why}")
+
+
+def why_not_here(folder: str) -> str:
+    """Why this node has no model of the Hub in a folder, after a try to get it; empty if it has."""
+    model = HubModel.downloaded(folder)
+    try:
+        here = folder if model is None else model.folder()
+    except ConfigError as error:
+        return str(error)
+    if Path(here) == Path(folder):
+        return ""
+    return f"its cache of the Hub has the model in {here}; set HF_HOME alike on all nodes"
 
 
 def _full_name(config: RolloutConfig, server: str) -> str:

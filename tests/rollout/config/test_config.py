@@ -286,7 +286,6 @@ def test_a_number_with_a_unit_is_given_without_it(weights: dict, number: str) ->
         ("~/models/qwen", f"write '{Path.home()}/models/qwen'"),
         ("$HOME/qwen", f"write '{Path.home()}/qwen'"),
         ("${HOME}/qwen", "an environment variable is ${oc.env:HOME}"),
-        ("Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
     ],
 )
 def test_a_model_path_that_is_no_folder_has_the_way_to_one(
