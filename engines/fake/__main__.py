@@ -11,6 +11,7 @@ from aiohttp import web
 
 from engines.fake.engine.fake_caches import caches_with
 from engines.fake.engine.fake_engine import FakeEngine
+from engines.fake.engine.fake_weights import checkpoint_tensors, checkpoint_vocabulary
 from engines.fake.engine.faults import FaultSpec, parse_fault
 from engines.fake.http_fake import FakeHttpApp
 from engines.fake.nodes import Nodes, follower_app
@@ -56,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"fake-{options.port}",
         endpoint=Endpoint(options.host, options.port),
         model_path=options.model_path,
+        tensors=checkpoint_tensors(options.model_path),
+        vocab_size=checkpoint_vocabulary(options.model_path, default=1000),
         weight_version=options.weight_version,
         memory_saver=not options.no_memory_saver,
         weights_cpu_backup=options.weights_cpu_backup,

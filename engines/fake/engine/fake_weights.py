@@ -45,6 +45,29 @@ def write_checkpoint(folder: Path | str, tensors: Sequence[TensorInfo] = DEFAULT
     return folder
 
 
+def checkpoint_tensors(folder: Path | str) -> Sequence[TensorInfo]:
+    """The tensors in a checkpoint's files; those of ``write_checkpoint`` where it has no files.
+
+    Raises:
+        SafetensorsError: a file is damaged.
+    """
+    found: dict[str, TensorInfo] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = read_header(file, stream.fileno())
+        found |= {spec[0]: TensorInfo(*spec) for spec in header.specs()}
+    return list(found.values()) or DEFAULT_TENSORS
+
+
+def checkpoint_vocabulary(folder: Path | str, default: int) -> int:
+    """The number of token ids by a checkpoint's ``config.json``, also in its ``text_config``."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except OSError:
+        return default
+    return int({**config, **config.get("text_config", {})}.get("vocab_size", default))
+
+
 SAVED = "fake-weights.json"
 """In a folder that fakes load: digests by tensor name, as JSON."""
 

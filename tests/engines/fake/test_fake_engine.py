@@ -3,11 +3,25 @@
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from engines.fake import FakeEngine, FakeTensor, pack_tensors
-from engines.protocol import GenerateReply, MemoryTag, PauseMode, SamplingParams, VersionSpan
+from engines.fake.engine.fake_weights import (
+    DEFAULT_TENSORS,
+    checkpoint_tensors,
+    checkpoint_vocabulary,
+    write_checkpoint,
+)
+from engines.protocol import (
+    GenerateReply,
+    MemoryTag,
+    PauseMode,
+    SamplingParams,
+    TensorInfo,
+    VersionSpan,
+)
 from engines.protocol.errors import EngineRejected, EngineUnreachable
 from tests.support.virtual_time import pass_time, virtual_time
 
@@ -522,3 +536,22 @@ async def test_every_call_is_recorded_with_its_time() -> None:
     assert (first.operation, first.arguments) == ("pause_generation", {"mode": PauseMode.RETRACT})
     assert second.arguments == {"tags": KV}
     assert second.at_s - first.at_s == pytest.approx(5)
+
+
+# -- its model ----------------------------------------------------------------------------------
+
+
+def test_the_model_of_a_fake_is_its_checkpoint(tmp_path: Path) -> None:
+    tensors = (TensorInfo("a", "bfloat16", (3, 5)), TensorInfo("b", "float32", (7,)))
+    write_checkpoint(tmp_path, tensors)
+    assert set(checkpoint_tensors(tmp_path)) == set(tensors)
+    assert checkpoint_vocabulary(tmp_path, 1000) == 1000
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 300}}')
+    assert checkpoint_vocabulary(tmp_path, 1000) == 300
+    (tmp_path / "config.json").write_text('{"vocab_size": 200}')
+    assert checkpoint_vocabulary(tmp_path, 1000) == 200
+
+
+def test_without_a_checkpoint_a_fake_has_three_tensors(tmp_path: Path) -> None:
+    assert checkpoint_tensors(tmp_path / "none") == DEFAULT_TENSORS
+    assert checkpoint_vocabulary(tmp_path / "none", 1000) == 1000
