@@ -6,6 +6,7 @@ first use: every process that imports a part of this package runs this file, and
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -132,7 +133,10 @@ def launch(
     from rollout.core.errors import ConfigError
 
     _check_launch(config, expect_version)
-    config = config.with_local_models()
+    if os.environ.get("ROLLOUT_REPLAY"):
+        from rollout.config.fakes import with_fakes
+
+        config = with_fakes(config, keeps_gpus=backend == "ray")
     if backend == "local":
         if placement_group is not None or bundles is not None:
             raise ConfigError("placement_group and bundles need backend='ray'")

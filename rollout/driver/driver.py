@@ -35,7 +35,8 @@ from rollout.driver.client.load_follower import LoadFollower
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
-from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
+from rollout.driver.data.saved_groups import RECORD, REPLAY, SavedGroups
+from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets, no_evaluation
 from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs
 from rollout.driver.step_figures import OnMetrics, StepFigures
 from rollout.driver.stream.delivery import why_none_left
@@ -120,7 +121,10 @@ class RolloutDriver:
         self._options = RolloutOptions(max_failed_share=max_failed_share)
         self._max_prompt_tokens = max_prompt_tokens
         self._num_shown_samples = num_shown_samples
-        self._journal = None if journal is None else Path(journal)
+        self._replay = SavedGroups.of_environment(REPLAY)
+        self._record = SavedGroups.of_environment(RECORD)
+        # A replay must leave the journal of the true run as it is.
+        self._journal = None if journal is None or self._replay else Path(journal)
         self._step = 0
         limit_s = None if client is None else request_timeout_s  # HTTP keeps its own
         client = client or HttpGenerationClient(
@@ -222,6 +226,8 @@ class RolloutDriver:
         if weight_version is not None:
             self.set_weight_version(weight_version)
         stream, plan = self._stream_for(prompts, num_groups, group_size, sampling, options)
+        if self._replay is not None:
+            return await self._replayed(self._replay, rollout_id, stream)
         self._load.start()
         self._watch.start()
         if options.max_version_lag is not None:
@@ -235,6 +241,8 @@ class RolloutDriver:
                     why = why_none_left(stream.stats, len(prompts), self.weight_version, options)
                     raise RolloutError(why)
                 figures = await self._figures_of(rollout_id, groups, stream)
+                if self._record is not None:
+                    await asyncio.to_thread(self._record.write, rollout_id, groups)
             self._figures.publish(rollout_id, **figures)
         except RolloutError as error:
             if stream in self._lists:
@@ -245,6 +253,18 @@ class RolloutDriver:
                 await stream.close()
                 self._lists.discard(stream)
         return groups  # nothing of a source may be awaited between its delivery and here
+
+    async def _replayed(
+        self, saved: SavedGroups, rollout_id: int, stream: Stream
+    ) -> list[SampleGroup]:
+        """The saved groups of a step; nothing is taken from the prompts, and no hook is called."""
+        try:
+            groups = await asyncio.to_thread(saved.read, rollout_id)
+            figures = await self._figures_of(rollout_id, groups, stream)
+        finally:
+            self._lists.discard(stream)
+        self._figures.publish(rollout_id, **figures)
+        return groups
 
     async def _figures_of(
         self, rollout_id: int, groups: Sequence[SampleGroup], stream: Stream
@@ -273,6 +293,9 @@ class RolloutDriver:
             RolloutError: the weight version changed during every try, or the driver is closed.
         """
         self._check_open()
+        if self._replay is not None:
+            logger.warning("evaluation %d has zeros for figures: no engine runs", rollout_id)
+            return no_evaluation(rollout_id, datasets)
         self._load.start()
         self._watch.start()
         served = await self._refresh()

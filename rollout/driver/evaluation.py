@@ -140,19 +140,31 @@ async def evaluate_datasets(
         # Without a known version, or a router, the replies are not held to one.
         seen = {number for sample in samples for number in sample.versions}
         if len(seen) <= 1:
-            by_name = dict(zip(datasets, results, strict=True))
-            metrics: dict[str, float] = {}
-            for name, dataset in datasets.items():
-                ks = dataset.ks
-                if ks is None:
-                    ks = tuple(2**power for power in range(dataset.num_samples.bit_length()))
-                metrics |= group_metrics(name, by_name[name], ks=ks, right_from=dataset.right_from)
-            return EvalResult(rollout_id, metrics, by_name)
+            return _result(rollout_id, datasets, dict(zip(datasets, results, strict=True)))
         version = engines.weight_version
     raise RolloutError(
         f"evaluation {rollout_id}: the weight version changed in each of {_TRIES} tries; the "
         f"engines have {version} now"
     )
+
+
+def no_evaluation(rollout_id: int, datasets: Mapping[str, EvalDataset]) -> EvalResult:
+    """The result without a sample: zeros under every key."""
+    return _result(rollout_id, datasets, {name: [] for name in datasets})
+
+
+def _result(
+    rollout_id: int,
+    datasets: Mapping[str, EvalDataset],
+    groups: Mapping[str, list[SampleGroup]],
+) -> EvalResult:
+    metrics: dict[str, float] = {}
+    for name, dataset in datasets.items():
+        ks = dataset.ks
+        if ks is None:
+            ks = tuple(2**power for power in range(dataset.num_samples.bit_length()))
+        metrics |= group_metrics(name, groups[name], ks=ks, right_from=dataset.right_from)
+    return EvalResult(rollout_id, metrics, groups)
 
 
 async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
