@@ -60,6 +60,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+debug = typer.Typer(
+    no_args_is_help=True,
+    help="Run one half of a training loop by itself: the rollout, or the training.",
+)
+app.add_typer(debug, name="debug")
+
 
 @app.callback(invoke_without_command=True)
 def options(
@@ -294,6 +300,111 @@ def quickstart(context: typer.Context) -> None:
     from rollout.cli.quickstart import run_example
 
     run_example(context.args)
+
+
+@debug.command("rollout")
+def debug_rollout(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|URL",
+            help="Configuration to launch, or the URL of a router that serves already.",
+        ),
+    ],
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="JSON lines or Parquet, each row with prompt (a text, or messages) or prompt_ids; "
+            "its other columns are the metadata."
+        ),
+    ],
+    reward: Annotated[
+        str, typer.Option(help="module:function, which is called with each sample.")
+    ] = "",
+    num: Annotated[int, typer.Option(min=1, help="Prompts to use, from the first.")] = 16,
+    group_size: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="File for the groups, as JSON lines.")
+    ] = Path("groups.jsonl"),
+    server: Annotated[
+        str, typer.Option(help="Which server of the configuration; default: the first.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="Folder with the tokenizer; default: the server's model_path.")
+    ] = "",
+    backend: Backend = "local",
+    key: Annotated[str, typer.Option(help="Key of the router, its client_key.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Sample prompts without a trainer, and save the groups.
+
+    It prints rewards, lengths, failures and some samples.
+    """
+    from rollout.cli.debug import Sampled, sample_prompts
+
+    sampled = Sampled(prompts, reward, num, group_size, max_new_tokens, temperature)
+    sample_prompts(
+        source,
+        sampled,
+        out,
+        server=server,
+        model=model,
+        backend=backend,
+        key=key,
+        as_json=as_json,
+    )
+
+
+@debug.command("record")
+def debug_record(
+    folder: Annotated[Path, typer.Argument(help="Gets a file for each step, STEP.jsonl.")],
+    command: Annotated[list[str], typer.Argument(help="The training script, behind --.")],
+) -> None:
+    """Run a training script, and save the groups of its steps.
+
+    The script is not changed: `rollout debug record FOLDER -- python my_train.py`.
+    """
+    from rollout.cli.debug import record_groups
+
+    record_groups(folder, command)
+
+
+@debug.command("train")
+def debug_train(
+    saved: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of a recording, of which each step gets its own groups; or one file, "
+            "whose groups every step gets."
+        ),
+    ],
+    command: Annotated[list[str], typer.Argument(help="The training script, behind --.")],
+) -> None:
+    """Run a training script on saved groups, without engines.
+
+    The script is not changed: `rollout debug train FOLDER -- python my_train.py`.
+    Its driver returns the saved groups, and its launch starts fakes, which take pushes and need no
+    GPU. Evaluations have zeros for figures.
+    """
+    from rollout.cli.debug import train_on_saved
+
+    train_on_saved(saved, command)
+
+
+@debug.command("samples")
+def debug_samples(
+    file: Annotated[Path, typer.Argument(help="A file of saved groups.")],
+    num: Annotated[
+        int, typer.Option(min=0, max=16, help="Samples, from the highest reward to the lowest.")
+    ] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Show saved groups: their figures, and some samples."""
+    from rollout.cli.debug import print_samples
+
+    print_samples(file, num, as_json=as_json)
 
 
 def _find(run: str, key: str, ray: bool, address: str, namespace: str) -> list[RunningServer]:
