@@ -133,6 +133,7 @@ def launch(
     from rollout.core.errors import ConfigError
 
     _check_launch(config, expect_version)
+    config = config.with_local_models()
     if os.environ.get("ROLLOUT_REPLAY"):
         from rollout.config.fakes import with_fakes
 

@@ -71,7 +71,7 @@ class Sampled:
 
 
 def sample_prompts(
-    source: str,
+    source: Sequence[str],
     sampled: Sampled,
     out: Path,
     *,
@@ -89,10 +89,10 @@ def sample_prompts(
     # To look at: neither a failed sample nor a kind of log-probs ends it.
     options = rollout.RolloutOptions(max_failed_share=1.0, logprob_kind=None)
     with ExitStack() as stack:
-        if source.startswith(("http://", "https://")):
-            prompts, url = sampled.read(model), source.rstrip("/")
+        if len(source) == 1 and source[0].startswith(("http://", "https://")):
+            prompts, url = sampled.read(model), source[0].rstrip("/")
         else:
-            config = load_config(Path(source))
+            config = load_config(source).with_local_models()
             name = _server_name(config, server)
             settings = config.servers[name]
             # A mistake in them is found before engines start.

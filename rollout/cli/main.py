@@ -305,10 +305,11 @@ def quickstart(context: typer.Context) -> None:
 @debug.command("rollout")
 def debug_rollout(
     source: Annotated[
-        str,
+        list[str],
         typer.Argument(
-            metavar="CONFIG|URL",
-            help="Configuration to launch, or the URL of a router that serves already.",
+            metavar="FILE|KEY.PATH=VALUE|URL",
+            help="Configuration to launch, in files and settings that win over them; or the URL of "
+            "a router that serves already.",
         ),
     ],
     prompts: Annotated[

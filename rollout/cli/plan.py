@@ -57,7 +57,8 @@ def print_mistakes(arguments: Sequence[str], *, as_json: bool) -> None:
     loaded, mistakes = _examined(arguments)
     notes = []
     if loaded is not None:
-        notes = [*_model_notes(loaded), *option_notes(loaded), *_draft_notes(loaded)]
+        notes = [*_model_notes(loaded), *option_notes(loaded), *open_notes(loaded)]
+        notes += _draft_notes(loaded)
     if as_json:
         values = {
             "config": name,
@@ -97,9 +98,14 @@ def _model_notes(config: RolloutConfig) -> Iterator[str]:
             )
 
 
-def print_plan(arguments: Sequence[str], *, as_json: bool) -> None:
-    """Print what a configuration would start; with a refusal, exit status 2."""
-    values = summary(load_config(arguments).with_local_models(may_download=False))
+def print_plan(arguments: Sequence[str], *, as_json: bool, gpu_gib: float | None = None) -> None:
+    """Print what a configuration would start; with a refusal, exit status 2.
+
+    Args:
+        gpu_gib: the size of the GPUs that memory sums are computed for; see ``planned_gpu``.
+    """
+    config = load_config(arguments).with_local_models(may_download=False)
+    values = summary(config, planned_gpu(gpu_gib))
     if as_json:
         print_json(values)
     else:

@@ -50,7 +50,12 @@ def log_to_stderr() -> None:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def options_of_actors() -> dict[str, Any]:
-    """Ray's options with which an actor on any node gets the level of this process."""
-    level = os.environ.get(LOG_LEVEL)
-    return {"runtime_env": {"env_vars": {LOG_LEVEL: level}}} if level else {}
+def options_of_actors(*, exports_spans: bool = False) -> dict[str, Any]:
+    """Ray's options with which an actor on any node gets the level of this process, and with
+    ``exports_spans`` its ``OTEL_*`` variables."""
+    variables = {
+        name: text
+        for name, text in os.environ.items()
+        if (name == LOG_LEVEL and text) or (exports_spans and name.startswith("OTEL_"))
+    }
+    return {"runtime_env": {"env_vars": variables}} if variables else {}

@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.agents.worker.host import worker_settings
-from rollout.config import RolloutConfig, ServerConfig
+from rollout.config import RolloutConfig
 from rollout.config.run_dir import RunFolder
 from rollout.config.sources.environment import options_of_actors
 from rollout.config.sources.hub import HubModel
@@ -194,7 +194,7 @@ def _make_server(
     journal = server_journal(config, name, "ray")
     undo.journals.append(journal.path)
     make = ray.remote(**control | {"max_restarts": -1})
-    recording = control | _environment_of_timelines(server)
+    recording = control | options_of_actors(exports_spans=server.timeline.otel)
     owner = (own_name.namespace, own_name.name)
     placement = place(own_name)
     undo.placements.append(placement)
