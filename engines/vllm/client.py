@@ -40,7 +40,9 @@ from engines.vllm.pushes import Pushes, WeightChecks
 from engines.vllm.server_report import METHODS_OF_PLUGIN, has_plugin, known_paths
 from engines.vllm.update_info import update_info
 
-_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
+# Greedy, and without temperature 0: a server that returns sampling masks refuses that.
+_GREEDY: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, **_GREEDY)
 
 
 class VllmClient:
@@ -328,6 +330,8 @@ class VllmClient:
         if (input_ids is None) == (text is None):
             raise ValueError("generate takes either input_ids or text")
         ids = await self._tokens(text) if input_ids is None else input_ids
+        if sampling_params.temperature == 0.0 and await self._returns_masks():
+            sampling_params = replace(sampling_params, **_GREEDY)
         body = vllm_json.generate_body(
             ids,
             sampling_params,
@@ -337,6 +341,9 @@ class VllmClient:
             model=lora_path,
         )
         return ids, body
+
+    async def _returns_masks(self) -> bool:
+        return bool((await self.calls.known_info()).raw["return_sampling_mask"])
 
     async def _tokens(self, text: str | None) -> list[int]:
         call, answer = await self.calls.post(

@@ -433,3 +433,17 @@ async def test_the_log_prob_of_nan_is_read_as_nan() -> None:
     reply = await client.generate(input_ids=PROMPT, sampling_params=two, return_logprob=True)
     assert reply.output_logprobs is not None
     assert [math.isnan(one) for one in reply.output_logprobs] == [True, True]
+
+
+@pytest.mark.parametrize("returns_masks", [False, True])
+async def test_a_server_that_returns_masks_takes_our_greedy_requests(returns_masks: bool) -> None:
+    """It refuses temperature 0, which probes and canaries would have."""
+    engine = stub_with()
+    engine.returns_masks = returns_masks
+    client = connect_to_stub(engine)
+    assert await client.is_healthy()
+    reply = await client.generate(input_ids=PROMPT, sampling_params=SHORT, return_logprob=True)
+    assert len(reply.output_ids) == 4
+    if returns_masks:
+        with pytest.raises(EngineRejected, match="requires top_k"):
+            await client.generate(input_ids=PROMPT, sampling_params=SamplingParams())

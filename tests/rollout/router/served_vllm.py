@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,7 @@ async def served(
     token_s: float = 0.002,
     make: Make = make_stub,
     logprobs_mode: str = PROCESSED,
+    returns_masks: bool = False,
     **config: Any,
 ) -> AsyncIterator[Served]:
     """Engines of these kinds, all at weight version 3, behind an open gate."""
@@ -71,10 +73,12 @@ async def served(
     for one in running:
         if isinstance(one.engine, StubVllm):
             one.engine.logprobs_mode = logprobs_mode
+            one.engine.returns_masks = returns_masks
     # The engines name the folder of the tokenizer.
     host = RouterHost(router_config(**{"tokenizer_path": ""} | config))
     endpoint = await host.start()
-    rules = {"sglang": LogprobRule(), "vllm": LOGPROB_RULES[logprobs_mode]}
+    of_vllm = replace(LOGPROB_RULES[logprobs_mode], has_masks=returns_masks)
+    rules = {"sglang": LogprobRule(), "vllm": of_vllm}
     members = [
         Backend(
             one.engine.engine_id,

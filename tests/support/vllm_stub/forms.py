@@ -86,13 +86,22 @@ class Form:
         path: of the route.
         raw: the body.
         mode: as vLLM's ``--logprobs-mode``.
+        returns_masks: as vLLM's ``--return-sampling-mask``.
 
     Raises:
         Refused: it contradicts itself, or is for no token.
     """
 
-    def __init__(self, path: str, raw: Mapping[str, Any], mode: str = PROCESSED) -> None:
+    def __init__(
+        self,
+        path: str,
+        raw: Mapping[str, Any],
+        mode: str = PROCESSED,
+        *,
+        returns_masks: bool = False,
+    ) -> None:
         self._raw = raw
+        self._returns_masks = returns_masks
         self._route = _ROUTES[path]
         self._is_own = path == routes.GENERATE
         sampling: Mapping[str, Any] = raw["sampling_params"] if self._is_own else raw
@@ -120,6 +129,11 @@ class Form:
         if sampling.temperature > _WARMEST:
             why = f"temperature must be in [0, {_WARMEST:g}], got {sampling.temperature}."
             raise Refused(NO_TOKEN, why)
+        # As 0.32 does (``v1/engine/input_processor.py``), for every request.
+        if self._returns_masks and sampling.temperature <= 0:
+            raise Refused(NO_TOKEN, "sampling distribution replay requires temperature > 0")
+        if self._returns_masks and sampling.top_k <= 0:
+            raise Refused(NO_TOKEN, "sampling distribution replay requires top_k > 0")
         return sampling
 
     def _prompt_of(self, raw: Mapping[str, Any]) -> tuple[int, ...]:
@@ -208,6 +222,8 @@ class Form:
             choice["stop_reason"] = reply.finish_reason.matched
             if self._is_own:
                 choice["weight_versions"] = [asdict(one) for one in reply.weight_versions]
+        if self._is_own and self._returns_masks:
+            choice["sampling_mask"] = [[token, token + 1] for token in ids]
         known, choice["logprobs"] = choice["logprobs"], None
         if self._has_logprobs:
             choice["logprobs"] = self._logprobs(known, reply, sent)

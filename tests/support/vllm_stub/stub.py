@@ -51,6 +51,7 @@ class StubVllm(FakeEngine):
         has_plugin: this package's plugin is in its workers.
         num_ranks: tensor-parallel ranks that it reports.
         logprobs_mode: as vLLM's option of this name.
+        returns_masks: it was started with vLLM's option of sampling masks.
         has_core: its engine core lives.
         level: of the last sleep that did anything.
     """
@@ -58,6 +59,7 @@ class StubVllm(FakeEngine):
     vllm_version = "0.32.0"
     without: frozenset[str] = frozenset()
     has_plugin = has_core = True
+    returns_masks = False
     num_ranks = 1
     logprobs_mode = PROCESSED
     level = 0
@@ -97,6 +99,7 @@ class StubVllm(FakeEngine):
         async with self._call("server_info"):
             config: Json = (reply := recorded("server_info"))["vllm_config"]
             model = {"model": self._model_path, "logprobs_mode": self.logprobs_mode}
+            model |= {"return_sampling_mask": self.returns_masks}
             config["model_config"] |= model | {"enable_sleep_mode": self.settings.memory_saver}
             config["instance_id"] = str(self.random_seed)
             config["parallel_config"]["tensor_parallel_size"] = self.num_ranks
@@ -372,7 +375,7 @@ class StubVllm(FakeEngine):
         if self.paused is PauseMode.ABORT and is_new:  # read in its wheel
             raise self._rejected("generate", "the server is paused", 503)
         try:
-            return Form(path, asked, self.logprobs_mode)
+            return Form(path, asked, self.logprobs_mode, returns_masks=self.returns_masks)
         except Refused as error:
             refused = self._bad_request(error.why) if error.why else self._refused(str(error))
             raise refused from None

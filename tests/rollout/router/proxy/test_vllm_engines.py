@@ -147,6 +147,26 @@ async def test_what_vllm_cannot_answer_is_refused_in_words(body: Any, why: bytes
         assert why in content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_sampling_masks_of_vllm_come_with_generate(stream: bool) -> None:
+    sampling = {"top_k": 4, "max_new_tokens": 6}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": stream}
+    async with served("vllm", returns_masks=True) as whole:
+        status, _, content = await whole.post({**body, "return_sampling_mask": True})
+        assert status == 200, content
+        reply = events_of(content)[-1] if stream else json.loads(content)
+        masks = reply["meta_info"]["output_token_sampling_mask"]
+        assert masks == [[token, token + 1] for token in reply["output_ids"]]
+        assert len(masks) == 6
+        status, _, content = await whole.post(body)  # it has them, and nobody wants them
+        assert status == 200, content
+        assert b"sampling_mask" not in content
+        without_k = {**body, "sampling_params": {"max_new_tokens": 6}}
+        status, _, content = await whole.post({**without_k, "return_sampling_mask": True})
+        assert status == 400
+        assert b"requires top_k" in content
+
+
 async def test_vllms_own_route_is_passed_on_and_stamped() -> None:
     async with served("vllm") as whole:
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4}}
