@@ -30,7 +30,7 @@ class WeightChecks:
     @property
     def canary_prompts(self) -> tuple[Prompt, ...]:
         """Token ids of the prompts of the log-prob check."""
-        return prompts_of(self._config.lifecycle, self._config.model_path)
+        return prompts_of(self._config.verify, self._config.model_path)
 
     def expect(self, logprobs: Sequence[Sequence[float]]) -> None:
         """Set the log-probs of the trainer's model for ``canary_prompts`` with the next push.

@@ -418,9 +418,10 @@ def test_a_plan_counts_the_copy_of_a_draft_and_says_why_there_is_one(
     draft = str(tmp_path / "draft")
     values = config(tmp_path).model_dump(mode="json", exclude_defaults=True)
     named = json.loads(json.dumps(options).replace("DRAFT", draft))
+    engine = {"kind": kind, "gpus": 0, "options": named}
     values["servers"]["policy"] |= {
         "model_path": str(tmp_path / "model"),
-        "groups": {"main": {"num_engines": 2, "engine": {"kind": kind, "options": named}}},
+        "groups": {"main": {"num_engines": 2, "engine": engine}},
     }
     file = tmp_path / "rollout.json"
     file.write_text(json.dumps(values))

@@ -213,7 +213,7 @@ class BothLauncher:
 
 def test_both_engines_serve_in_one_deployment_and_one_server(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    vllm: dict[str, Any] = {"engine": {"kind": "vllm", "python": sys.executable}}
+    vllm: dict[str, Any] = {"engine": {"kind": "vllm", "gpus": 0, "python": sys.executable}}
     config = RolloutConfig.from_dict(
         {
             "log_dir": str(tmp_path),

@@ -23,7 +23,7 @@ from tests.support.builders import write_checkpoint
 from tests.support.paged import page_of, step, until
 from tests.support.served_fakes import launched
 
-ONE = {"main": {"num_engines": 1}}
+ONE = {"main": {"num_engines": 1, "engine": {"kind": "embedded"}}}
 
 
 def report(server: Any, number: int, reward: float) -> None:
