@@ -201,7 +201,6 @@ def connect(
     from rollout.config.run_dir import JOURNAL_FILE
     from rollout.config.sources.environment import set_log_level
     from rollout.core.arguments import wrong
-    from rollout.core.errors import ConfigError
     from rollout.runtime.connect import connect_local
     from rollout.runtime.handle import RunHandle
 
@@ -241,7 +240,7 @@ def _needing_ray() -> Iterator[None]:
         from rollout.core.errors import ConfigError
         from rollout.core.optional_deps import install_command
 
-        raise ConfigError(
+        raise TypeError(
             f"backend = 'ray' needs Ray, which is not installed; {install_command('ray')}, or use "
             "backend='local'"
         ) from None

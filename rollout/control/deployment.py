@@ -20,7 +20,7 @@ from typing import TypeVar
 from engines.protocol.plain_text import describe
 from rollout.control.server.server import RolloutServer
 from rollout.core.command_lock import CommandLock
-from rollout.core.errors import ActorLost, ConfigError
+from rollout.core.errors import ActorLost
 from rollout.core.fanout import barrier, run_to_completion
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.lifecycle import OFFLOAD, SERVE_UPDATED, TAKE_MEMORY, Command, up_to
@@ -103,12 +103,12 @@ class Deployment:
             until: the last command; another call, without pushes, does the rest.
 
         Raises:
-            ConfigError: a push for a server that does not exist.
+            ValueError: a push for a server that does not exist.
         """
         for name in pushes:
             if name not in self._servers:
                 known = ", ".join(self._servers)
-                raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
+                raise ValueError(f"no server {name!r} to push weights to; known: {known}")
         async with self._lock.held("serve"):
             unpushed = {
                 name: server for name, server in self._servers.items() if name not in pushes

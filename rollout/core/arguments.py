@@ -1,7 +1,8 @@
 """Arguments that users pass: pydantic checks their kinds and bounds, which are their annotations.
 
-Always true: an error is a ConfigError that names the argument, its value and what fits.  Whole
-numbers of numpy and torch are numbers; texts and booleans are none.
+Always true: an error is a TypeError or a ValueError, as of Python's own functions; it names the
+argument, its value and what fits.  Whole numbers of numpy and torch are numbers; texts and booleans
+are none.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from engines.protocol.plain_text import value_text
-from rollout.core.errors import ConfigError, Mistake
 
 _WORDS = {
     "greater than or equal to": "at least",
@@ -51,6 +51,9 @@ _OTHER_NAMES = {
     "timeout": "timeout_s",
 }
 _SECRETS = ("key", "control_key")
+# Those errors of pydantic that are about the type of a value; also all whose names end so.
+_OF_TYPE = ("is_instance_of", "is_subclass_of", "int_from_float")
+_ENDS_OF_TYPE = ("_type", "_parsing")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -142,16 +145,18 @@ def checked_as(adapter: TypeAdapter[T], value: Any, *name: str) -> T:
 
 def _mistakes(
     error: ValidationError, positional: Sequence[str] = (), within: Sequence[str] = ()
-) -> ConfigError:
-    """What pydantic has found, in one error.
+) -> TypeError | ValueError:
+    """What pydantic has found, in one error: a TypeError if a value is of a wrong type.
 
     Args:
         positional: the names of arguments that were given by position.
     """
-    mistakes = []
+    mistakes: list[str] = []
+    is_of_type = False
     for found in error.errors(include_url=False):
-        if isinstance(own := found.get("ctx", {}).get("error"), ConfigError):
+        if isinstance(own := found.get("ctx", {}).get("error"), ValueError):
             return own
+        is_of_type |= found["type"] in _OF_TYPE or found["type"].endswith(_ENDS_OF_TYPE)
         place: list[Any] = [*within, *(part for part in found["loc"] if part != "[key]")]
         first, *path = place
         name = str(positional[first] if isinstance(first, int) else first)
@@ -159,14 +164,18 @@ def _mistakes(
         accepted = re.sub(r"^\w+ should", "must", found["msg"])
         for theirs, ours in _WORDS.items():
             accepted = accepted.replace(theirs, ours)
-        value = "(hidden)" if name in _SECRETS else found["input"]
-        shown = value if name in _SECRETS else value_text(value)
-        mistakes.append(Mistake(name, value, f"{name} = {shown}: {accepted}"))
-    return ConfigError.of(mistakes)
+        shown = "(hidden)" if name in _SECRETS else value_text(found["input"])
+        mistakes.append(f"{name} = {shown}: {accepted}")
+    if len(mistakes) > 1:
+        mistakes.insert(0, f"{len(mistakes)} arguments are wrong:")
+    return (TypeError if is_of_type else ValueError)("\n  ".join(mistakes))
 
 
-def wrong(name: str, value: Any, accepted: str) -> ConfigError:
-    """The error for one argument."""
-    return ConfigError(
-        f"{name} = {value_text(value)}: must be {accepted}", setting=name, value=value
-    )
+def wrong(name: str, value: Any, accepted: str) -> ValueError:
+    """The error for the value of one argument."""
+    return ValueError(f"{name} = {value_text(value)}: must be {accepted}")
+
+
+def wrong_type(name: str, value: Any, accepted: str) -> TypeError:
+    """The error for an argument of another type."""
+    return TypeError(f"{name} = {value_text(value)}: must be {accepted}")

@@ -26,7 +26,7 @@ from pydantic import Field
 
 from engines.process.background import Then, keep_thread
 from engines.protocol.plain_text import describe
-from rollout.core.arguments import checked, wrong
+from rollout.core.arguments import checked, wrong_type
 from rollout.core.errors import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Pending(Generic[T]):
             timeout_s: seconds to wait, or None for no limit.
 
         Raises:
-            ConfigError: ``timeout_s`` is no such number.
+            TypeError, ValueError: ``timeout_s`` is no such number.
             TimeoutError: the call did not end within ``timeout_s``; it continues.
             RolloutError: this is the event loop that runs the call, which would wait for itself.
         """
@@ -133,10 +133,10 @@ class Pending(Generic[T]):
                 first.
 
         Raises:
-            ConfigError: it is no function.
+            TypeError: it is no function.
         """
         if not callable(act):
-            raise wrong("act", act, f"a function, not a {type(act).__name__}")
+            raise wrong_type("act", act, f"a function, not a {type(act).__name__}")
         after: Future[T] = Future()
 
         def pass_on(before: Future[T]) -> None:

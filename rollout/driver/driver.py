@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SkipValidation
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong
-from rollout.core.errors import ConfigError, RolloutError, VersionUnavailable
+from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong, wrong_type
+from rollout.core.errors import RolloutError, VersionUnavailable
 from rollout.core.samples import SampleGroup, all_samples
 from rollout.driver.blocking_facade import (
     BlockingFacade,
@@ -209,8 +209,8 @@ class RolloutDriver:
             on_progress: called while the batch fills, for a progress bar.
 
         Raises:
-            ConfigError: no prompt, an empty prompt, or a wrong setting; or with this sampling no
-                engine reports log-probs that a trainer computes.
+            TypeError, ValueError: no prompt, an empty prompt, or a wrong setting.
+            ConfigError: with this sampling no engine reports log-probs that a trainer computes.
             LifecycleError: the gate is closed until a push of a weight version (``expect_version``
                 of the launch).
             RolloutError: too many samples failed, or filters dropped too many groups; finished
@@ -287,7 +287,7 @@ class RolloutDriver:
             datasets: by the name that their metrics get.
 
         Raises:
-            ConfigError: a data set has wrong settings.
+            TypeError, ValueError: a data set has wrong settings.
             LifecycleError: see ``rollout``.
             VersionUnavailable: the engines serve older weights than those of the policy.
             RolloutError: the weight version changed during every try, or the driver is closed.
@@ -329,7 +329,7 @@ class RolloutDriver:
             on_mismatch: ``warn`` logs it; ``raise`` raises it.
 
         Raises:
-            ConfigError: rows or tokens do not fit the groups, or a wrong setting.
+            TypeError, ValueError: rows or tokens do not fit the groups, or a wrong setting.
             LogprobMismatch: with ``raise``, after the figures are sent.
             RolloutError: the driver is closed.
         """
@@ -375,7 +375,7 @@ class RolloutDriver:
             version: from 0.
 
         Raises:
-            ConfigError: it is no such number.
+            TypeError, ValueError: it is no such number.
         """
         self._engines.note_version(version)
 
@@ -388,7 +388,7 @@ class RolloutDriver:
             source: one that ``rollout`` was called with.
 
         Raises:
-            ConfigError: nothing was rolled out from this source.
+            ValueError: nothing was rolled out from this source.
         """
         return self.stream_of(source).state_dict()
 
@@ -399,10 +399,10 @@ class RolloutDriver:
             source: one that ``rollout`` was called with.
 
         Raises:
-            ConfigError: nothing was rolled out from this source.
+            ValueError: nothing was rolled out from this source.
         """
         if id(source) not in self._streams:
-            raise ConfigError("nothing was rolled out from this source by this driver")
+            raise ValueError("nothing was rolled out from this source by this driver")
         return self._streams[id(source)]
 
     @checked
@@ -424,7 +424,7 @@ class RolloutDriver:
             num_groups, group_size, sampling, options: see ``rollout``.
 
         Raises:
-            ConfigError: the state does not fit the source or the group size.
+            ValueError: the state does not fit the source or the group size.
             RolloutError: the driver is closed.
         """
         self._check_open()
@@ -449,14 +449,12 @@ class RolloutDriver:
         _check_prompts(prompts, self._max_prompt_tokens)
         if not isinstance(prompts, Sequence):
             if num_groups is None:
-                raise ConfigError("num_groups is needed to roll out from a source")
+                raise ValueError("num_groups is needed to roll out from a source")
             batch = BatchPlan(num_groups, group_size, sampling)
             return self._stream(prompts, batch, options), batch
         if self._journal is not None:
-            raise ConfigError(
-                "a journal is of sources: give PromptData([...]) instead of a list of prompts",
-                setting="journal",
-                value=str(self._journal),
+            raise ValueError(
+                "a journal is of sources: give PromptData([...]) instead of a list of prompts"
             )
         batch = BatchPlan(len(prompts), group_size, sampling)
         stream = Stream(FixedPrompts(prompts), self._engines, self._hooks, batch, options)
@@ -477,11 +475,9 @@ class RolloutDriver:
         """The journal's files of a source that is new here, by its name."""
         name = data_name(source)
         if name in self._data_names:
-            raise ConfigError(
+            raise ValueError(
                 f"this driver has a data set {name!r} already: use that object again, or give this "
-                "one a name of its own, PromptData(name=...)",
-                setting="name",
-                value=name,
+                "one a name of its own, PromptData(name=...)"
             )
         files = JournalFiles(journal / name)
         known = {folder.name for folder in journal.iterdir() if folder.is_dir()}
@@ -514,21 +510,19 @@ def _check_prompts(prompts: Any, most_tokens: int | None) -> None:
         _check_source("prompts", prompts, "a list of Prompt, or ")
         return
     if not prompts:
-        raise ConfigError("rollout needs at least one prompt")
+        raise ValueError("rollout needs at least one prompt")
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):
-            raise wrong(f"prompts[{index}]", prompt, "a Prompt(ids)")
+            raise wrong_type(f"prompts[{index}]", prompt, "a Prompt(ids)")
         if most_tokens is not None and len(prompt.ids) > most_tokens:
-            raise ConfigError(
-                f"prompt {index} has {len(prompt.ids)} tokens, at most {most_tokens} fit",
-                setting="max_prompt_tokens",
-                value=most_tokens,
+            raise ValueError(
+                f"prompt {index} has {len(prompt.ids)} tokens, at most {most_tokens} fit"
             )
 
 
 def _check_source(name: str, source: Any, others: str = "") -> None:
     if not all(hasattr(source, method) for method in ("take", "state_dict", "load_state_dict")):
-        raise wrong(name, source, f"{others}a source such as PromptData")
+        raise wrong_type(name, source, f"{others}a source such as PromptData")
 
 
 def _clock_of_loop() -> Callable[[], float]:
@@ -544,7 +538,7 @@ def _check_connection(url: str, *keys: str) -> None:
     if not url.startswith(("http://", "https://")):
         raise wrong("url", url, "the http://host:port of a router or an engine, as policy.url")
     if not all(key.isascii() and key.isprintable() for key in keys):
-        raise ConfigError("key, control_key: must be printable ASCII text")
+        raise ValueError("key, control_key: must be printable ASCII text")
 
 
 class Driver(BlockingFacade[RolloutDriver]):

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from engines.protocol import SamplingParams
 from rollout.core.arguments import Count, Positive, checked, options
-from rollout.core.errors import ConfigError, RolloutError, VersionUnavailable
+from rollout.core.errors import RolloutError, VersionUnavailable
 from rollout.core.samples import SampleGroup, SampleStatus, all_samples
 from rollout.driver.client.completer import Completer
 from rollout.driver.data.prompt import Prompt
@@ -44,8 +44,8 @@ class EvalDataset:
         right_from: a sample is right when its reward is at least this.
 
     Raises:
-        ConfigError: a value is of another type, ``num_samples`` is less than 1, or a k is not in
-            1..``num_samples``.
+        TypeError: a value is of another type.
+        ValueError: ``num_samples`` is less than 1, or a k is not in 1..``num_samples``.
     """
 
     prompts: Sequence[Prompt]
@@ -59,10 +59,8 @@ class EvalDataset:
         check_rollout_sampling(self.sampling)
         wrong = [k for k in self.ks or () if k > self.num_samples]
         if wrong:
-            raise ConfigError(
-                f"pass@{wrong[0]} needs as many samples; num_samples is {self.num_samples}",
-                setting="ks",
-                value=wrong[0],
+            raise ValueError(
+                f"pass@{wrong[0]} needs as many samples; num_samples is {self.num_samples}"
             )
 
 
@@ -89,7 +87,7 @@ class EvalPlan:
         before_first: also before the first one.
 
     Raises:
-        ConfigError: ``every`` is no whole number, at least 0.
+        TypeError, ValueError: ``every`` is no whole number, at least 0.
     """
 
     every: Count
@@ -103,7 +101,7 @@ class EvalPlan:
             num_trained: from 0.
 
         Raises:
-            ConfigError: it is no such number.
+            TypeError, ValueError: it is no such number.
         """
         if num_trained == 0:
             return self.before_first

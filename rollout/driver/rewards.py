@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from rollout.core.arguments import Positive, Seconds, checked, wrong
+from rollout.core.arguments import Positive, Seconds, checked, wrong, wrong_type
 from rollout.core.optional_deps import optional_import
 from rollout.core.samples import Sample
 from rollout.driver.math_judge.judges import MathJudges
@@ -127,10 +127,10 @@ def in_thread(reward: Callable[[Sample], float]) -> Reward:
         reward: a plain function.
 
     Raises:
-        ConfigError: it is none.
+        TypeError: it is none.
     """
     if not callable(reward) or inspect.iscoroutinefunction(reward):
-        raise wrong("reward", reward, "a plain function of a sample")
+        raise wrong_type("reward", reward, "a plain function of a sample")
     return lambda sample: asyncio.to_thread(reward, sample)
 
 
@@ -146,7 +146,7 @@ class RemoteReward:
         max_at_once: calls at the same time; more wait.
 
     Raises:
-        ConfigError: one of them is wrong.
+        TypeError, ValueError: one of them is wrong.
     """
 
     @checked
@@ -204,3 +204,6 @@ def _answers(sample: Sample, key: str) -> Sequence[str]:
     if not answers:
         raise ValueError(f"metadata {key!r} is an empty list")
     return answers
+
+
+__all__ = ["RemoteReward", "exact_match", "in_thread", "math", "multiple_choice"]

@@ -7,14 +7,14 @@ from typing import Any
 
 from engines.protocol import GenerateReply, SamplingParams
 from engines.protocol.types import VersionSpan
-from rollout.core.arguments import wrong
-from rollout.core.errors import ConfigError, GenerationFailed, WeightMismatch
+from rollout.core.arguments import wrong_type
+from rollout.core.errors import GenerationFailed, WeightMismatch
 
 
 def check_policy(policy: Any) -> None:
-    """Raise ConfigError unless it generates, as the handle of a server does."""
+    """Raise TypeError unless it generates, as the handle of a server does."""
     if not hasattr(policy, "generate"):
-        raise wrong("policy", policy, "the handle of a server, such as deployment['policy']")
+        raise wrong_type("policy", policy, "the handle of a server, such as deployment['policy']")
 
 
 def sampling_of(args: Any, end_ids: Sequence[int]) -> SamplingParams:
@@ -24,7 +24,7 @@ def sampling_of(args: Any, end_ids: Sequence[int]) -> SamplingParams:
         end_ids: tokens that end a completion, besides those of the checkpoint.
 
     Raises:
-        ConfigError: ``generation_kwargs`` has a name that engines do not know.
+        ValueError: ``generation_kwargs`` has a name that engines do not know.
     """
     chosen: dict[str, Any] = {
         "max_new_tokens": args.max_completion_length,
@@ -39,10 +39,8 @@ def sampling_of(args: Any, end_ids: Sequence[int]) -> SamplingParams:
     more: Mapping[str, Any] = getattr(args, "generation_kwargs", None) or {}
     if unknown := sorted(set(more) - set(SamplingParams.__slots__)):
         known = ", ".join(SamplingParams.__slots__)
-        raise ConfigError(
-            f"generation_kwargs has {unknown[0]!r}, which engines do not know; known: {known}",
-            setting="generation_kwargs",
-            value=more,
+        raise ValueError(
+            f"generation_kwargs has {unknown[0]!r}, which engines do not know; known: {known}"
         )
     return SamplingParams(**{**chosen, **more})
 

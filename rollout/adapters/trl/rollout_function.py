@@ -16,8 +16,8 @@ from pydantic import SkipValidation
 from engines.protocol.logprob_kind import LogprobKind
 from rollout.adapters.trl.requests import check_complete, check_policy, check_versions, sampling_of
 from rollout.adapters.trl.trained_weights import trained_weights
-from rollout.core.arguments import RankTimeout, Seconds, checked, wrong
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.arguments import RankTimeout, Seconds, checked, wrong_type
+from rollout.core.errors import RolloutError
 from rollout.runtime.handle import ServerHandle
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class RolloutFunction:
         request_timeout_s: seconds for each completion.
 
     Raises:
-        ConfigError: ``policy`` is no handle of a server, or a timeout is no number over 0.
+        TypeError: ``policy`` is no handle of a server, or a timeout is no number.
+        ValueError: a timeout is not over 0.
     """
 
     @checked
@@ -73,7 +74,7 @@ class RolloutFunction:
             trainer: the ``GRPOTrainer``.
 
         Raises:
-            ConfigError: the trainer uses what cannot be sampled here.
+            ValueError: the trainer uses what cannot be sampled here.
             WeightMismatch: a token was sampled with other weights than the trainer's.
             GenerationFailed: a completion is missing or was aborted; or no engine has the log-probs
                 that TRL computes.
@@ -81,7 +82,7 @@ class RolloutFunction:
         """
         self._check(trainer)
         if why := _why_not(trainer):
-            raise ConfigError(why)
+            raise ValueError(why)
         prompt_ids = _tokenised(prompts, trainer)
         self.sync_weights(trainer)
         sampling = sampling_of(trainer.args, trainer.eos_token_ids)
@@ -138,7 +139,7 @@ class RolloutFunction:
         if self._is_closed:
             raise RolloutError("this RolloutFunction is closed; make another one")
         if not hasattr(trainer, "state") or not hasattr(trainer, "accelerator"):
-            raise wrong("trainer", trainer, "a GRPOTrainer")
+            raise wrong_type("trainer", trainer, "a GRPOTrainer")
 
     def __enter__(self) -> RolloutFunction:
         return self
@@ -174,11 +175,11 @@ def _tokenised(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
     """The prompts as TRL itself tokenises them.
 
     Raises:
-        ConfigError: one has an image.
+        ValueError: one has an image.
     """
     prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
     if images is not None:
-        raise ConfigError("prompts with images are not supported by RolloutFunction")
+        raise ValueError("prompts with images are not supported by RolloutFunction")
     return [list(map(int, ids)) for ids in prompt_ids]
 
 

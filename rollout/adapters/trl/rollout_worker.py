@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engines.process.background import Then, in_own_thread, keep_thread, start_task
 from rollout.adapters.trl.judged_groups import GroupSampler
 from rollout.adapters.trl.requests import check_policy
-from rollout.core.arguments import Count, Seconds, checked, wrong
+from rollout.core.arguments import Count, Seconds, checked, wrong_type
 from rollout.core.errors import ConfigError, LifecycleError, RolloutError
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class RolloutWorker:
         end_ids: tokens that end a completion, besides those of the checkpoint.
 
     Raises:
-        ConfigError: an argument is of another kind, or a setting of ``args`` cannot be sampled.
+        TypeError: an argument is of another kind.
+        ValueError: a setting of ``args`` cannot be sampled.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class RolloutWorker:
         rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         for index, function in enumerate(rewards):
             if not callable(function):
-                raise wrong(f"reward_funcs[{index}]", function, "a function")
+                raise wrong_type(f"reward_funcs[{index}]", function, "a function")
         if not hasattr(dataset, "__iter__"):
-            raise wrong("dataset", dataset, "rows with a prompt")
+            raise wrong_type("dataset", dataset, "rows with a prompt")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._sampler = GroupSampler(
@@ -113,7 +114,7 @@ class RolloutWorker:
             model_version: the trainer's number, from 0.
 
         Raises:
-            ConfigError: it is no such number.
+            TypeError, ValueError: it is no such number.
         """
         self._sampler.set_model_version(model_version)
 
@@ -126,7 +127,7 @@ class RolloutWorker:
 
         Raises:
             RolloutError: it was not active.
-            ConfigError: ``stale_after_s`` is not over 0.
+            ValueError: ``stale_after_s`` is not over 0.
         """
         if self._error is not None:
             raise self._error

@@ -24,7 +24,7 @@ class WeightTransfer:
         policy: the handle of the server.
 
     Raises:
-        ConfigError: it is none.
+        TypeError: it is none.
     """
 
     def __init__(self, policy: ServerHandle) -> None:

@@ -28,7 +28,7 @@ class RetryPolicy:
         max_empty_aborts: aborts in a row without a single token.
 
     Raises:
-        ConfigError: a value is no number, or below 0.
+        TypeError, ValueError: a value is no number, or below 0.
     """
 
     max_lost: Count = 5

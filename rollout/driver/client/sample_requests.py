@@ -17,8 +17,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from engines.protocol import SamplingParams
 from engines.protocol.logprob_kind import LogprobKind
-from rollout.core.arguments import STRICT, Count, Seconds, TokenIds, checked_as, wrong
-from rollout.core.errors import ConfigError
+from rollout.core.arguments import STRICT, Count, Seconds, TokenIds, checked_as, wrong, wrong_type
 from rollout.driver.client.generation_client import GenerationRequest
 from rollout.driver.client.sampling_check import check_sampling
 from rollout.rules.contract import MOST_VERSION, Contract, contract_of
@@ -98,10 +97,10 @@ def is_batch(token_ids: Any) -> bool:
     """Whether these are several prompts.
 
     Raises:
-        ConfigError: they are neither one prompt nor several.
+        TypeError: they are neither one prompt nor several.
     """
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
-        raise wrong("token_ids", token_ids, "a list of token ids, or a list of such lists")
+        raise wrong_type("token_ids", token_ids, "a list of token ids, or a list of such lists")
     return bool(token_ids) and not isinstance(token_ids[0], int)
 
 
@@ -116,7 +115,7 @@ def make_requests(
     With a seed, the completions of one prompt have consecutive ones.
 
     Raises:
-        ConfigError: an argument is wrong; it is named with its index in the batch.
+        TypeError, ValueError: an argument is wrong; it is named with its index in the batch.
     """
     _check_names(options, SampleOptions)
     sampling = sampling or SamplingParams()
@@ -146,7 +145,7 @@ def version_contract(**options: Unpack[VersionOptions]) -> Contract:
     """What the turns of a session fulfil.
 
     Raises:
-        ConfigError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong.
     """
     _check_names(options, VersionOptions)
     known = checked_as(_VERSIONS, options)
@@ -156,17 +155,14 @@ def version_contract(**options: Unpack[VersionOptions]) -> Contract:
 def _check_names(options: Mapping[str, Any], kind: type[VersionOptions]) -> None:
     known = get_type_hints(kind)
     if unknown := sorted(options.keys() - known):
-        raise ConfigError(
-            f"{unknown[0]} is no option of a request; known: {', '.join(known)}",
-            setting=unknown[0],
-        )
+        raise TypeError(f"{unknown[0]} is no option of a request; known: {', '.join(known)}")
 
 
 def _contract_of(options: Mapping[str, Any]) -> Contract:
     try:
         return contract_of(options)
     except ValueError as error:  # each is right, but not beside the others
-        raise ConfigError(str(error), setting="weight_version") from None
+        raise ValueError(str(error)) from None
 
 
 def _prompts(token_ids: Any, sampling: SamplingParams) -> list[list[int]]:
@@ -180,7 +176,7 @@ def _prompts(token_ids: Any, sampling: SamplingParams) -> list[list[int]]:
 def _checked_ids(name: str, ids: Any) -> list[int]:
     found = checked_as(_IDS, ids, name)
     if not found:
-        raise ConfigError(f"{name} has no tokens", setting=name, value=ids)
+        raise ValueError(f"{name} has no tokens")
     return list(found)
 
 

@@ -13,7 +13,16 @@ from pydantic import Field
 from engines.protocol import sampling_params
 from engines.protocol.logprob_kind import CHANGES, CUTS, FORMS, LogprobKind
 from engines.protocol.sampling_params import GRAMMARS
-from rollout.core.arguments import Count, Positive, Share, TokenIds, Whole, options, wrong
+from rollout.core.arguments import (
+    Count,
+    Positive,
+    Share,
+    TokenIds,
+    Whole,
+    options,
+    wrong,
+    wrong_type,
+)
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
@@ -52,7 +61,7 @@ class SamplingParams(sampling_params.SamplingParams):
         custom_params: JSON for a custom logit processor of the engine.
 
     Raises:
-        ConfigError: one is out of its bounds.
+        TypeError, ValueError: one is out of its bounds.
         TypeError: there is no such parameter; names of vLLM and OpenAI get SGLang's.
     """
 
@@ -95,10 +104,10 @@ def check_sampling(sampling: Any, *, least_tokens: int = 1) -> None:
         least_tokens: of ``max_new_tokens``.
 
     Raises:
-        ConfigError: one is wrong.
+        TypeError, ValueError: one is wrong.
     """
     if not isinstance(sampling, sampling_params.SamplingParams):
-        raise wrong("sampling", sampling, "SamplingParams")
+        raise wrong_type("sampling", sampling, "SamplingParams")
     if not isinstance(sampling, SamplingParams):
         names = sampling_params.SamplingParams.__slots__
         SamplingParams(**{name: getattr(sampling, name) for name in names})

@@ -73,7 +73,7 @@ class Session:
 
         Raises:
             GenerationAborted: the rollout ends now.  Not a failure: do not catch it.
-            ConfigError: ``sampling`` is wrong.
+            TypeError, ValueError: ``sampling`` is wrong.
             RolloutError: the turn failed, and ``sample.failure`` has its kind.  With ``too_long``
                 what was observed since the last turn is cut off, and the hook may go on.
         """
@@ -140,7 +140,7 @@ class Session:
             text: what they say, for the sample's ``text``.
 
         Raises:
-            ConfigError: these are no token ids, or no text.
+            TypeError, ValueError: these are no token ids, or no text.
         """
         self.sample.output_ids.extend(ids)
         self.sample.output_logprobs.extend([0.0] * len(ids))

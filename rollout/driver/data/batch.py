@@ -61,7 +61,7 @@ def padded(
         pad_to_multiple: T is rounded up to a multiple of this.
 
     Raises:
-        ConfigError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong.
         ValueError: there are no samples, or routed experts do not fit the tokens of their sample.
     """
     samples = _checked_samples(groups)

@@ -23,7 +23,7 @@ class Prompt:
         metadata: for the reward, by name; each sample has a copy.
 
     Raises:
-        ConfigError: these are no token ids, or there is none.
+        TypeError, ValueError: these are no token ids, or there is none.
     """
 
     ids: Annotated[TokenIds, Field(min_length=1)]
@@ -48,7 +48,7 @@ def checked_name(name: Any) -> str:
     """The name of a data set, which a folder of a driver's journal gets.
 
     Raises:
-        ConfigError: no folder can have it.
+        ValueError: no folder can have it.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong("name", name, "1 to 100 letters, digits or ._-, with no dot in front")

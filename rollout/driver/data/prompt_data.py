@@ -71,7 +71,7 @@ class PromptData:
         num_skipped: prompts that were skipped because of their length.
 
     Raises:
-        ConfigError: there are no rows, or a setting is wrong.
+        TypeError, ValueError: there are no rows, or a setting is wrong.
     """
 
     @checked
@@ -88,7 +88,7 @@ class PromptData:
         name: str | None = None,
     ) -> None:
         if len(rows) == 0:
-            raise ConfigError("the data set has no rows", setting="rows")
+            raise ValueError("the data set has no rows")
         self.num_skipped = 0
         self._rows = rows
         self._encode = encode
@@ -162,12 +162,10 @@ class PromptData:
             state: what ``state_dict`` returned.
 
         Raises:
-            ConfigError: it was written with other data, or is no such state.
+            TypeError, ValueError: it was written with other data, or is no such state.
         """
         if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise ConfigError(
-                f"this is no state of a PromptData: it has no {', '.join(missing)}", setting="state"
-            )
+            raise ValueError(f"this is no state of a PromptData: it has no {', '.join(missing)}")
         _check_same("rows", state["num_rows"], len(self._rows))
         _check_same("seed", state["seed"], self._seed)
         self._epoch = checked_as(_COUNT, state["epoch"], "state", "epoch")
@@ -266,4 +264,4 @@ def _plain(value: Any, row: int) -> Any:
 
 def _check_same(what: str, saved: Any, current: Any) -> None:
     if saved != current:
-        raise ConfigError(f"the state was written with {what} {saved}, not {current}", setting=what)
+        raise ValueError(f"the state was written with {what} {saved}, not {current}")

@@ -59,7 +59,7 @@ def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
         rows: a list, or a data set that was read from a file.
 
     Raises:
-        ConfigError: a row lacks a column.
+        ValueError: a row lacks a column.
     """
     found = []
     try:
@@ -70,7 +70,7 @@ def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
             samples = [_sample(row) for row in of_group]
             found.append(SampleGroup(int(first["prompt_index"]), samples, metadata))
     except KeyError as error:
-        raise ConfigError(f"no row of sample_rows: it has no column {error}") from None
+        raise ValueError(f"no row of sample_rows: it has no column {error}") from None
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import SkipValidation
 
 from rollout.core.arguments import AboveZero, checked
-from rollout.core.errors import ConfigError, LogprobMismatch
+from rollout.core.errors import LogprobMismatch
 from rollout.core.samples import Sample, SampleGroup
 from rollout.driver.logprobs.gap_figures import Cell, GapFigures, GapSums, ratios, summed, total
 from rollout.driver.logprobs.gap_shapes import TokenGap, token_gaps
@@ -72,7 +72,7 @@ class LogprobReport:
             cap: the largest weight, over 0.
 
         Raises:
-            ConfigError: ``cap`` is not over 0.
+            TypeError, ValueError: ``cap`` is not over 0.
         """
         return [
             [0.0 if math.isnan(ratio) else min(ratio, cap) for ratio in ratios(row)]
@@ -199,7 +199,7 @@ def compare_logprobs(
             default what rounding costs: 0.05 for bfloat16, 0.01 for float16, 0.001 for float32.
 
     Raises:
-        ConfigError: rows or tokens do not fit the samples, or a wrong setting.
+        TypeError, ValueError: rows or tokens do not fit the samples, or a wrong setting.
     """
     flat = _flat(samples)
     rows = _rows(flat, trainer_logprobs)
@@ -313,16 +313,12 @@ def _rows(samples: Sequence[Sample], trainer_logprobs: Any) -> list[list[float]]
     """The trainer's log-probs as lists, one for each output token of each sample."""
     rows = [_floats(index, row) for index, row in enumerate(trainer_logprobs)]
     if len(rows) != len(samples):
-        raise ConfigError(
-            f"trainer_logprobs has {len(rows)} rows for {len(samples)} samples",
-            setting="trainer_logprobs",
-        )
+        raise ValueError(f"trainer_logprobs has {len(rows)} rows for {len(samples)} samples")
     for index, (row, sample) in enumerate(zip(rows, samples, strict=True)):
         if len(row) != len(sample.output_ids):
-            raise ConfigError(
+            raise ValueError(
                 f"trainer_logprobs[{index}] has {len(row)} values for "
-                f"{len(sample.output_ids)} output tokens: cut off prompt and padding",
-                setting=f"trainer_logprobs[{index}]",
+                f"{len(sample.output_ids)} output tokens: cut off prompt and padding"
             )
     return rows
 
@@ -332,7 +328,4 @@ def _floats(index: int, row: Any) -> list[float]:
     try:
         return list(map(float, row.tolist() if hasattr(row, "tolist") else row))
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"trainer_logprobs[{index}] is not a row of numbers: {error}",
-            setting=f"trainer_logprobs[{index}]",
-        ) from None
+        raise ValueError(f"trainer_logprobs[{index}] is not a row of numbers: {error}") from None

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from engines.protocol import SamplingParams
-from rollout.core.arguments import wrong
+from rollout.core.arguments import wrong, wrong_type
 from rollout.driver.client.sampling_check import check_sampling
 
 
@@ -52,8 +52,9 @@ def token_logprobs(
         Float32, the shape of ``token_ids``; minus infinity for a token that is cut off.
 
     Raises:
-        ConfigError: shapes or types do not fit, a sampling parameter is out of its range, or a
-            mask is beside a cut or no mask of these tokens.
+        TypeError: ``token_ids`` are no whole numbers.
+        ValueError: shapes do not fit, a sampling parameter is out of its range, or a mask is
+            beside a cut or no mask of these tokens.
     """
     _check_shapes(logits, token_ids)
     check_sampling(SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
@@ -104,7 +105,7 @@ def _within(
 
 def _check_shapes(logits: torch.Tensor, token_ids: torch.Tensor) -> None:
     if token_ids.dtype not in (torch.int32, torch.int64):
-        raise wrong("token_ids.dtype", token_ids.dtype, "int64")
+        raise wrong_type("token_ids.dtype", token_ids.dtype, "int64")
     if logits.shape[:-1] != token_ids.shape:
         raise wrong(
             "token_ids.shape",

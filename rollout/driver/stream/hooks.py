@@ -61,7 +61,7 @@ class Hooks:
             nothing.
 
     Raises:
-        ConfigError: a value is no function, or a number out of range.
+        TypeError, ValueError: a value is no function, or a number out of range.
     """
 
     generate: Generate | None = None

@@ -54,7 +54,7 @@ class RolloutOptions:
         abort_timeout_s: seconds in which aborted requests must end.
 
     Raises:
-        ConfigError: a value is not one of these; it is named.
+        TypeError, ValueError: a value is not one of these; it is named.
     """
 
     mode: Mode = "sync"
@@ -123,7 +123,7 @@ def check_rollout_sampling(sampling: SamplingParams) -> None:
     """Check the sampling parameters of a rollout.
 
     Raises:
-        ConfigError: one is wrong.
+        TypeError, ValueError: one is wrong.
     """
     check_sampling(sampling)
     if sampling.n != 1:

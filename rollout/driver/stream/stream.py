@@ -126,7 +126,7 @@ class Stream:
         Raises:
             RolloutError: too many samples failed, filters dropped too much, or no token has the
                 policy's weight version; then its groups are generated again.
-            ConfigError: pending groups have another size; or the journal does not fit, or does not
+            ValueError: pending groups have another size; or the journal does not fit, or does not
                 reach back to this step.
             LifecycleError: the gate is closed, and only a push opens it.
             CallEnded: a hook raised ``SystemExit`` or ``KeyboardInterrupt``, or a callback or the
@@ -178,11 +178,9 @@ class Stream:
 
     def _use(self, batch: BatchPlan, options: RolloutOptions) -> None:
         if batch.group_size != self._runner.batch.group_size and self.pending:
-            raise ConfigError(
+            raise ValueError(
                 f"group_size = {batch.group_size}: {len(self.pending)} groups of "
-                f"{self._runner.batch.group_size} are pending; take them first",
-                setting="group_size",
-                value=batch.group_size,
+                f"{self._runner.batch.group_size} are pending; take them first"
             )
         self._runner.batch, self._runner.options = batch, options
 
@@ -243,17 +241,16 @@ class Stream:
         """Continue from ``state`` with these settings; only before the first batch.
 
         Raises:
-            ConfigError: it has groups larger than ``group_size``, it is no such state, or a batch
+            ValueError: it has groups larger than ``group_size``, it is no such state, or a batch
                 was already begun.
         """
         if missing := sorted({"source", "works", "next_serial", "audit"} - state.keys()):
-            raise ConfigError(
+            raise ValueError(
                 f"this is no state of a stream: it has no {', '.join(missing)}; give what state_of "
-                "returned",
-                setting="state",
+                "returned"
             )
         if self._queue.num_taken or self._tasks:
-            raise ConfigError("a stream can be restored only before its first batch")
+            raise ValueError("a stream can be restored only before its first batch")
         self._use(batch, options)
         self._load(state)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.core.errors import ConfigError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
 from rollout.driver.client.partial import restart
 from rollout.driver.client.session import Session, Turn
@@ -212,15 +211,13 @@ class WorkQueue:
         """The queue of a saved state.
 
         Raises:
-            ConfigError: a group in it is larger than ``group_size``.
+            ValueError: a group in it is larger than ``group_size``.
         """
         items = [WorkItem.of_state(item, group_size) for item in state["works"]]
         too_large = [item for item in items if len(item.samples) > group_size]
         if too_large:
-            raise ConfigError(
-                f"group_size = {group_size}: the state has groups of {len(too_large[0].samples)}",
-                setting="group_size",
-                value=group_size,
+            raise ValueError(
+                f"group_size = {group_size}: the state has groups of {len(too_large[0].samples)}"
             )
         queue = cls()
         queue.num_taken = state["next_serial"]

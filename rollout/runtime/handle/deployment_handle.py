@@ -15,7 +15,7 @@ from engines.http.trace_context import in_callers_trace
 from engines.process.background import Then, keep_thread
 from rollout.config import RolloutConfig
 from rollout.control.deployment import Deployment
-from rollout.core.errors import ConfigError, LifecycleError, RolloutError
+from rollout.core.errors import LifecycleError, RolloutError
 from rollout.core.pending import LoopThread, Pending
 from rollout.core.types import ServerStatus, StepReport, TrainerSlot
 from rollout.rules.lifecycle import Command
@@ -137,13 +137,13 @@ class DeploymentHandle(RunHandle):
                 ``ServerHandle.push``.
 
         Raises:
-            ConfigError: there is no server of that name; nothing was sent.
+            ValueError: there is no server of that name; nothing was sent.
             WeightMismatch: tensors do not fit their model; nothing was sent.
         """
         for name in weights:
             if name not in self._servers:
                 known = ", ".join(self._servers)
-                raise ConfigError(f"no server {name!r} to push weights to; known: {known}")
+                raise ValueError(f"no server {name!r} to push weights to; known: {known}")
         check_before_kv(before_kv)
         with ExitStack() as made:
             pushes = {}
@@ -161,7 +161,7 @@ class DeploymentHandle(RunHandle):
             before_kv: see ``push``.
 
         Raises:
-            ConfigError: ``before_kv`` is no plain function.
+            TypeError: ``before_kv`` is no plain function.
             LifecycleError: from ``result()`` or ``await``: weights were discarded, and nothing
                 keeps them.
         """

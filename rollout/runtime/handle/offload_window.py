@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rollout.core.errors import ConfigError, LifecycleError
+from rollout.core.errors import LifecycleError
 from rollout.core.pending import Pending, PendingWithCallback
 from rollout.core.types import ServerStatus, StepReport
 from rollout.rules.lifecycle import Command
@@ -28,12 +28,12 @@ def check_before_kv(before_kv: object) -> None:
     """Refuse what cannot run between the weights and the KV cache.
 
     Raises:
-        ConfigError: it is no function, or one that would have to be awaited.
+        TypeError: it is no function, or one that would have to be awaited.
     """
     if before_kv is None or (callable(before_kv) and not inspect.iscoroutinefunction(before_kv)):
         return
     found = "an async function" if callable(before_kv) else f"a {type(before_kv).__name__}"
-    raise ConfigError(
+    raise TypeError(
         f"before_kv takes a plain function without arguments, not {found}; to await something "
         "there, run the phases of push one by one"
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rollout.core.arguments import RankTimeout, checked, wrong
+from rollout.core.arguments import RankTimeout, checked, wrong_type
 from rollout.core.errors import RolloutError
 from rollout.core.types import StepReport
 from rollout.runtime.calls.server_port import ServerCalls
@@ -97,7 +97,7 @@ class Pusher:
             adapter_name: which of ``weights.adapters`` it is, where there are several.
 
         Raises:
-            ConfigError: an argument is wrong; the other ranks find this one silent.
+            TypeError, ValueError: an argument is wrong; the other ranks find this one silent.
             WeightMismatch: the tensors do not fit the model, or differ between ranks.
             RankFailure: a rank failed, or is silent.  The error of a single rank goes up as it is.
             RolloutError: the pusher is closed.
@@ -127,7 +127,7 @@ class Pusher:
         Raises:
             LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.
             PhaseFailed: weights differ; the message names them.
-            ConfigError, WeightMismatch, RankFailure, RolloutError: as ``push``.
+            TypeError, WeightMismatch, RankFailure, RolloutError: as ``push``.
         """
         round_ = self._round("push")
         request = PushRequest(named_tensors, version, name_map, dtype)
@@ -142,7 +142,7 @@ class Pusher:
         checks_path: bool = False,
     ) -> StepReport:
         if not isinstance(request.dtype, Dtype | None):
-            raise wrong("dtype", request.dtype, "a torch.dtype such as torch.bfloat16")
+            raise wrong_type("dtype", request.dtype, "a torch.dtype such as torch.bfloat16")
         link = self.link
         try:
             with RankPush(
@@ -172,7 +172,7 @@ class Pusher:
                 it if the ranks generate samples, which takes some longer than others.
 
         Raises:
-            ConfigError: ``rank_timeout_s`` is wrong.
+            TypeError, ValueError: ``rank_timeout_s`` is wrong.
             RankFailure: a rank is silent; nothing was offloaded, unless that is rank 0.
             RolloutError: the pusher is closed.
         """

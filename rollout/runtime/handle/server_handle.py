@@ -10,7 +10,6 @@ from engines.protocol import GenerateReply, SamplingParams
 from rollout.config import ServerConfig, WeightUpdate
 from rollout.control.server.server import RolloutServer
 from rollout.core.arguments import wrong
-from rollout.core.errors import ConfigError
 from rollout.core.pending import Pending
 from rollout.core.types import ServerStatus, StepReport
 from rollout.driver.client.agent_session import AgentSession
@@ -206,12 +205,13 @@ class ServerHandle:
             version: of the push; by default one more than the last.
             before_kv: called after the weights are verified; see ``push``.
 
+            TypeError: ``weights`` or ``before_kv`` is no plain function.
         Raises:
             ConfigError: the push at its end would be refused.  Nothing is offloaded.
         """
         check_before_kv(before_kv)
         if weights is not None and not callable(weights):
-            raise ConfigError(
+            raise TypeError(
                 f"offloaded(weights) takes a function that returns tensors, not a "
                 f"{type(weights).__name__}; push tensors with window.push(tensors)"
             )
@@ -262,7 +262,7 @@ class ServerHandle:
             options: see ``SampleOptions``.
 
         Raises:
-            ConfigError: an argument is wrong; nothing was sent.
+            TypeError, ValueError: an argument is wrong; nothing was sent.
             GenerationFailed: from ``result()`` or ``await``: requests had no reply.  It has the
                 replies to the others.
             VersionUnavailable: which is one: for all of them the reason was that no engine has
@@ -288,10 +288,11 @@ class ServerHandle:
             token_ids, sampling, request_id, options: see ``generate``.
 
         Raises:
-            ConfigError: an argument is wrong, or there are several prompts; nothing was sent.
+            TypeError, ValueError: an argument is wrong, or there are several prompts.  Nothing was
+                sent.
         """
         if is_batch(token_ids):
-            raise ConfigError("stream takes one prompt; call it for each, or use generate")
+            raise ValueError("stream takes one prompt; call it for each, or use generate")
         request = make_requests(token_ids, sampling, request_id, **options)[0]
         return self._sample_client().stream(request, request_id)
 
@@ -305,8 +306,8 @@ class ServerHandle:
                 ``default_headers`` has them.
 
         Raises:
-            ConfigError: the id has other characters, a version is wrong, or the server has no
-                workers for sessions.
+            TypeError, ValueError: the id has other characters, or a version is wrong.
+            ConfigError: the server has no workers for sessions.
             RolloutError: the deployment is closed.
         """
         contract = version_contract(**versions)
@@ -324,7 +325,7 @@ class ServerHandle:
             request_id: that of the call.
 
         Raises:
-            ConfigError: the id is empty.
+            ValueError: the id is empty.
             GenerationFailed: from ``result()`` or ``await``: router or engine did not take it.
         """
         return self._sample_client().abort(request_id)

@@ -86,14 +86,15 @@ class ExistingGroup:
         """The group of these arguments of ``rollout.launch``; None if there is none.
 
         Raises:
-            ConfigError: they are of a wrong kind, or Ray is not connected.
+            TypeError, ValueError: they are of a wrong kind.
+            ConfigError: Ray is not connected.
         """
         if group is None:
             if bundles is not None:
-                raise ConfigError("bundles are of a placement_group, and none is given")
+                raise ValueError("bundles are of a placement_group, and none is given")
             return None
         if isinstance(group, Sequence) and len(group) > 1:
-            raise ConfigError(
+            raise ValueError(
                 f"placement_group names {len(group)} groups, and a run has one, by whose indices "
                 "its engines find their bundles again; make one over all nodes (strategy PACK), or "
                 "one run for each group"
@@ -101,7 +102,7 @@ class ExistingGroup:
         if isinstance(group, Sequence) and group:
             (group,) = group
         if not isinstance(group, PlacementGroup):
-            raise ConfigError(
+            raise TypeError(
                 f"placement_group is a Ray PlacementGroup, not a {type(group).__name__}"
             )
         if not ray.is_initialized():
@@ -148,19 +149,19 @@ class ExistingGroup:
 def _check_kind_of(bundles: Any) -> None:
     is_list = isinstance(bundles, (Sequence, Mapping)) and not isinstance(bundles, (str, bytes))
     if not is_list or any(type(index) is not int for index in bundles):
-        raise ConfigError(
+        raise TypeError(
             "bundles is a list of bundle indices, or a mapping from them to GPU ids, not "
             f"{bundles!r}"
         )
     if not bundles:
-        raise ConfigError("bundles is empty; leave it out to use all bundles with a GPU")
+        raise ValueError("bundles is empty; leave it out to use all bundles with a GPU")
 
 
 def _gpu_id(gpu_id: Any) -> GpuId:
     try:
         return read_gpu_id(str(gpu_id))
     except ValueError as error:
-        raise ConfigError(f"bundles: {error}") from None
+        raise ValueError(f"bundles: {error}") from None
 
 
 def remove_unused(group: PlacementGroup, *, timeout_s: float) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from engines.process.background import in_own_thread
 from engines.process.locks import make_held
-from rollout.core.errors import ConfigError, RankFailure
+from rollout.core.errors import RankFailure
 from rollout.weights.ranks.messages import decode, encode
 from rollout.weights.ranks.protocol import Claim, Delete, Get, Put, Step, Steps
 from rollout.weights.routes.buffers import new_folder
@@ -200,15 +200,15 @@ def link_ranks(own_host: str, group: Any = None, *, answer_s: float = 10.0) -> R
         answer_s: for an answer of rank 0's process.
 
     Raises:
-        ConfigError: this process is not in the group.
+        ValueError: this process is not in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
-            raise ConfigError("pusher(group=...): torch.distributed is not initialized here")
+            raise ValueError("pusher(group=...): torch.distributed is not initialized here")
         return RankLink()
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ConfigError("pusher(group=...): this process is not a rank of that group")
+        raise ValueError("pusher(group=...): this process is not a rank of that group")
     if num_ranks == 1:
         return RankLink(group=group)
     store = _meet(rank, own_host, group)

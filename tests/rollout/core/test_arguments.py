@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rollout.core.arguments import Count, Seconds, checked, options
-from rollout.core.errors import ConfigError
 
 
 @options
@@ -36,9 +35,8 @@ def test_a_whole_number_of_numpy_is_one() -> None:
 
 @pytest.mark.parametrize("make", [lambda value: Choice(value), lambda value: Choice(every=value)])
 def test_an_option_is_named_also_if_it_is_given_by_position(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^every = True: must be a whole number$") as raised:
+    with pytest.raises(TypeError, match=r"^every = True: must be a whole number$"):
         make(True)
-    assert (raised.value.setting, raised.value.value) == ("every", True)
 
 
 def test_options_are_values() -> None:
@@ -46,19 +44,20 @@ def test_options_are_values() -> None:
     assert pickle.loads(pickle.dumps(choice)) == replace(Choice(2), timeout_s=3.0) == choice
     with pytest.raises(FrozenInstanceError):
         choice.every = 3  # type: ignore[misc]
-    with pytest.raises(ConfigError, match="every = -1: must be at least 0"):
+    with pytest.raises(ValueError, match="every = -1: must be at least 0"):
         replace(choice, every=-1)
 
 
 def test_all_mistakes_are_in_one_error() -> None:
-    with pytest.raises(ConfigError, match="2 settings are wrong") as raised:
+    with pytest.raises(
+        TypeError, match=r"2 arguments are wrong:\n  num = 'a'.*\n  timeout_s = 0: "
+    ):
         wait("a", timeout_s=0)  # type: ignore[arg-type]
-    assert [mistake.setting for mistake in raised.value.mistakes] == ["num", "timeout_s"]
 
 
 async def test_a_coroutine_checks_its_arguments() -> None:
     assert await waiting(1) == 1
-    with pytest.raises(ConfigError, match=r"num = 1\.5: must be a whole number"):
+    with pytest.raises(TypeError, match=r"num = 1\.5: must be a whole number"):
         await waiting(1.5)  # type: ignore[arg-type]
 
 

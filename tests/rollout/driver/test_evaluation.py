@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engines.protocol import SamplingParams, VersionSpan
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus, all_samples
 from rollout.driver.evaluation import (
     EvalDataset,
@@ -80,9 +80,9 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n: int) -> None:
 def test_pass_at_k_with_k_above_the_number_of_samples_is_rejected() -> None:
     with pytest.raises(ValueError, match="pass@3 of 2 samples"):
         pass_at_k(2, 1, 3)
-    with pytest.raises(ConfigError, match="pass@4 needs as many samples; num_samples is 2"):
+    with pytest.raises(ValueError, match="pass@4 needs as many samples; num_samples is 2"):
         EvalDataset([], ks=(4,), num_samples=2)
-    with pytest.raises(ConfigError, match="num_samples = 0"):
+    with pytest.raises(ValueError, match="num_samples = 0"):
         EvalDataset([], num_samples=0)
 
 

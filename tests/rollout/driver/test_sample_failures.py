@@ -10,7 +10,7 @@ import pytest
 from engines.fake import FakeEngine
 from engines.fake.engine.faults import reject
 from engines.protocol import SamplingParams
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import RolloutError
 from rollout.core.samples import Sample, SampleFailure, SampleStatus, all_samples
 from rollout.driver.client.generation_client import FailureKind, kind_of_refusal
 from rollout.driver.client.session import Session
@@ -214,7 +214,7 @@ async def test_post_process_that_raises_fails_the_batch_whatever_kinds_are_named
     "when_failed", [{"filter_error": "keep"}, {"too_long": "ignore"}, {"overlong": "drop"}]
 )
 def test_a_kind_or_an_act_that_there_is_not_is_refused(when_failed: Any) -> None:
-    with pytest.raises(ConfigError, match="when_failed"):
+    with pytest.raises(ValueError, match="when_failed"):
         RolloutOptions(when_failed=when_failed)
 
 

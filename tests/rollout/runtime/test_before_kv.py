@@ -14,7 +14,7 @@ from engines.fake import FakeEngine, FakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import Endpoint, MemoryTag
 from rollout.config import RolloutConfig
-from rollout.core.errors import ConfigError, LifecycleError
+from rollout.core.errors import LifecycleError
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from tests.support.builders import push, write_checkpoint
@@ -193,7 +193,7 @@ def test_what_cannot_take_the_turn_is_refused_before_anything_is_called(
     with launched(tmp_path, monkeypatch, "policy") as (deployment, launcher):
         policy = deployment["policy"]
         for call in (policy.serve, policy.offloaded, deployment.serve):
-            with pytest.raises(ConfigError, match=f"takes a plain function .* not {found}"):
+            with pytest.raises(TypeError, match=f"takes a plain function .* not {found}"):
                 call(before_kv=before_kv)
         assert policy.status().result(30).phase == "serving"
         assert "pause_generation" not in launcher["policy-0"].operations()

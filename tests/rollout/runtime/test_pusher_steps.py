@@ -236,7 +236,7 @@ def test_a_turn_that_fails_leaves_weights_without_kv_and_onload_goes_on(tmp_path
 
 def test_what_cannot_take_the_turn_is_refused_before_the_push(tmp_path: Path) -> None:
     with launched(tmp_path) as (deployment, engine), deployment["policy"].pusher() as pusher:
-        with pytest.raises(ConfigError, match="takes a plain function"):
+        with pytest.raises(TypeError, match="takes a plain function"):
             pusher.push(tensors(), before_kv=5)  # type: ignore[arg-type]
         assert not loads(engine)
 

@@ -22,7 +22,7 @@ from engines.fake.engine import fake_engine
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.fake.launcher import make_engine
 from engines.protocol import VersionSpan
-from rollout.core.errors import ConfigError, GenerationFailed
+from rollout.core.errors import GenerationFailed
 from rollout.driver.client import http_client
 from rollout.runtime.calls import sample_client
 from rollout.runtime.handle import DeploymentHandle, ServerHandle, server_handle
@@ -136,10 +136,10 @@ def test_a_pickled_handle_gets_samples(policy: ServerHandle) -> None:
 def test_a_malformed_prompt_is_named_before_anything_is_sent(policy: ServerHandle) -> None:
     prompts: list[list[Any]] = [[1, 2] for _ in range(64)]
     prompts[17] = [1, "x"]
-    with pytest.raises(ConfigError, match=r"token_ids\[17\]\[1\] = 'x': must be a whole number"):
+    with pytest.raises(TypeError, match=r"token_ids\[17\]\[1\] = 'x': must be a whole number"):
         policy.generate(prompts)
     prompts[17] = []
-    with pytest.raises(ConfigError, match=r"token_ids\[17\] has no tokens"):
+    with pytest.raises(ValueError, match=r"token_ids\[17\] has no tokens"):
         policy.generate(prompts)
     with engines_of(policy) as engines:
         assert not any(engine.requests("/generate") for engine in engines.values())
@@ -160,37 +160,39 @@ def test_a_prompt_that_an_engine_refuses_costs_no_other_prompt_its_reply(
         assert reply is None or reply.output_ids == tokens([number], 2)
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"token_ids": "text"}, "token_ids = 'text': must be a list of token ids"),
-    ({"token_ids": 5}, "token_ids = 5"),
-    ({"token_ids": []}, "token_ids has no tokens"),
-    ({"token_ids": [1.5]}, r"token_ids\[0\] = 1.5"),
-    ({"token_ids": [-1]}, r"token_ids\[0\] = -1: must be at least 0"),
-    ({"token_ids": [[1], 2]}, r"token_ids\[1\] = 2"),
-    ({"sampling": {"top_p": 1}}, "sampling = {'top_p': 1}: must be SamplingParams"),
-    ({"sampling": rollout.SamplingParams(n=2)}, "n = 2: must be 1 for one prompt"),
-    ({"timeout_s": 0}, "timeout_s = 0"),
-    ({"top_logprobs": -1}, "top_logprobs = -1"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs = 1: must be True or False"),
-    ({"routed_experts": "all"}, "routed_experts = 'all'"),
-    ({"lora_path": 7}, "lora_path = 7"),
-    ({"affinity": 7}, "affinity = 7"),
-    ({"token_ids": [[1], [2]], "image_data": ["a"]}, "the images of each of 2"),
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"token_ids": "text"}, TypeError, "token_ids = 'text': must be a list of token ids"),
+    ({"token_ids": 5}, TypeError, "token_ids = 5"),
+    ({"token_ids": []}, ValueError, "token_ids has no tokens"),
+    ({"token_ids": [1.5]}, TypeError, r"token_ids\[0\] = 1.5"),
+    ({"token_ids": [-1]}, ValueError, r"token_ids\[0\] = -1: must be at least 0"),
+    ({"token_ids": [[1], 2]}, TypeError, r"token_ids\[1\] = 2"),
+    ({"sampling": {"top_p": 1}}, TypeError, "sampling = {'top_p': 1}: must be SamplingParams"),
+    ({"sampling": rollout.SamplingParams(n=2)}, ValueError, "n = 2: must be 1 for one prompt"),
+    ({"timeout_s": 0}, ValueError, "timeout_s = 0"),
+    ({"top_logprobs": -1}, ValueError, "top_logprobs = -1"),
+    ({"prompt_logprobs": 1}, TypeError, "prompt_logprobs = 1: must be True or False"),
+    ({"routed_experts": "all"}, TypeError, "routed_experts = 'all'"),
+    ({"lora_path": 7}, TypeError, "lora_path = 7"),
+    ({"affinity": 7}, TypeError, "affinity = 7"),
+    ({"token_ids": [[1], [2]], "image_data": ["a"]}, ValueError, "the images of each of 2"),
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), WRONG)
-def test_a_wrong_argument_is_named(policy: ServerHandle, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("change", "kind", "said"), WRONG)
+def test_a_wrong_argument_is_named(
+    policy: ServerHandle, change: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
         policy.generate(**{"token_ids": [1]} | change)
 
 
 def test_a_stream_of_several_prompts_and_an_abort_of_nothing_are_refused(
     policy: ServerHandle,
 ) -> None:
-    with pytest.raises(ConfigError, match="stream takes one prompt"):
+    with pytest.raises(ValueError, match="stream takes one prompt"):
         policy.stream([[1], [2]])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="request_id = ''"):
+    with pytest.raises(ValueError, match="request_id = ''"):
         policy.abort("")
     policy.abort("unknown").result(TIMEOUT_S)
 

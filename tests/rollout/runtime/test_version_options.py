@@ -11,7 +11,7 @@ from aiohttp import web
 
 import rollout
 from rollout.config import RouterConfig
-from rollout.core.errors import ConfigError, GenerationFailed, VersionUnavailable
+from rollout.core.errors import GenerationFailed, VersionUnavailable
 from rollout.driver.client.sample_requests import make_requests, version_contract
 from rollout.rules.contract import NO_CONTRACT, Contract
 from rollout.runtime.calls.sample_client import SampleClient
@@ -21,37 +21,46 @@ SERVED = 5
 
 
 @pytest.mark.parametrize(
-    ("options", "name", "why"),
+    ("options", "name", "kind", "why"),
     [
-        ({"weight_version": -1}, "weight_version", "= -1: must be at least 0"),
-        ({"weight_version": "3"}, "weight_version", "= '3': must be a whole number"),
-        ({"min_weight_version": True}, "min_weight_version", "= True: must be a whole number"),
-        ({"min_weight_version": 1 << 53}, "min_weight_version", "must be less than"),
-        ({"max_version_lag": 0.5}, "max_version_lag", "= 0.5: must be a whole number"),
+        ({"weight_version": -1}, "weight_version", ValueError, "= -1: must be at least 0"),
+        ({"weight_version": "3"}, "weight_version", TypeError, "= '3': must be a whole number"),
+        (
+            {"min_weight_version": True},
+            "min_weight_version",
+            TypeError,
+            "= True: must be a whole",
+        ),
+        ({"min_weight_version": 1 << 53}, "min_weight_version", ValueError, "must be less than"),
+        ({"max_version_lag": 0.5}, "max_version_lag", TypeError, "= 0.5: must be a whole number"),
         (
             {"weight_version": 2, "min_weight_version": 3},
             "weight_version",
+            ValueError,
             "weight_version is 2, and min_weight_version 3 excludes it",
         ),
-        ({"version": 3}, "version", "known: weight_version, min_weight_version, max_version_lag"),
+        (
+            {"version": 3},
+            "version",
+            TypeError,
+            "known: weight_version, min_weight_version, max",
+        ),
     ],
 )
 def test_a_wrong_version_is_named_before_anything_is_sent(
-    options: dict[str, Any], name: str, why: str
+    options: dict[str, Any], name: str, kind: type[Exception], why: str
 ) -> None:
     for call in (
         lambda: make_requests([1], None, "", **options),
         lambda: version_contract(**options),
     ):
-        with pytest.raises(ConfigError, match=why) as caught:
+        with pytest.raises(kind, match=f"^{name}.*{why.removeprefix(name)}"):
             call()
-        assert caught.value.setting == name
 
 
 def test_a_wrong_kind_of_log_probs_is_named() -> None:
-    with pytest.raises(ConfigError, match="logprob_kind = 'nope': must be 'full', ") as caught:
+    with pytest.raises(ValueError, match=r"^logprob_kind = 'nope': must be 'full', "):
         make_requests([1], None, "", logprob_kind="nope")  # type: ignore[arg-type]
-    assert caught.value.setting == "logprob_kind"
 
 
 def test_each_request_of_a_call_has_the_contract() -> None:

@@ -9,7 +9,7 @@ import pytest
 from engines.protocol import FinishReason, GenerateReply, SamplingParams
 from engines.protocol.types import VersionSpan
 from rollout.adapters.trl.requests import check_complete, check_versions, sampling_of
-from rollout.core.errors import ConfigError, GenerationFailed, WeightMismatch
+from rollout.core.errors import GenerationFailed, WeightMismatch
 
 REPLY = GenerateReply(
     "1", "", (5, 6), (-0.5, -0.25), FinishReason("stop"), weight_versions=(VersionSpan("3", 0, 2),)
@@ -59,7 +59,7 @@ def test_every_setting_of_sampling_arrives() -> None:
 
 
 def test_a_setting_that_engines_do_not_know_is_named() -> None:
-    with pytest.raises(ConfigError, match="generation_kwargs has 'best_of'"):
+    with pytest.raises(ValueError, match="generation_kwargs has 'best_of'"):
         sampling_of(settings(generation_kwargs={"best_of": 2}), [])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from engines.protocol import FinishReason, GenerateReply
 from rollout.adapters.trl import RolloutFunction
-from rollout.core.errors import ConfigError, WeightMismatch
+from rollout.core.errors import WeightMismatch
 
 SETTINGS = {
     "use_vllm": False,
@@ -170,5 +170,5 @@ def test_the_comparison_can_be_left_off() -> None:
     ],
 )
 def test_what_cannot_be_sampled_is_refused(changed: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ValueError, match=why):
         function_of(Policy())(["ask"], trainer(**changed))

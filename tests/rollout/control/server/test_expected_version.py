@@ -12,7 +12,7 @@ import rollout
 from engines.fake.http_fake import HttpFakeLauncher
 from engines.protocol.errors import EngineUnreachable
 from rollout.control.deployment import Deployment
-from rollout.core.errors import ConfigError, PhaseFailed, RolloutError, WeightMismatch
+from rollout.core.errors import PhaseFailed, RolloutError, WeightMismatch
 from rollout.rules.lifecycle import Command
 from rollout.runtime.local import launch_local
 from tests.support.builders import ServerBench, make_server, push
@@ -126,5 +126,5 @@ def test_requests_get_the_reason_until_the_push(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [-1, "57", None])
 def test_a_wrong_version_is_named(tmp_path: Path, version: Any) -> None:
-    with pytest.raises(ConfigError, match=r"expect_version = .*a weight version, from 0"):
+    with pytest.raises(ValueError, match=r"expect_version = .*a weight version, from 0"):
         rollout.launch(config(tmp_path, {"main": {}}), expect_version=version)

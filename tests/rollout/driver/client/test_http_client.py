@@ -15,7 +15,7 @@ from engines.fake.http_fake import HttpFakeLauncher
 from engines.launch import EngineSpec
 from engines.protocol import NO_ACCESS, FinishReason, SamplingParams, VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import RolloutError
 from rollout.driver.client import http_client
 from rollout.driver.client.generation_client import (
     EngineLoad,
@@ -353,7 +353,7 @@ async def test_the_threaded_driver_returns_pendings_with_results_and_errors() ->
 
 
 def test_a_driver_that_fails_to_start_leaves_no_thread() -> None:
-    with pytest.raises(ConfigError, match="max_in_flight = 0"):
+    with pytest.raises(ValueError, match="max_in_flight = 0"):
         Driver("http://127.0.0.1:1", max_in_flight=0)
 
 

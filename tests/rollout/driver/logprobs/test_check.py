@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rollout.core.errors import ConfigError, LogprobMismatch
+from rollout.core.errors import LogprobMismatch
 from rollout.core.samples import SampleGroup, all_samples
 from tests.support.driving import SAMPLING, driving, engines, prompts
 from tests.support.small_policy import new_policy
@@ -66,9 +66,9 @@ async def test_the_samples_of_a_rollout_are_checked_as_they_come() -> None:
         groups = await driver.rollout(3, prompts(4), group_size=2, sampling=SAMPLING)
         # A fake engine reports -1 for every token.
         report = await driver.check_logprobs(groups, [[-1.0] * 10] * 8, temperature=1.0)
-        with pytest.raises(ConfigError, match="8 samples"):
+        with pytest.raises(ValueError, match="8 samples"):
             await driver.check_logprobs(groups, [[-1.0] * 10])
-        with pytest.raises(ConfigError, match="on_mismatch = 'stop'"):
+        with pytest.raises(ValueError, match="on_mismatch = 'stop'"):
             await driver.check_logprobs(groups, [], on_mismatch="stop")  # type: ignore[arg-type]
     assert set(report.by_engine) == {"fake-0", "fake-1"}
     assert report.mismatch is None

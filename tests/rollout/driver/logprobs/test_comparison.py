@@ -10,7 +10,7 @@ import pytest
 import rollout
 from engines.protocol import VersionSpan
 from engines.protocol.logprob_kind import LogprobKind
-from rollout.core.errors import ConfigError, LogprobMismatch
+from rollout.core.errors import LogprobMismatch
 from rollout.core.samples import EngineSpan, Sample, SampleGroup
 from rollout.driver.logprobs.comparison import compare_logprobs
 from rollout.driver.logprobs.mismatch import Mismatch
@@ -295,7 +295,7 @@ def test_importance_weights_are_ratios_up_to_the_cap() -> None:
     assert weights == pytest.approx([math.exp(-1), 1.0, 2.0])
     assert report.truncated_weights(cap=3.0)[0][2] == pytest.approx(math.exp(0.9))
     assert report.metrics()["logprob_gap/truncated_share"] == pytest.approx(1 / 3)
-    with pytest.raises(ConfigError, match="cap = 0"):
+    with pytest.raises(ValueError, match="cap = 0"):
         report.truncated_weights(cap=0)
 
 
@@ -328,5 +328,5 @@ ONE = Sample([1], [5, 6], [-1.0, -1.0])
     ],
 )
 def test_what_does_not_fit_is_named(samples, given, settings, message) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         compare_logprobs(samples, given, **settings)

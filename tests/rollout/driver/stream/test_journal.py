@@ -358,7 +358,7 @@ async def test_a_second_data_set_of_the_same_name_is_refused(tmp_path: Path) -> 
     async with driving(engines(0.001), always(1.0), journal=tmp_path) as (driver, _):
         for name in ("math", None):
             await driver.rollout(0, data("math", name=name), **BATCH)
-            with pytest.raises(ConfigError, match=r"has a data set '(math|rows-\w+)' already: use"):
+            with pytest.raises(ValueError, match=r"has a data set '(math|rows-\w+)' already: use"):
                 await driver.rollout(1, data("math", name=name, num_epochs=1), **BATCH)
 
 
@@ -397,7 +397,7 @@ async def test_a_source_needs_a_name_only_for_a_journal(tmp_path: Path) -> None:
         for name in ("", "a/b", "..", 3):
             counted = Counted()
             counted.name = name  # type: ignore[attr-defined]
-            with pytest.raises(ConfigError, match=r"name = .*: must be 1 to 100 letters"):
+            with pytest.raises(ValueError, match=r"name = .*: must be 1 to 100 letters"):
                 await driver.rollout(0, counted, **BATCH)
         counted.name = "counted"  # type: ignore[attr-defined]
         assert numbers(await driver.rollout(0, counted, **BATCH)) == [1, 2]
@@ -421,5 +421,5 @@ async def test_data_that_the_journal_does_not_know_at_a_later_step_is_warned_of(
 
 async def test_a_list_of_prompts_is_refused(tmp_path: Path) -> None:
     async with driving(engines(0.001), journal=tmp_path) as (driver, _):
-        with pytest.raises(ConfigError, match=r"a journal is of sources: give PromptData"):
+        with pytest.raises(ValueError, match=r"a journal is of sources: give PromptData"):
             await driver.rollout(0, prompts(2), group_size=2, sampling=SAMPLING)

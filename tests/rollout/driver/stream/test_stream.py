@@ -7,7 +7,7 @@ import pytest
 
 from engines.fake.engine.faults import die, lose, reject
 from engines.protocol import SamplingParams
-from rollout.core.errors import ConfigError, RolloutError
+from rollout.core.errors import RolloutError
 from rollout.core.samples import SampleStatus, all_samples
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.stream.hooks import Hooks
@@ -438,7 +438,7 @@ async def test_another_group_size_is_rejected_while_groups_are_pending() -> None
     async with driving(engines(*UNLIKE)) as (driver, _):
         data, options = source(100), RolloutOptions(over_sampling=2.0)
         await driver.rollout(0, data, options=options, **BATCH)
-        with pytest.raises(ConfigError, match=r"group_size = 3: \d groups of 2 are pending"):
+        with pytest.raises(ValueError, match=r"group_size = 3: \d groups of 2 are pending"):
             await driver.rollout(1, data, options=options, **{**BATCH, "group_size": 3})
 
 
@@ -466,7 +466,7 @@ def test_invalid_batch_settings_are_rejected(settings, message: str) -> None:
     @virtual_time
     async def run() -> None:
         async with driving(engines(0.01)) as (driver, client):
-            with pytest.raises(ConfigError, match=message):
+            with pytest.raises(ValueError, match=message):
                 await driver.rollout(0, source(9), **{**BATCH, **settings})
             assert not client.requests
 
@@ -486,7 +486,7 @@ def test_invalid_batch_settings_are_rejected(settings, message: str) -> None:
     ],
 )
 def test_invalid_options_are_rejected(settings, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         RolloutOptions(**settings)
 
 
@@ -494,9 +494,9 @@ def test_invalid_options_are_rejected(settings, message: str) -> None:
 async def test_prompts_that_do_not_fit_are_rejected_by_their_number() -> None:
     async with driving(engines(0.01), max_prompt_tokens=2) as (driver, client):
         good, settings = prompts(1)[0], {"group_size": 1, "sampling": SAMPLING}
-        with pytest.raises(ConfigError, match="at least one prompt"):
+        with pytest.raises(ValueError, match="at least one prompt"):
             await driver.rollout(0, [], **settings)
-        with pytest.raises(ConfigError, match="prompt 1 has 3 tokens, at most 2 fit"):
+        with pytest.raises(ValueError, match="prompt 1 has 3 tokens, at most 2 fit"):
             await driver.rollout(0, [good, type(good)((1, 2, 3))], **settings)
     assert not client.requests
 

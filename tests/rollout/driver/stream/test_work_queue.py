@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from rollout.core.errors import ConfigError
 from rollout.core.samples import EngineSpan
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.prompt_data import FixedPrompts
@@ -80,7 +79,7 @@ def test_groups_larger_than_the_group_size_are_rejected() -> None:
     (item,) = begun(queue, 1, group_size=4)
     queue.end(item)
     queue.put_ready(item)
-    with pytest.raises(ConfigError, match="group_size = 2: the state has groups of 4"):
+    with pytest.raises(ValueError, match="group_size = 2: the state has groups of 4"):
         WorkQueue.of_state(state(queue), group_size=2)
 
 

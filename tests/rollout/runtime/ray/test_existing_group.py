@@ -314,22 +314,22 @@ def test_bundles_that_do_not_fit_are_refused_and_the_group_stays(
 
 
 @pytest.mark.parametrize(
-    ("bundles", "said"),
+    ("bundles", "kind", "said"),
     [
-        ("01", "a list of bundle indices, or a mapping from them to GPU ids, not '01'"),
-        (1, "not 1"),
-        ([True], "not "),
-        (["0"], "not "),
-        ([], "bundles is empty; leave it out"),
-        ({0: "cuda:0"}, "bundles: GPU id 'cuda:0'"),
+        ("01", TypeError, "a list of bundle indices, or a mapping from them to GPU ids, not '01'"),
+        (1, TypeError, "not 1"),
+        ([True], TypeError, "not "),
+        (["0"], TypeError, "not "),
+        ([], ValueError, "bundles is empty; leave it out"),
+        ({0: "cuda:0"}, ValueError, "bundles: GPU id 'cuda:0'"),
     ],
 )
 def test_bundles_of_another_kind_are_refused(
-    stub: World, tmp_path: Path, bundles: Any, said: str
+    stub: World, tmp_path: Path, bundles: Any, kind: type[Exception], said: str
 ) -> None:
     with (
         group_of(stub, ONE_GPU) as group,
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(kind, match=said),
         launched_in(stub, tmp_path, group, bundles),
     ):
         pass
@@ -338,11 +338,11 @@ def test_bundles_of_another_kind_are_refused(
 def test_what_is_no_placement_group_is_refused(stub: World, tmp_path: Path) -> None:
     whole = config(tmp_path, TWO_ENGINES)
     for wrong, kind in ((ONE_GPU, "dict"), ([ONE_GPU], "dict"), ([], "list")):
-        with pytest.raises(ConfigError, match=f"is a Ray PlacementGroup, not a {kind}"):
+        with pytest.raises(TypeError, match=f"is a Ray PlacementGroup, not a {kind}"):
             rollout.launch(whole, backend="ray", placement_group=wrong)
-    with pytest.raises(ConfigError, match=r"names 2 groups, and a run has one, .* make one over"):
+    with pytest.raises(ValueError, match=r"names 2 groups, and a run has one, .* make one over"):
         rollout.launch(whole, backend="ray", placement_group=[ONE_GPU, ONE_GPU])
-    with pytest.raises(ConfigError, match="bundles are of a placement_group, and none is given"):
+    with pytest.raises(ValueError, match="bundles are of a placement_group, and none is given"):
         rollout.launch(whole, backend="ray", bundles=[0])
 
 
