@@ -205,7 +205,10 @@ def modes_picture() -> str:
 # Each room has folders with one job; what is recorded and the page that shows it are two jobs.
 ROOMS_FILE = "docs/images/rooms.svg"
 ROOMS: Mapping[str, Sequence[str]] = {
-    "commands, trainers of other libraries": ("rollout.cli", "rollout.adapters"),
+    "commands, trainers of other libraries, doubles": (
+        *("rollout.cli", "rollout.adapters"),
+        "rollout.testing",
+    ),
     "handles, actors, one process": ("rollout.runtime",),
     "page, metrics": ("rollout.observability.page",),
     "groups, servers, recovery": ("rollout.control",),
@@ -216,7 +219,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "what happened when": ("rollout.observability", "rollout.observability.timeline"),
     "decisions": ("rollout.rules",),
     "settings": ("rollout.config",),
-    "errors, values, doubles": ("rollout.core", "rollout.testing"),
+    "errors, values": ("rollout.core",),
     "kinds of engines": (
         *("engines.embedded", "engines.sglang", "engines.vllm"),
         *("engines.vllm_plugin", "engines.fake"),

@@ -24,8 +24,7 @@ from typing import Any
 import openai
 import rollout
 import torch
-from rollout.driver import padded
-from rollout.driver.data.batch_torch import to_torch
+from rollout.driver import padded, to_torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 

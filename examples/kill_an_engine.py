@@ -21,13 +21,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import rollout
-from rollout.observability.timeline.span import Span
-from rollout.observability.timeline.span_file import read_lines
-from rollout.testing.tiny_model import make_tiny_model
+from rollout.testing import make_tiny_model
 
 without_proxy = build_opener(ProxyHandler({}))
 SPAN_NAMES = (
@@ -76,13 +75,12 @@ def generate(url: str, is_over: threading.Event, statuses: list[int]) -> None:
             statuses.append(error.code)
 
 
-def spans_since(folder: Path, since_s: float) -> list[Span]:
+def spans_since(folder: Path, since_s: float) -> list[dict[str, Any]]:
     """Spans of the engines that began after ``since_s``, in order."""
     lines = [line for file in folder.glob("logs/kill/*/*.jsonl") for line in file.open()]
-    spans = [
-        span for span in read_lines(lines) if span.start_s >= since_s and span.name in SPAN_NAMES
-    ]
-    return sorted(spans, key=lambda span: span.start_s)
+    spans = [json.loads(line) for line in lines if line.endswith("\n")]
+    spans = [one for one in spans if one["start_s"] >= since_s and one["name"] in SPAN_NAMES]
+    return sorted(spans, key=lambda span: float(span["start_s"]))
 
 
 def serves(url: str, engine_id: str) -> bool:
@@ -118,10 +116,14 @@ def watch(folder: Path) -> None:
             wait_for(lambda: not serves(url, "main-0"))
             wait_for(lambda: serves(url, "main-0"))
             recovered_s = time.time() - killed_s
-            wait_for(lambda: any(span.name == "readmit" for span in spans_since(folder, killed_s)))
+            wait_for(
+                lambda: any(span["name"] == "readmit" for span in spans_since(folder, killed_s))
+            )
             for span in spans_since(folder, killed_s):
-                after_s = span.start_s - killed_s
-                print(f"{after_s:6.2f} s  {span.name} took {span.elapsed_s:.2f} s  {span.said}")
+                after_s, took_s = span["start_s"] - killed_s, span["elapsed_s"]
+                print(
+                    f"{after_s:6.2f} s  {span['name']} took {took_s:.2f} s  {span.get('said', '')}"
+                )
             print(f"{recovered_s:6.2f} s  main-0 serves the pushed weights; the trainer is stopped")
             is_over.set()
             clients.join()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import rollout
 import torch
-from rollout.weights.tensors.adapters import merged
+from rollout import merged
 
 from arithmetic import SAMPLING, held_out_sums, judge, make_splits, training_prompts
 from grpo import GrpoConfig, GrpoTrainer

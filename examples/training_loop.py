@@ -16,7 +16,7 @@ from pathlib import Path
 
 import rollout
 import torch
-from rollout.testing.tiny_model import make_tiny_model
+from rollout.testing import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 

@@ -17,8 +17,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollout.core import VERSION
 
 if TYPE_CHECKING:
-    from engines.protocol import GenerateReply
-    from rollout.config import RolloutConfig
+    from engines.protocol import FinishReason, GenerateReply, VersionSpan
+    from rollout.config import (
+        AgentsConfig,
+        ClusterConfig,
+        EngineConfig,
+        GroupConfig,
+        HealthConfig,
+        LifecycleConfig,
+        PageConfig,
+        RolloutConfig,
+        RouterConfig,
+        ServerConfig,
+        StoreConfig,
+        TimelineConfig,
+        VerifyConfig,
+        WeightsConfig,
+    )
     from rollout.core.errors import (
         ActorLost,
         ConfigError,
@@ -27,6 +42,7 @@ if TYPE_CHECKING:
         GenerationFailed,
         LifecycleError,
         LogprobMismatch,
+        Mistake,
         PhaseFailed,
         PhaseTimeout,
         PlacementError,
@@ -38,8 +54,21 @@ if TYPE_CHECKING:
         WeightsUnavailable,
     )
     from rollout.core.pending import Pending
-    from rollout.core.samples import Sample, SampleFailure, SampleGroup, SampleStatus
-    from rollout.core.types import EngineRank, ServerStatus, StepReport, TrainerSlot
+    from rollout.core.samples import EngineSpan, Sample, SampleFailure, SampleGroup, SampleStatus
+    from rollout.core.types import (
+        DraftFigures,
+        EngineRank,
+        EngineReport,
+        EngineStatus,
+        GroupStatus,
+        PhaseReport,
+        PushStage,
+        ServerStatus,
+        StepReport,
+        StoreStatus,
+        TrainerSlot,
+        UnchangedWeights,
+    )
     from rollout.driver import (
         Driver,
         EvalDataset,
@@ -50,34 +79,62 @@ if TYPE_CHECKING:
         RolloutOptions,
         Session,
     )
+    from rollout.driver.client.agent_session import AgentSession
+    from rollout.driver.client.sample_requests import SampleOptions, VersionOptions
     from rollout.driver.client.sampling_check import SamplingParams
     from rollout.driver.logprobs.comparison import LogprobReport, compare_logprobs
-    from rollout.driver.logprobs.correction import (
-        correction_metrics,
-        importance_weights,
-        rejection_mask,
-    )
+    from rollout.driver.logprobs.gap_figures import GapFigures
+    from rollout.driver.logprobs.mismatch import Mismatch
+    from rollout.driver.logprobs.token_logprobs import token_logprobs
+    from rollout.runtime.calls.phase_commands import PhaseCommands
+    from rollout.runtime.calls.sample_client import ReplyStream
+    from rollout.runtime.calls.server_engines import ServerEngines
+    from rollout.runtime.calls.weight_checks import WeightChecks
     from rollout.runtime.handle import DeploymentHandle, OffloadWindow, RunHandle, ServerHandle
+    from rollout.runtime.handle.pusher import Pusher
+    from rollout.weights.push.push import Push
+    from rollout.weights.tensors import NamedTensors, NameMap, canary_logprobs, fp8_block_quantiser
+    from rollout.weights.tensors.adapters import merged
 
 # The same names at run time.
 _HOMES = {
-    "engines.protocol": "GenerateReply",
-    "rollout.config": "RolloutConfig",
+    "engines.protocol": "FinishReason GenerateReply VersionSpan",
+    "rollout.config": (
+        "AgentsConfig ClusterConfig EngineConfig GroupConfig HealthConfig"
+        " LifecycleConfig PageConfig RolloutConfig RouterConfig ServerConfig StoreConfig"
+        " TimelineConfig VerifyConfig WeightsConfig"
+    ),
     "rollout.core.errors": (
-        "ActorLost ConfigError EngineFailure GenerationAborted GenerationFailed LifecycleError"
-        " LogprobMismatch PhaseFailed PhaseTimeout PlacementError RankFailure RolloutError"
-        " VersionUnavailable WeightError WeightMismatch WeightsUnavailable"
+        "ActorLost ConfigError EngineFailure GenerationAborted GenerationFailed"
+        " LifecycleError LogprobMismatch Mistake PhaseFailed PhaseTimeout PlacementError"
+        " RankFailure RolloutError VersionUnavailable WeightError WeightMismatch"
+        " WeightsUnavailable"
     ),
     "rollout.core.pending": "Pending",
-    "rollout.core.samples": "Sample SampleFailure SampleGroup SampleStatus",
-    "rollout.core.types": "EngineRank ServerStatus StepReport TrainerSlot",
+    "rollout.core.samples": "EngineSpan Sample SampleFailure SampleGroup SampleStatus",
+    "rollout.core.types": (
+        "DraftFigures EngineRank EngineReport EngineStatus GroupStatus PhaseReport PushStage"
+        " ServerStatus StepReport StoreStatus TrainerSlot UnchangedWeights"
+    ),
     "rollout.driver": (
         "Driver EvalDataset Hooks Prompt PromptData RolloutDriver RolloutOptions Session"
     ),
+    "rollout.driver.client.agent_session": "AgentSession",
+    "rollout.driver.client.sample_requests": "SampleOptions VersionOptions",
     "rollout.driver.client.sampling_check": "SamplingParams",
     "rollout.driver.logprobs.comparison": "LogprobReport compare_logprobs",
-    "rollout.driver.logprobs.correction": ("correction_metrics importance_weights rejection_mask"),
+    "rollout.driver.logprobs.gap_figures": "GapFigures",
+    "rollout.driver.logprobs.mismatch": "Mismatch",
+    "rollout.driver.logprobs.token_logprobs": "token_logprobs",
+    "rollout.runtime.calls.phase_commands": "PhaseCommands",
+    "rollout.runtime.calls.sample_client": "ReplyStream",
+    "rollout.runtime.calls.server_engines": "ServerEngines",
+    "rollout.runtime.calls.weight_checks": "WeightChecks",
     "rollout.runtime.handle": "DeploymentHandle OffloadWindow RunHandle ServerHandle",
+    "rollout.runtime.handle.pusher": "Pusher",
+    "rollout.weights.push.push": "Push",
+    "rollout.weights.tensors": "NamedTensors NameMap canary_logprobs fp8_block_quantiser",
+    "rollout.weights.tensors.adapters": "merged",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -161,11 +218,10 @@ def _check_launch(config: Any, expect_version: Any) -> None:
     from rollout.config import RolloutConfig
     from rollout.config.sources.environment import set_log_level
     from rollout.core.arguments import wrong
-    from rollout.core.errors import ConfigError
 
     set_log_level()
     if not isinstance(config, RolloutConfig):
-        raise ConfigError(
+        raise TypeError(
             f"launch takes a RolloutConfig, not a {type(config).__name__}; RolloutConfig.from_dict "
             "and from_file make one"
         )
@@ -201,6 +257,7 @@ def connect(
     from rollout.config.run_dir import JOURNAL_FILE
     from rollout.config.sources.environment import set_log_level
     from rollout.core.arguments import wrong
+    from rollout.core.errors import ConfigError
     from rollout.runtime.connect import connect_local
     from rollout.runtime.handle import RunHandle
 
@@ -240,7 +297,7 @@ def _needing_ray() -> Iterator[None]:
         from rollout.core.errors import ConfigError
         from rollout.core.optional_deps import install_command
 
-        raise TypeError(
+        raise ConfigError(
             f"backend = 'ray' needs Ray, which is not installed; {install_command('ray')}, or use "
             "backend='local'"
         ) from None
@@ -248,50 +305,89 @@ def _needing_ray() -> Iterator[None]:
 
 __all__ = [
     "ActorLost",
+    "AgentSession",
+    "AgentsConfig",
+    "ClusterConfig",
     "ConfigError",
     "DeploymentHandle",
+    "DraftFigures",
     "Driver",
+    "EngineConfig",
     "EngineFailure",
     "EngineRank",
+    "EngineReport",
+    "EngineSpan",
+    "EngineStatus",
     "EvalDataset",
+    "FinishReason",
+    "GapFigures",
     "GenerateReply",
     "GenerationAborted",
     "GenerationFailed",
+    "GroupConfig",
+    "GroupStatus",
+    "HealthConfig",
     "Hooks",
+    "LifecycleConfig",
     "LifecycleError",
     "LogprobMismatch",
     "LogprobReport",
+    "Mismatch",
+    "Mistake",
+    "NameMap",
+    "NamedTensors",
     "OffloadWindow",
+    "PageConfig",
     "Pending",
+    "PhaseCommands",
     "PhaseFailed",
+    "PhaseReport",
     "PhaseTimeout",
     "PlacementError",
     "Prompt",
     "PromptData",
+    "Push",
+    "PushStage",
+    "Pusher",
     "RankFailure",
+    "ReplyStream",
     "RolloutConfig",
     "RolloutDriver",
     "RolloutError",
     "RolloutOptions",
+    "RouterConfig",
     "RunHandle",
     "Sample",
     "SampleFailure",
     "SampleGroup",
+    "SampleOptions",
     "SampleStatus",
     "SamplingParams",
+    "ServerConfig",
+    "ServerEngines",
     "ServerHandle",
     "ServerStatus",
     "Session",
     "StepReport",
+    "StoreConfig",
+    "StoreStatus",
+    "TimelineConfig",
     "TrainerSlot",
+    "UnchangedWeights",
+    "VerifyConfig",
+    "VersionOptions",
+    "VersionSpan",
     "VersionUnavailable",
+    "WeightChecks",
     "WeightError",
     "WeightMismatch",
+    "WeightsConfig",
     "WeightsUnavailable",
+    "canary_logprobs",
     "compare_logprobs",
     "connect",
-    "correction_metrics",
-    "importance_weights",
+    "fp8_block_quantiser",
     "launch",
-    "rejection_mask",
+    "merged",
+    "token_logprobs",
 ]

@@ -4,6 +4,7 @@ ruff restricts imports of ray, torch and transformers (TID251); ``lint-imports``
 """
 
 import ast
+import importlib
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import rollout
+from tools import public_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -239,8 +241,21 @@ def test_the_public_names_are_the_same_for_a_type_checker_and_at_run_time() -> N
     assert checked == rollout._HOME
     assert set(rollout.__all__) == {*checked, "launch", "connect"}
     for name in rollout.__all__:
-        assert getattr(rollout, name).__name__ == name
+        home = importlib.import_module(rollout._HOME.get(name, "rollout"))
+        assert getattr(rollout, name) is getattr(home, name)
         assert name in dir(rollout)
+
+
+def test_the_list_of_public_names_is_that_of_the_modules() -> None:
+    assert public_names.FILE.read_text() == public_names.listing(), (
+        "stale: python -m tools.public_names"
+    )
+
+
+def test_each_public_name_is_there_where_the_list_has_it() -> None:
+    for module, names in public_names.public_names().items():
+        found = importlib.import_module(module)
+        assert [name for name in names if not hasattr(found, name)] == []
 
 
 # Real time passes in whatever has this mark, of pytest or in a comment with a reason.

@@ -9,7 +9,9 @@ import ast
 import importlib
 import re
 import shlex
+import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,7 @@ from rollout.runtime.local import launch_local
 from tests.support import builders
 from tests.support.builders import write_checkpoint
 from tests.support.promql import SERIES
+from tools import public_names
 
 ROOT = Path(__file__).parents[1]
 BESIDE = (
@@ -43,6 +46,7 @@ BESIDE = (
     "benchmarks/README.md",
     "engines/fake/README.md",
 )
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [*(ROOT / name for name in BESIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 TOLD = [
     "README.md",
@@ -243,6 +247,48 @@ def test_the_python_of_a_page_runs_over_fake_engines(
         return
     with launch_fakes(config) as deployment:
         exec(compile(text, name, "exec"), names | {"policy": deployment["policy"]})
+
+
+# -- public names ---------------------------------------------------------------------------------
+
+
+def imported(text: str) -> Iterator[str]:
+    """What a program takes of us, by its dotted name."""
+    for node in ast.walk(ast.parse(textwrap.dedent(text))):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                found = [f"{module}.{alias.name}" for alias in names]
+            case ast.Import(names=names):
+                found = [alias.name for alias in names]
+            case ast.Attribute(value=ast.Name(id="rollout"), attr=name):
+                found = [f"rollout.{name}"]
+            case _:
+                found = []
+        yield from (name for name in found if name.partition(".")[0] in ("rollout", "engines"))
+
+
+def is_public(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return name in public_names.MODULES or last in public_names.public_names().get(module, ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *every("python"),
+        *(pytest.param(path.read_text(), id=path.name) for path in EXAMPLES),
+    ],
+)
+def test_pages_and_examples_use_only_public_names(text: str) -> None:
+    assert [name for name in imported(text) if not is_public(name)] == []
+
+
+def test_a_private_name_would_be_found() -> None:
+    text = "import rollout\nfrom rollout.weights.push.push import Push\nrollout.Push, rollout.pus"
+    assert [name for name in imported(text) if not is_public(name)] == [
+        "rollout.weights.push.push.Push",
+        "rollout.pus",
+    ]
 
 
 # -- every block runs somewhere -------------------------------------------------------------------
@@ -543,12 +589,15 @@ def test_the_errors_that_questions_quote_are_in_the_code() -> None:
 
 
 def test_the_python_reference_begins_with_what_users_call_and_has_every_name() -> None:
-    documented = re.findall(r"^::: ([\w.]+)", text_of("docs/reference/python.md"), re.M)
+    page = text_of("docs/reference/python.md")
+    documented = re.findall(r"^::: ([\w.]+)", page, re.M)
     names = ("launch", "connect", "RolloutConfig", "SamplingParams")
     assert documented[:4] == [f"rollout.{name}" for name in names]
     for name in rollout.__all__:
-        is_named = any(path.endswith(f".{name}") for path in documented)
-        assert is_named or getattr(rollout, name).__module__ in documented, name
+        is_named = any(path.endswith(f".{name}") for path in documented) or f"`{name}`" in page
+        home = getattr(rollout, name).__module__
+        is_setting = home.startswith("rollout.config.")  # they are on a page of their own
+        assert is_named or is_setting or home in documented, name
 
 
 @pytest.mark.torch

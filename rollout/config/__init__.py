@@ -7,8 +7,8 @@ path.  ``EngineConfig.options`` is passed to the engine unchanged.
 
 from __future__ import annotations
 
+from engines.protocol import WorkerType
 from rollout.config.agents import AgentsConfig
-from rollout.config.base import host_of, is_loopback
 from rollout.config.groups import EngineConfig, EngineKind, GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import Drain, HealthConfig, LifecycleConfig
@@ -17,8 +17,6 @@ from rollout.config.root import (
     RolloutConfig,
     ServerConfig,
     TimelineConfig,
-    check_paths,
-    wrong_paths,
 )
 from rollout.config.weights import (
     Casts,
@@ -51,8 +49,5 @@ __all__ = [
     "VerifyConfig",
     "WeightUpdate",
     "WeightsConfig",
-    "check_paths",
-    "host_of",
-    "is_loopback",
-    "wrong_paths",
+    "WorkerType",
 ]

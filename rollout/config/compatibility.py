@@ -140,7 +140,7 @@ def of_checkpoint(
             "engine.options.quantization",
             "the checkpoint is not quantised, so SGLang quantises it at start, and the first push "
             "would end the engine; use a checkpoint in fp8 and push with "
-            "rollout.weights.tensors.fp8_block_quantiser, or leave quantization out (with "
+            "rollout.fp8_block_quantiser, or leave quantization out (with "
             "load-format flash_rl it is accepted, and not tested)",
         )
     yield from of_stages(kind, kind.num_stages(engine.options), update, tied, "engine.options")

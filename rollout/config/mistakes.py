@@ -26,7 +26,7 @@ Location = tuple[int | str, ...]
 _UNKNOWN = "extra_forbidden"
 # Errors that appear only because a wrong value was taken out.
 _OF_REMOVAL = ("missing", "too_short")
-# Said of a default that follows from settings, one of which is wrong and has its own error.
+# Reported for a default that follows from settings, one of which is wrong and has its own error.
 _FOLLOWS = "default_factory_not_called"
 _LISTS = ("tuple_type", "list_type")
 _NUMBERS = ("float_parsing", "int_parsing")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.client.session import Session
-from rollout.driver.data.prompt import Prompt
+from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.data.sample_rows import groups_of, sample_rows
 from rollout.driver.driver import Driver, RolloutDriver
@@ -19,15 +19,20 @@ from rollout.driver.stream.options import RolloutOptions
 
 if TYPE_CHECKING:
     from rollout.driver.data.batch import packed, padded, train_data
+    from rollout.driver.data.batch_torch import to_torch
 else:
 
     def __getattr__(name: str) -> Any:
-        # These need numpy (the extra `data`), so they are imported at the first use.
-        if name not in ("packed", "padded", "train_data"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from rollout.driver.data import batch
+        # These need numpy (the extra `data`) or torch, so they are imported at the first use.
+        if name in ("packed", "padded", "train_data"):
+            from rollout.driver.data import batch
 
-        return getattr(batch, name)
+            return getattr(batch, name)
+        if name == "to_torch":
+            from rollout.driver.data.batch_torch import to_torch
+
+            return to_torch
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
@@ -38,6 +43,7 @@ __all__ = [
     "Hooks",
     "Prompt",
     "PromptData",
+    "PromptSource",
     "RetryPolicy",
     "RolloutDriver",
     "RolloutOptions",
@@ -47,5 +53,6 @@ __all__ = [
     "packed",
     "padded",
     "sample_rows",
+    "to_torch",
     "train_data",
 ]

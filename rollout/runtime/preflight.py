@@ -28,9 +28,9 @@ from rollout.config import (
     RolloutConfig,
     ServerConfig,
     Transport,
-    wrong_paths,
 )
 from rollout.config.compatibility import of_checkpoint
+from rollout.config.root import wrong_paths
 from rollout.control.engine.start import configured_spec
 from rollout.core.errors import ConfigError, Mistake, WeightMismatch
 from rollout.core.optional_deps import install_command

@@ -13,6 +13,7 @@ from typing import Any
 
 import rollout
 import rollout.driver
+from tools.public_names import public_names
 
 PAGE = Path(__file__).parents[2] / "docs/reference/python.md"
 OURS = ("rollout", "engines")
@@ -24,7 +25,10 @@ def public_objects() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in (rollout, rollout.driver):
         for name in module.__all__:
-            found.setdefault(name, getattr(module, name))
+            value = getattr(module, name)
+            if _is_class(value) or _is_function(value):  # no alias of a type
+                found.setdefault(name, value)
+    public = frozenset().union(*public_names().values())
     text = PAGE.read_text()
     # Those that the page documents, and those that it names in a sentence.
     for path in re.findall(r"^::: (\S+)$|`(rollout\.driver\.(?:rewards|trackers))`", text, re.M):
@@ -34,7 +38,7 @@ def public_objects() -> dict[str, Any]:
             continue
         for name, value in vars(listed).items():
             is_own = getattr(value, "__module__", "") == listed.__name__
-            if is_own and not name.startswith("_") and (_is_class(value) or _is_function(value)):
+            if is_own and name in public and (_is_class(value) or _is_function(value)):
                 short = listed.__name__.rpartition(".")[2]
                 found.setdefault(f"{short}.{name}" if name in ("math", "every") else name, value)
     return found

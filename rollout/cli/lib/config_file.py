@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 import rollout
-from rollout.config import RolloutConfig, check_paths
-from rollout.config.sources.layers import Sources
+from rollout.config import RolloutConfig
+from rollout.config.root import check_paths
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
 

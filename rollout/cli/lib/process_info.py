@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from engines.protocol.plain_text import size_text
-from rollout.config import is_loopback
+from rollout.config.base import is_loopback
 
 _TIMEOUT_S = 10.0
 _STATES = {

@@ -10,5 +10,9 @@ from rollout.driver.data.batch import Array
 
 
 def to_torch(batch: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-    """Tensors with the same keys, shapes and dtypes; nothing is copied."""
+    """Tensors with the same keys, shapes and dtypes; nothing is copied.
+
+    Args:
+        batch: arrays, as ``padded`` and ``packed`` make them.
+    """
     return {key: torch.from_numpy(array) for key, array in batch.items()}

@@ -40,8 +40,17 @@ class PromptSource(Protocol):
         """The next prompt; None at the end."""
         ...
 
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> Mapping[str, Any]:
+        """Its place, as values of JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there.
+
+        Args:
+            state: what ``state_dict`` returned.
+        """
+        ...
 
 
 def checked_name(name: Any) -> str:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
-from rollout.config import host_of, is_loopback
+from rollout.config.base import host_of, is_loopback
 
 STATIC = files("rollout.observability.page") / "static"
 _COOKIE = "rollout_key"

@@ -12,7 +12,7 @@ from functools import lru_cache
 from http import HTTPStatus
 
 from engines.protocol import Endpoint
-from rollout.config import host_of, is_loopback
+from rollout.config.base import host_of, is_loopback
 from rollout.rules.contract import HEADERS
 
 Headers = list[tuple[bytes, bytes]]

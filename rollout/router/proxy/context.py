@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from engines.process.background import Then, keep_task
 from engines.protocol.old_state import namespace
-from rollout.config import RouterConfig, is_loopback
+from rollout.config import RouterConfig
+from rollout.config.base import is_loopback
 from rollout.router.continuation.core import Decode
 from rollout.router.gate.gate import Gate
 from rollout.router.http.auth import BearerKeys

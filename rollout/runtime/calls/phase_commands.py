@@ -12,7 +12,6 @@ from rollout.rules.lifecycle import Command
 from rollout.runtime.calls.caller import Caller
 from rollout.runtime.calls.server_pushes import ServerPushes
 from rollout.weights.push.push import Push, PushRequest
-from rollout.weights.push.weight_push import WeightPush
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import NamedTensors, NameMap
@@ -114,7 +113,7 @@ class PhaseCommands:
 
     def update_weights(
         self,
-        named_tensors: NamedTensors | Push | WeightPush,
+        named_tensors: NamedTensors | Push,
         *,
         version: int | None = None,
         name_map: NameMap | None = None,

@@ -14,7 +14,6 @@ from rollout.core.types import StepReport
 from rollout.rules.probe import Prompt
 from rollout.runtime.calls.server_pushes import ServerPushes, needs_torch
 from rollout.weights.push.push import Push
-from rollout.weights.push.weight_push import WeightPush
 
 if TYPE_CHECKING:
     from rollout.weights.tensors import NamedTensors, NameMap
@@ -39,7 +38,7 @@ class WeightChecks:
 
         Args:
             logprobs: for each prompt, of its tokens after the first.
-                ``weights.tensors.canary_logprobs`` computes them with a transformers model.
+                ``rollout.canary_logprobs`` computes them with a transformers model.
 
         Raises:
             WeightMismatch: the numbers of prompts or tokens differ.
@@ -53,7 +52,7 @@ class WeightChecks:
 
     def push_path(
         self,
-        named_tensors: NamedTensors | Push | WeightPush,
+        named_tensors: NamedTensors | Push,
         *,
         version: int | None = None,
         name_map: NameMap | None = None,

@@ -123,7 +123,7 @@ class DeploymentHandle(RunHandle):
 
     def push(
         self,
-        weights: Mapping[str, NamedTensors | Push | WeightPush],
+        weights: Mapping[str, NamedTensors | Push],
         *,
         before_kv: BeforeKv | None = None,
     ) -> Pending[dict[str, StepReport]]:

@@ -111,7 +111,7 @@ class OffloadWindow:
 
     def push(
         self,
-        named_tensors: NamedTensors | Push | WeightPush,
+        named_tensors: NamedTensors | Push,
         *,
         version: int | None = None,
         name_map: NameMap | None = None,
@@ -119,7 +119,7 @@ class OffloadWindow:
         is_base: bool = False,
         adapter_name: str = "",
     ) -> None:
-        """Copy these tensors now; they are sent when the block ends.
+        """These weights, verified and serving when the block ends; the tensors are copied now.
 
         Args:
             named_tensors, version, name_map, adapter, is_base, adapter_name: see

@@ -127,7 +127,7 @@ class Pusher:
         Raises:
             LifecycleError: an engine cannot compare, or was pushed to; nothing was changed.
             PhaseFailed: weights differ; the message names them.
-            TypeError, WeightMismatch, RankFailure, RolloutError: as ``push``.
+            TypeError, ValueError, WeightMismatch, RankFailure, RolloutError: as ``push``.
         """
         round_ = self._round("push")
         request = PushRequest(named_tensors, version, name_map, dtype)

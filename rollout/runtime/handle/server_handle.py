@@ -36,7 +36,6 @@ from rollout.runtime.handle.offload_window import (
 )
 from rollout.weights.push.push import Push
 from rollout.weights.push.push_version import checked_version
-from rollout.weights.push.weight_push import WeightPush
 from rollout.weights.routes.choice import NEAR_ONLY, check_reach, check_window
 from rollout.weights.routes.nccl import check_nccl
 
@@ -108,7 +107,7 @@ class ServerHandle:
 
     def push(
         self,
-        named_tensors: NamedTensors | Push | WeightPush,
+        named_tensors: NamedTensors | Push,
         version: int | None = None,
         *,
         name_map: NameMap | None = None,
@@ -124,8 +123,8 @@ class ServerHandle:
             named_tensors: tensors by checkpoint name, with the checkpoint's shapes, or an existing
                 push.  Tensors that are sharded over several ranks need ``pusher``.
             version: the new weight version; by default one more than the last.
-            name_map: maps the trainer's names and fused tensors to the checkpoint's; see
-                ``rollout.weights.tensors.NameMap``.
+            name_map: maps the trainer's names and fused tensors to the checkpoint's; a
+                ``rollout.NameMap``.
             before_kv: frees memory of the trainer that the KV cache needs.  It runs after the
                 weights are verified, in the thread that waits in ``result()`` or ``await``; if
                 no thread or task waits, the call stops there.  If it raises, so does the call:
@@ -205,8 +204,8 @@ class ServerHandle:
             version: of the push; by default one more than the last.
             before_kv: called after the weights are verified; see ``push``.
 
-            TypeError: ``weights`` or ``before_kv`` is no plain function.
         Raises:
+            TypeError: ``weights`` or ``before_kv`` is no plain function.
             ConfigError: the push at its end would be refused.  Nothing is offloaded.
         """
         check_before_kv(before_kv)

@@ -210,7 +210,7 @@ def _why_not_quantised(known: TensorSpec, expected: Manifest) -> str:
         return ""
     return (
         f" with scales in {known.name + SCALE_SUFFIX!r}; push with name_map="
-        "rollout.weights.tensors.fp8_block_quantiser(model_path), which makes both"
+        "rollout.fp8_block_quantiser(model_path), which makes both"
     )
 
 

@@ -23,6 +23,7 @@ def canary_logprobs(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[f
     Args:
         model: called with ids of shape ``[1, tokens]``, as in transformers; returns logits, or an
             object with ``logits``.
+        prompts: token ids, such as ``policy.checks.canary_prompts``.
     """
     logprobs = []
     for prompt in prompts:

@@ -94,6 +94,7 @@ def merged(
     Push this as full weights where an engine does not serve adapters, or their cost matters.
 
     Args:
+        base: tensors by checkpoint name.
         adapter, config: see ``AdapterSource``.
 
     Raises:

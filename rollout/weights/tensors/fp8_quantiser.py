@@ -19,6 +19,7 @@ from rollout.core.errors import ConfigError, WeightMismatch
 from rollout.weights.format.checkpoint_config import quantisation_of, read_checkpoint_config
 from rollout.weights.format.manifest import FP8, SCALE_SUFFIX, Manifest, read_checkpoint_manifest
 from rollout.weights.format.stacked_experts import is_stacked
+from rollout.weights.tensors.push_plan import NameMap
 
 MAX_FP8 = torch.finfo(torch.float8_e4m3fn).max
 # The ``scale_fmt`` of DeepSeek V3.1: scales are powers of two, in float32.
@@ -61,7 +62,7 @@ class Fp8BlockQuantiser:
         yield name + SCALE_SUFFIX, scales
 
 
-def fp8_block_quantiser(model_path: str | Path) -> Fp8BlockQuantiser:
+def fp8_block_quantiser(model_path: str | Path) -> NameMap:
     """The name map that quantises a trainer's weights as this checkpoint's are.
 
     Make it once and pass it to every push, so that the plan of the push is kept.  The names are the

@@ -305,7 +305,7 @@ def test_an_engine_that_quantises_its_checkpoint_itself_takes_no_push(
     engine = EngineConfig(kind=EngineKind.SGLANG, options=options)
     found = dict(of_checkpoint(engine, update, is_quantised=is_quantised, head_size=7))
     said = found.get("engine.options.quantization", "")
-    assert ("rollout.weights.tensors.fp8_block_quantiser" in said) is is_refused
+    assert ("rollout.fp8_block_quantiser" in said) is is_refused
     assert bool(said) is is_refused
 
 

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout.cli.main import app
-from rollout.config import RolloutConfig, Transport, check_paths
+from rollout.config import RolloutConfig, Transport
+from rollout.config.root import check_paths
 from rollout.core.errors import ConfigError
 from rollout.runtime.local import group_settings
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.config import is_loopback
+from rollout.config.base import is_loopback
 from rollout.observability.page.access import Access
 
 LOCAL = {"host": "127.0.0.1:8000"}

@@ -128,7 +128,7 @@ def test_a_wide_float_is_no_float8_and_the_refusal_names_the_quantiser(
     with pytest.raises(
         WeightMismatch,
         match=f"'q.weight' is {dtype}, the model's is float8_e4m3fn with scales in "
-        r"'q\.weight_scale_inv'; push with name_map=rollout\.weights\.tensors\."
+        r"'q\.weight_scale_inv'; push with name_map=rollout\."
         "fp8_block_quantiser",
     ):
         check_push(wide, QUANTISED, must_be_complete=True, casts=casts)
