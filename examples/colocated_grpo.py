@@ -3,8 +3,8 @@
 A local Ray cluster, two embedded engines behind a router, and a trainer that learns two-digit
 addition by reinforcement.  Engines and trainer use the memory in turns.  Each step is
 
-    rollout -> pause -> flush -> release -> train -> resume weights -> push -> verify
-            -> resume KV cache -> continue
+    rollout -> pause_generation -> flush_cache -> release_memory_occupation -> train
+            -> onload_weights -> update_weights -> verify -> onload_kv -> continue_generation
 
     python examples/colocated_grpo.py            # about two minutes on two cores
     python examples/colocated_grpo.py --skip-push  # never push: the accuracy stays as it is

@@ -11,7 +11,7 @@ The behaviour log-probs are the engine's.  The mean is over the tokens of all sa
 arXiv 2503.14476, equation 8), not first over each sample; there is no KL term to a reference.
 
 Always true: padding changes nothing; a group whose rewards are all equal adds nothing to the
-gradient; between ``offload`` and ``onload`` the trainer holds parameters and optimizer moments
+gradient; between ``offload`` and ``push`` the trainer holds parameters and optimizer moments
 only.
 """
 

@@ -30,13 +30,8 @@ PHASES = (
     "continue_generation",
     "eval",
 )
-SHORT = dict(
-    zip(
-        PHASES,
-        ["roll", "pause", "flush", "rel", "train", "res", "push", "verify", "kv", "cont", "eval"],
-        strict=True,
-    )
-)
+# By their first word, which is clear beside the others.
+SHORT = {name: name.partition("_")[0] for name in PHASES} | {"rollout": "roll", "onload_kv": "kv"}
 
 
 class Report:

@@ -3,6 +3,7 @@
 `.ci/plain_words.txt` has the words to avoid, each with what to write instead.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -81,3 +82,60 @@ def test_each_word_to_avoid_is_found_in_text_and_not_in_code(tmp_path: Path) -> 
     done = subprocess.run([program, tmp_path], cwd=ROOT, capture_output=True, text=True)
     hits = re.findall(r"sample\.(\w+:\d+: \w+)", done.stdout)
     assert sorted(hits) == ["md:1: Nobody", "md:2: told", "py:3: healed"]
+
+
+# What other systems call the commands of ``rollout.rules.lifecycle.Command``, as names of code.
+OTHER_NAMES = (
+    *("pause", "pause_engines", "flush", "release", "release_memory", "release_weights"),
+    *("release_kv", "give_memory", "take_memory", "resume", "resume_weights", "resume_kv"),
+    *("resume_memory", "resume_generation", "onload", "onload_memory", "wake_up", "sleep"),
+    *("continue", "serve_weights"),
+)
+# They have the names of other systems beside ours.
+OF_OTHERS = (
+    *("changelog.md", "from-slime.md", "openrlhf.md", "skyrl.md", "trl.md", "verl.md"),
+    *("vllm-cpu.md", "vllm.md", "weight_transfer.py"),
+)
+
+
+def other_names_in(text: str) -> list[str]:
+    """Names of code in backticks, and methods that are called on a handle or its phases."""
+    name = "|".join(OTHER_NAMES)
+    return [
+        match[0]
+        for pattern in (rf"(`+)(?:{name})(?:\(\))?\1(?!`)", rf"\b(policy|phases)\.(?:{name})\(")
+        for match in re.finditer(pattern, text)
+    ]
+
+
+def test_no_text_calls_a_command_by_another_name() -> None:
+    folders = (ROOT / "docs", ROOT / "examples", ROOT / "rollout", ROOT / "engines/fake")
+    paths = {path for folder in folders for path in folder.rglob("*") if path.suffix in SUFFIXES}
+    paths |= {ROOT / name for name in ("CONTRIBUTING.md", "README.md", "SECURITY.md")}
+    read = [path for path in paths if path.name not in OF_OTHERS]
+    found = {path: other_names_in(path.read_text()) for path in read}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_another_name_of_a_command_would_be_found() -> None:
+    text = "`resume_kv`, ``pause``, policy.phases.release(), `flush_cache`, policy.serve()"
+    assert other_names_in(text) == ["`resume_kv`", "``pause``", "phases.release("]
+
+
+def test_to_push_is_one_thing_wherever_it_is_called() -> None:
+    """By a server's handle, by each rank, and in an offload window, whose end it waits for."""
+    for file, kind in (
+        ("server_handle.py", "ServerHandle"),
+        ("deployment_handle.py", "DeploymentHandle"),
+        ("pusher.py", "Pusher"),
+        ("offload_window.py", "OffloadWindow"),
+    ):
+        code = ast.parse((ROOT / "rollout/runtime/handle" / file).read_text())
+        (methods,) = [
+            node.body for node in code.body if isinstance(node, ast.ClassDef) and node.name == kind
+        ]
+        (push,) = [
+            node for node in methods if isinstance(node, ast.FunctionDef) and node.name == "push"
+        ]
+        first = (ast.get_docstring(push) or "").partition("\n\n")[0].lower()
+        assert "these weights, verified and serving" in first, kind

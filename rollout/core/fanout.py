@@ -1,8 +1,8 @@
 """Run one operation on every engine at once, wait for all, and report each failure.
 
 Always true: when ``fan_out`` returns or raises, none of its calls is still running.  A failure of
-one engine never cancels the call of another: a ``release`` that is cancelled half-way leaves an
-unknown amount of memory in use.  A TaskGroup would cancel it, so only starts use one.
+one engine never cancels the call of another: a release of memory that is cancelled half-way leaves
+an unknown amount of it in use.  A TaskGroup would cancel it, so only starts use one.
 """
 
 from __future__ import annotations

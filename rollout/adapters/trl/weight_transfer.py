@@ -18,7 +18,7 @@ class WeightTransfer:
     """What ``AsyncGRPOTrainer(weight_transfer=...)`` takes.
 
     TRL calls it on its main process alone, which gathers the weights of all ranks while it iterates
-    over them.  Requests wait at the gate from ``pause`` until the new weights are verified.
+    over them.  Requests wait at the gate from TRL's ``pause`` until the new weights are verified.
 
     Args:
         policy: the handle of the server.

@@ -2,8 +2,9 @@
 
 It is the log-prob check (are the weights right?) and the sentinel (does an engine answer from what
 older weights computed?); ``rules/probe.py`` decides.  Always true: an engine gets prompts only
-while it generates: after its start, after its ``continue`` and before the gate opens, or before it
-joins its group.  The caller fences an engine that fails.  One answer past the caches serves both.
+while it generates: after its start, after its ``continue_generation`` and before the gate opens,
+or before it joins its group.  The caller fences an engine that fails.  One answer past the caches
+serves both.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class GroupRegistry:
         return groups_that_need(command, self.phases, self.traits)
 
     def may_continue_late(self) -> list[str]:
-        """The groups that a lost ``continue`` may still reach, because a release skips them."""
+        """The groups that a lost ``continue_generation`` may still reach: a release skips them."""
         return [
             name
             for name, phase in self.phases.items()

@@ -1,7 +1,8 @@
 """Steps computed from spans: the time lost at the boundary, each phase's slowest engine, and the
 seconds of each rank of the trainer in pushes.
 
-Always true: only finished spans count; a step is complete only with its ``continue``.
+Always true: only finished spans count; a step is complete only with its
+``continue_generation``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _DOWN = (Command.PAUSE_GENERATION, Command.FLUSH_CACHE, Command.RELEASE_MEMORY_O
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A server's interval from one ``pause`` to the ``continue`` that ends it.
+    """A server's interval from a ``pause_generation`` to the ``continue_generation`` that ends it.
 
     Attributes:
         lost_s: seconds without generation outside ``trainer_s``: from the pause to the end of the
-            last release, and from the start of the onload to the end of ``continue``.
+            last release, and from the start of the onload to the end of ``continue_generation``.
         paused_s: seconds without generation because of a push: from the pause, or after a release
-            from the start of the update, to the end of ``continue``; of an adapter, those in which
-            it was staged behind a closed gate; 0 without a push.
+            from the start of the update, to the end of ``continue_generation``; of an adapter,
+            those in which it was staged behind a closed gate; 0 without a push.
         trainer_s: seconds between the last release and the onload, when the trainer had the memory.
         phase_s: command -> seconds.
         slowest: command -> the engine that took longest in it.

@@ -127,7 +127,7 @@ class DeploymentHandle(RunHandle):
         *,
         before_kv: BeforeKv | None = None,
     ) -> Pending[dict[str, StepReport]]:
-        """Serve these weights, by server name, on all servers as one transaction.
+        """These weights, verified and serving, by server name, on all servers as one transaction.
 
         Servers that are not named serve the weights that they hold.
 

@@ -2,7 +2,7 @@
 // Only visible spans are drawn, and of several within one pixel only the first: 256 lanes stay fast.
 
 const COLORS = {
-  pause_generation: "--pause", flush_cache: "--flush", release_memory_occupation: "--release", onload_weights: "--resume",
+  pause_generation: "--pause", flush_cache: "--flush", release_memory_occupation: "--release", onload_weights: "--onload",
   update_weights: "--update", begin_weight_update: "--update", end_weight_update: "--update",
   verify: "--verify", onload_kv: "--kv", continue_generation: "--continue", restart: "--watch", readmit: "--watch",
   gather: "--gather", copy: "--copy", engine: "--engine", rollout: "--rollout", trainer: "--trainer",
