@@ -83,6 +83,11 @@ if TYPE_CHECKING:
     from rollout.driver.client.sample_requests import SampleOptions, VersionOptions
     from rollout.driver.client.sampling_check import SamplingParams
     from rollout.driver.logprobs.comparison import LogprobReport, compare_logprobs
+    from rollout.driver.logprobs.correction import (
+        correction_metrics,
+        importance_weights,
+        rejection_mask,
+    )
     from rollout.driver.logprobs.gap_figures import GapFigures
     from rollout.driver.logprobs.mismatch import Mismatch
     from rollout.driver.logprobs.token_logprobs import token_logprobs
@@ -123,6 +128,7 @@ _HOMES = {
     "rollout.driver.client.sample_requests": "SampleOptions VersionOptions",
     "rollout.driver.client.sampling_check": "SamplingParams",
     "rollout.driver.logprobs.comparison": "LogprobReport compare_logprobs",
+    "rollout.driver.logprobs.correction": "correction_metrics importance_weights rejection_mask",
     "rollout.driver.logprobs.gap_figures": "GapFigures",
     "rollout.driver.logprobs.mismatch": "Mismatch",
     "rollout.driver.logprobs.token_logprobs": "token_logprobs",
@@ -386,8 +392,11 @@ __all__ = [
     "canary_logprobs",
     "compare_logprobs",
     "connect",
+    "correction_metrics",
     "fp8_block_quantiser",
+    "importance_weights",
     "launch",
     "merged",
+    "rejection_mask",
     "token_logprobs",
 ]

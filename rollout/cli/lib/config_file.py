@@ -9,6 +9,7 @@ from typing import Literal
 import rollout
 from rollout.config import RolloutConfig
 from rollout.config.root import check_paths
+from rollout.config.sources.layers import Sources
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
 
