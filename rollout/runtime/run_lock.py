@@ -10,7 +10,7 @@ import secrets
 import time
 from pathlib import Path
 
-from engines.process.locks import FileLock, owner_of
+from engines.process.locks import FileLock, owner_of, read_values
 from engines.process.own_files import make_folders
 from rollout.config.run_dir import LAUNCH_FILE, RunFolder
 from rollout.core.errors import ConfigError
@@ -22,11 +22,14 @@ logger = logging.getLogger(__name__)
 class RunLock:
     """Held by one launch, from before anything is started until everything has stopped.
 
+    Args:
+        is_detached: the launch outlives its script, and can be connected to.
+
     Raises:
         ConfigError: another launch of this run id still runs, or the folder cannot be written.
     """
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, *, is_detached: bool = False) -> None:
         path = run.path / LAUNCH_FILE
         with naming_setting("log_dir", run.path.parent):
             make_folders(str(run.path))
@@ -35,7 +38,10 @@ class RunLock:
             self._take(run, path)
             launched = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
             with naming_setting("log_dir", run.path.parent):
-                self._file.write(launch=f"{launched}-{secrets.token_hex(2)}")
+                self._file.write(
+                    launch=f"{launched}-{secrets.token_hex(2)}",
+                    **({"detached": "true"} if is_detached else {}),
+                )
         except BaseException:
             self.release()
             raise
@@ -44,9 +50,15 @@ class RunLock:
         try:
             self._file.take()
         except BlockingIOError:
+            way_out = f"end it (rollout stop {run.path})"
+            if read_values(path).get("detached"):
+                way_out = (
+                    f"it is detached: go on with it (rollout.connect({run.run_id!r}, "
+                    f"backend='ray')), end it (rollout stop {run.run_id} --ray)"
+                )
             raise ConfigError(
-                f"run_id = {run.run_id!r}: this run is launched already, by {owner_of(path)}; end "
-                f"it (rollout stop {run.path}), or choose another run_id",
+                f"run_id = {run.run_id!r}: this run is launched already, by {owner_of(path)}; "
+                f"{way_out}, or choose another run_id",
                 setting="run_id",
                 value=run.run_id,
             ) from None

@@ -56,6 +56,18 @@ def test_a_second_launch_is_refused_and_overwrites_nothing(tmp_path: Path) -> No
         assert run.last_launch() not in before[run.path / "launch.json"].decode()
 
 
+def test_a_run_that_outlives_its_script_is_named_with_what_goes_on_with_it(tmp_path: Path) -> None:
+    first = RunLock(run_of(tmp_path), is_detached=True)
+    way_out = r"connect\('exp', backend='ray'\)\), end it \(rollout stop exp --ray\), or choose"
+    with pytest.raises(ConfigError, match=way_out):
+        RunLock(run_of(tmp_path))
+    first.release()
+    second = RunLock(run_of(tmp_path))
+    with pytest.raises(ConfigError, match=r"end it \(rollout stop /"):
+        RunLock(run_of(tmp_path))
+    second.release()
+
+
 def test_a_launch_that_fails_leaves_the_run_to_the_next(tmp_path: Path) -> None:
     from engines.fake.http_fake import HttpFakeLauncher
 
