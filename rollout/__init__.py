@@ -167,6 +167,7 @@ def launch(
     bundles: Sequence[int] | Mapping[int, int | str] | None = None,
     expect_version: int = 0,
     wait: bool = True,
+    detached: bool = False,
 ) -> DeploymentHandle:
     """Start the servers of ``config`` and return when they are serving.
 
@@ -185,9 +186,14 @@ def launch(
             newer one; only frozen servers serve at once.
         wait: until the servers serve.  False returns while they start: ``deployment.ready()`` is
             the rest of the launch, with its error.
+        detached: with ``ray``: the servers go on when this script ends, however it does.  A new
+            script finds them with ``connect``; the handle's ``stop`` and ``rollout stop RUN --ray``
+            end them, and a ``with`` block of the handle does not.  The cluster must outlive the
+            script, too.
 
     Raises:
-        ConfigError: a setting is wrong, or ``backend`` is ``ray`` and Ray is not installed.
+        ConfigError: a setting is wrong, or ``backend`` is ``ray`` and Ray is not installed; or a
+            detached run of this id lives.
         PlacementError: the engines do not fit on the machines.
         PhaseFailed: an engine did not start.
 
@@ -204,6 +210,11 @@ def launch(
     if backend == "local":
         if placement_group is not None or bundles is not None:
             raise ConfigError("placement_group and bundles need backend='ray'")
+        if detached:
+            raise ConfigError(
+                "detached=True needs backend='ray': without Ray the servers run in this process, "
+                "and end with it"
+            )
         from rollout.runtime.local import launch_local
 
         return launch_local(config, expect_version=expect_version, wait=wait)
@@ -217,6 +228,7 @@ def launch(
         bundles=bundles,
         expect_version=expect_version,
         wait=wait,
+        detached=detached,
     )
 
 
@@ -246,7 +258,9 @@ def connect(
     """The servers of a run that another process has launched, by name.
 
     From any process: a trainer's rank, a Ray actor, a notebook.  The run goes on when this process
-    ends, and only the launching process can stop it.
+    ends.  A run that was launched with ``detached`` outlives its script: of it this returns a
+    ``DeploymentHandle``, by which a new script goes on, with ``placement_group``,
+    ``trainer_slots`` and ``stop``.  Only the launching process can stop any other run.
 
     Args:
         run: the run's folder or that of one of its servers, or its id if the folder is
@@ -259,13 +273,13 @@ def connect(
     Raises:
         ConfigError: there is no such run, it refuses the key, or an argument is no text.
         ActorLost: the launching process has ended.
+        TimeoutError: a detached run waits for its place on the cluster.
     """
     from rollout.config.run_dir import JOURNAL_FILE
     from rollout.config.sources.environment import set_log_level
     from rollout.core.arguments import wrong
     from rollout.core.errors import ConfigError
     from rollout.runtime.connect import connect_local
-    from rollout.runtime.handle import RunHandle
 
     set_log_level()
     if not str(run):
@@ -284,8 +298,8 @@ def connect(
             "backend='ray'"
         )
     with _needing_ray():
-        from rollout.runtime.ray.find_servers import connect_servers
-    return RunHandle(connect_servers(str(run), address=address or "auto", namespace=namespace))
+        from rollout.runtime.ray.find_servers import connect_run
+    return connect_run(str(run), address=address or "auto", namespace=namespace)
 
 
 def _has_joined_ray() -> bool:

@@ -214,8 +214,8 @@ def stop(
 ) -> None:
     """Stop the engines and routers of a run.
 
-    With --ray the server actors are stopped.  Otherwise the process that runs the servers gets
-    SIGTERM; this is the training script if the script launched them.
+    With --ray the server actors are stopped, and a detached run as a whole.  Otherwise the process
+    that runs the servers gets SIGTERM; this is the training script if the script launched them.
     """
     from rollout.cli.stop import stop_servers
 

@@ -209,4 +209,5 @@ def actors_of_runs() -> list[str]:
     if ray is None or not ray.is_initialized() or not hasattr(ray, "util"):
         return []
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    return [name for name in names if name.startswith(("rollout-", "engines-of-", "store-"))]
+    ours = ("rollout-", "engines-of-", "store-", "owner-of-")
+    return [name for name in names if name.startswith(ours)]

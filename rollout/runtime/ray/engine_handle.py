@@ -65,6 +65,15 @@ class ActorName:
         except ValueError:
             return None
 
+    def wait_free(self) -> bool:
+        """Wait until no actor has this name; False if one has it after ``_NAME_TIMEOUT_S``."""
+        until_s = time.monotonic() + _NAME_TIMEOUT_S
+        while self.find() is not None:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_NAME_POLL_S)
+        return True
+
     def once_free(self, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, which creates the actor of this name.  Blocks.
 

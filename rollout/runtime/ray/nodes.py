@@ -8,9 +8,10 @@ because a call to it failed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import ray
 from engines.process.background import start_task
 from engines.process.engine_records import end_and_clear
@@ -32,10 +33,9 @@ _POLL_S = 0.25
 _LEAST_SHARE = 0.0001
 
 
-def read_addresses() -> dict[str, str]:
-    """Node id -> address, of the live nodes.  Blocks."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in nodes}
+def has_started_cluster() -> bool:
+    """Whether this process has started the cluster that it is in, which then ends with it."""
+    return any(child.name() == "gcs_server" for child in psutil.Process().children())
 
 
 async def node_addresses() -> dict[str, str]:
@@ -122,6 +122,13 @@ def visible_gpu_ids() -> list[GpuId]:
     return [read_gpu_id(str(gpu_id)) for gpu_id in ray.get_gpu_ids()]
 
 
+def on_node(node_id: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a task on a node, which takes nothing of it; its object ref."""
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(work).options(scheduling_strategy=strategy)
+    return task.remote(*arguments)
+
+
 async def confirm_ended(
     engine_id: str, node_id: str, processes: Sequence[ProcessIdentity], timeout_s: float
 ) -> None:
@@ -135,12 +142,10 @@ async def confirm_ended(
     """
     if not processes:
         return
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(end_all).options(scheduling_strategy=strategy)
     problem = "no reply from that node"
     try:
         async with asyncio.timeout(timeout_s):
-            object_ref = task.remote(list(processes), timeout_s)
+            object_ref = on_node(node_id, end_all, list(processes), timeout_s)
             call = start_task(RemoteCall[int](object_ref, f"node {node_id}"), f"node:{node_id}")
             try:
                 while node_id in await node_addresses():

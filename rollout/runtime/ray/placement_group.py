@@ -182,6 +182,14 @@ def remove_unused(group: PlacementGroup, *, timeout_s: float) -> bool:
     return True
 
 
+def used_of(group: PlacementGroup) -> list[str]:
+    """The resources of a group that actors or tasks use now, by name; none of one that is gone."""
+    if placement_group_table(group).get("state") == "REMOVED":
+        return []
+    ending = f"_group_{group.id.hex()}"
+    return used_names(ray.cluster_resources(), ray.available_resources(), ending)
+
+
 def still_used(ending: str = "", *, timeout_s: float) -> list[str]:
     """The cluster's resources with this ending that are in use after ``timeout_s``, by name.
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollout.config import RolloutConfig, check_paths
+from rollout.config.root import check_paths
+from rollout.config import RolloutConfig, 
 from rollout.config.sources import hub as hub_module
 from rollout.config.sources.hub import HubModel
 from rollout.core.errors import ConfigError

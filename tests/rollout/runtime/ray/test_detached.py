@@ -1,0 +1,86 @@
+"""Launches that outlive their script, on the stub of Ray; the end-to-end tests kill over Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout
+from engines.fake.http_fake import HttpFakeLauncher
+from rollout.core.errors import ConfigError, PhaseFailed
+from rollout.runtime.handle import DeploymentHandle
+from tests.support.builders import push
+from tests.support.ray_worlds import World, stub_world
+from tests.support.served_fakes import config, fail_to_make
+
+ONE = {"main": {"num_engines": 1}}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with stub_world() as world:
+        # Other tests of this process may have started a cluster of Ray itself.
+        monkeypatch.setattr(world.load("launch"), "has_started_cluster", lambda: False)
+        yield world
+
+
+def launch(
+    world: World, folder: Path, launcher: HttpFakeLauncher | None = None, **more: Any
+) -> DeploymentHandle:
+    settings = config(folder, ONE, run_id="exp", **more)
+    launcher = launcher or HttpFakeLauncher()
+    handle = world.load("launch").launch_ray(settings, launcher=launcher, detached=True)
+    assert isinstance(handle, DeploymentHandle)
+    return handle
+
+
+def test_a_run_goes_on_after_its_block_and_is_found_again(world: World, tmp_path: Path) -> None:
+    with launch(world, tmp_path) as first:
+        first.offload().result(30)
+    with pytest.raises(rollout.RolloutError, match="closed"):
+        first.offload()
+    with rollout.connect("exp", backend="ray") as run:
+        assert run.ready().result(30)["policy"].name == "policy"
+        assert run.config == first.config
+        assert run["policy"].status().result(30).phase == "offloaded"
+        run.push({"policy": push(1)}).result(30)
+        assert run["policy"].status().result(30).phase == "serving"
+        run.stop()
+    assert world.live_actors() == []
+    with pytest.raises(ConfigError, match="no server of run 'exp'"):
+        rollout.connect("exp", backend="ray")
+    launch(world, tmp_path).stop()
+
+
+def test_one_launch_of_an_id_at_a_time(world: World, tmp_path: Path) -> None:
+    first = launch(world, tmp_path)
+    way_out = r"rollout\.connect\('exp', backend='ray'\).*rollout stop exp --ray"
+    with pytest.raises(ConfigError, match=way_out):
+        launch(world, tmp_path)
+    with pytest.raises(ConfigError, match=way_out):  # and no other without an owner
+        world.load("launch").launch_ray(first.config, launcher=HttpFakeLauncher())
+    assert first["policy"].status().result(30).gate == "open"
+    first.stop()
+
+
+def test_a_launch_that_fails_leaves_nothing(world: World, tmp_path: Path) -> None:
+    with pytest.raises(PhaseFailed, match="no such model layer"):
+        launch(world, tmp_path, HttpFakeLauncher(fail_to_make))
+    assert world.live_actors() == []
+    launch(world, tmp_path).stop()
+
+
+def test_what_would_end_with_the_script_is_refused(world: World, tmp_path: Path) -> None:
+    group = world.ray.util.placement_group([{"CPU": 1}])
+    with pytest.raises(ConfigError, match=r"makes its own placement group.*trainer_slots"):
+        world.load("launch").launch_ray(
+            config(tmp_path, ONE), placement_group=group, bundles=[0], detached=True
+        )
+    world.ray.shutdown()
+    with pytest.raises(ConfigError, match=r"would end with this script.*ray start --head"):
+        launch(world, tmp_path)
+    with pytest.raises(ConfigError, match="detached=True needs backend='ray'"):
+        rollout.launch(config(tmp_path, ONE), detached=True)
