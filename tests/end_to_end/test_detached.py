@@ -276,6 +276,29 @@ def test_a_trainer_killed_in_a_push(kept: Trained, how: str, num_versions: int) 
     assert left_by(killed) == []
 
 
+@pytest.mark.parametrize(
+    ("phase", "operation"),
+    [
+        ("paused", "pause_generation"),
+        ("offloaded", "release_memory_occupation"),
+        ("weights_onloaded", "resume_memory_occupation"),
+        ("verified", "weights_checker"),
+    ],
+)
+def test_a_trainer_killed_while_a_command_runs(kept: Trained, phase: str, operation: str) -> None:
+    engines = kept.pids()
+    with kept.connect() as run, engines_of(run["policy"]) as served:
+        served["main-0"].hold(operation)
+        kept.go(phase)
+        served["main-0"].wait_entered(operation)
+        kept.kill()
+        served["main-0"].open(operation)
+        kept.start("serve")
+        assert kept.pids() == engines
+        status = run["policy"].status().result(TIMEOUT_S)
+        assert (status.phase, status.gate) == ("serving", "open")
+
+
 def test_a_server_lost_after_its_script_comes_back(ray_cluster: RayWorld, kept: Trained) -> None:
     """Ray has what it needs to start it again: the script that launched ended long ago."""
     engines, before = kept.pids(), kept.record().process

@@ -17,9 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollout.control.server.journal import read
 from rollout.testing.tiny_model import make_tiny_model
+from tests.support.builders import write_checkpoint
 from tests.support.pages import code_of
-from tests.support.processes import ROOT, Program, program, wait_until
+from tests.support.processes import ROOT, Program, kill_listener, program, wait_until
 from tests.support.ray_worlds import set_up_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.embedded, pytest.mark.timeout(480)]
@@ -150,6 +152,59 @@ def test_a_stopped_job_leaves_no_engine(head: Program, tmp_path: Path) -> None:
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert "stopped" in ray("ray", "job", "status", "served").stdout.lower()
     assert wait_until(lambda: not engines_of(head), 30), engines_of(head)
+
+
+# Goes on with the run, or launches it, and ends.
+STEP = """
+import json, sys
+import rollout
+
+config = rollout.RolloutConfig.from_file(sys.argv[1])
+try:
+    deployment = rollout.connect(config.run_id, backend="ray")
+except rollout.ConfigError:
+    deployment = rollout.launch(config, backend="ray", detached=True)
+with deployment:
+    policy = deployment["policy"]
+    policy.offload().result(60)
+    policy.serve().result(60)
+    (group,) = policy.status().result(60).groups
+    print("engines:", [engine.pid for engine in group.engines])
+    sys.exit("this job fails")
+"""
+
+
+def test_serving_outlives_the_job_that_launched_it(
+    own: Own, head: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray keeps the working directory of the job for what is started in it later."""
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / "step.py").write_text(STEP)
+    group = {"num_engines": 2, "engine": {"kind": "fake", "weights_cpu_backup": True}}
+    policy = {
+        "model_path": write_checkpoint(tmp_path),
+        "groups": {"main": group},
+        "agents": {"workers": 0},
+    }
+    config = tmp_path / "rollout.yaml"
+    settings = {"run_id": "kept", "log_dir": str(tmp_path), "servers": {"policy": policy}}
+    config.write_text(json.dumps(settings))
+    submit = ("ray", "job", "submit", "--working-dir", str(job), "--", "python", "step.py")
+
+    def engines() -> str:
+        done = ray(*submit, str(config))
+        assert "this job fails" in done.stdout, done.stdout + done.stderr
+        return done.stdout.partition("engines: ")[2].splitlines()[0]
+
+    first = engines()
+    router = read(tmp_path / "kept" / "policy" / "journal.json").router_url
+    kill_listener(router)  # another one begins in the environment of the job that has ended
+    assert engines() == first
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{own.port}")
+    stopped = ray("rollout", "stop", "kept", "--ray", "--yes")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert wait_until(lambda: not head.descendants("engines."), 30), head.descendants()
 
 
 # In the place of the command: every word of the page stays, its cluster is one of its own, and its

@@ -73,6 +73,19 @@ def test_a_launch_that_fails_leaves_nothing(world: World, tmp_path: Path) -> Non
     launch(world, tmp_path).stop()
 
 
+def test_a_run_that_has_lost_its_servers_can_be_stopped(world: World, tmp_path: Path) -> None:
+    launch(world, tmp_path)
+    world.ray.kill(world.ray.get_actor("rollout-exp-policy", namespace="rollout"))
+    find = world.load("find_servers").find_servers
+    (found,) = find("exp", address="auto", namespace="rollout")
+    with pytest.raises(rollout.RolloutError, match="no server of this detached run lives"):
+        found.state()
+    with pytest.raises(rollout.RolloutError, match="owner-of-rollout-exp"):
+        found.log_tail("main-0")
+    found.stop()
+    assert world.live_actors() == []
+
+
 def test_what_would_end_with_the_script_is_refused(world: World, tmp_path: Path) -> None:
     group = world.ray.util.placement_group([{"CPU": 1}])
     with pytest.raises(ConfigError, match=r"makes its own placement group.*trainer_slots"):
