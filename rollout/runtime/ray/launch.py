@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,14 @@ from engines.launch import EngineLauncher, LocalLauncher
 from engines.process.background import Then, in_own_thread, keep_task, start_task
 from engines.protocol import GpuId
 from engines.protocol.plain_text import describe
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.agents.worker.host import worker_settings
 from rollout.config import RolloutConfig
 from rollout.config.run_dir import RunFolder
+from rollout.config.sources.environment import options_of_actors
+from rollout.config.sources.hub import HubModel
 from rollout.control.server.journal import read
 from rollout.core.errors import ConfigError, EngineFailure, RolloutError
 from rollout.core.pending import LoopThread
@@ -47,7 +50,12 @@ from rollout.runtime.ray.find_servers import (
     server_actor,
 )
 from rollout.runtime.ray.group_actor import ServerGroupActor
-from rollout.runtime.ray.nodes import confirm_ended, has_started_cluster
+from rollout.runtime.ray.nodes import (
+    confirm_ended,
+    engine_host,
+    has_started_cluster,
+    read_addresses,
+)
 from rollout.runtime.ray.placement_group import (
     ExistingGroup,
     remove_unused,
@@ -68,6 +76,8 @@ logger = logging.getLogger(__name__)
 _STOP_MARGIN_S = 20.0
 _UNUSED_TIMEOUT_S = 5.0
 _LEFTOVER_TIMEOUT_S = 30.0
+# 1 TB at 200 MB/s takes 5000 s.
+_DOWNLOAD_S = 7200.0
 # For the answer of an owner that ends to reach its caller.
 _ANSWER_S = 10.0
 # For the process of an owner to start, and to make the actors of the run.
@@ -177,7 +187,9 @@ def _launch_detached(
     # The folder of the logs is beside the script, as in a launch that ends with it.
     config = config.model_copy(update={"log_dir": str(Path(config.log_dir).absolute())})
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor_class = ray.remote(num_cpus=0, max_restarts=0)(LaunchOwner)
+    exports_spans = any(server.timeline.otel for server in config.servers.values())
+    variables = options_of_actors(exports_spans=exports_spans)
+    actor_class = ray.remote(num_cpus=0, max_restarts=0, **variables)(LaunchOwner)
     options = actor_class.options(
         name=name.name,
         namespace=name.namespace,
@@ -353,6 +365,7 @@ def _make_server(
     # Router and server stay on the driver's node, because the driver calls its loopback.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     control: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
+    control |= options_of_actors()
     own_name = ActorName(config.cluster.namespace, server_actor(config.run_id, name))
     terms = store_terms(config, name)
     agents: RemoteAgents | None = None
@@ -398,6 +411,46 @@ def _make_server(
             value=config.run_id,
         ) from error
     return undo.owns(actor)
+
+
+def fetch_models(folders: Collection[str], node_ids: Collection[str]) -> None:
+    """Get models of the Hub onto other nodes, each the same commit in the same folder.  Blocks.
+
+    Args:
+        folders: of models; those that are not in the cache of the Hub are left out.
+        node_ids: the nodes that need them.
+
+    Raises:
+        ConfigError: a node cannot get a model, or has its cache elsewhere.
+    """
+    fetch = ray.remote(num_cpus=0, max_retries=0)(why_not_here)
+    started = {}
+    for node_id in node_ids:
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        for folder in filter(HubModel.downloaded, sorted(set(folders))):
+            object_ref = fetch.options(scheduling_strategy=there).remote(folder)
+            started[node_id, folder] = object_ref
+    for (node_id, folder), object_ref in started.items():
+        try:
+            why = ray.get(object_ref, timeout=_DOWNLOAD_S)
+        except GetTimeoutError:
+            why = f"its download took more than {_DOWNLOAD_S:g} s"
+        except RayError as error:
+            why = str(error).partition("\n")[0]
+        if why:
+            raise ConfigError(f"model_path = {folder!r}: node {node_id}: {why}")
+
+
+def why_not_here(folder: str) -> str:
+    """Why this node has no model of the Hub in a folder, after a try to get it; empty if it has."""
+    model = HubModel.downloaded(folder)
+    try:
+        here = folder if model is None else model.folder()
+    except ConfigError as error:
+        return str(error)
+    if Path(here) == Path(folder):
+        return ""
+    return f"its cache of the Hub has the model in {here}; set HF_HOME alike on all nodes"
 
 
 async def end_leftovers(journals: Sequence[Path]) -> None:

@@ -8,7 +8,7 @@ because a call to it failed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -31,6 +31,12 @@ LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
 # Ray counts shares of a GPU in steps of this.
 _LEAST_SHARE = 0.0001
+
+
+def read_addresses() -> dict[str, str]:
+    """Node id -> address, of the live nodes.  Blocks."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in nodes}
 
 
 def has_started_cluster() -> bool:

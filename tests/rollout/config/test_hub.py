@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rollout.config import RolloutConfig
 from rollout.config.root import check_paths
-from rollout.config import RolloutConfig, 
 from rollout.config.sources import hub as hub_module
 from rollout.config.sources.hub import HubModel
 from rollout.core.errors import ConfigError
