@@ -35,10 +35,10 @@ from rollout.driver.client.load_follower import LoadFollower
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
-from rollout.driver.data.saved_groups import RECORD, REPLAY, SavedGroups
-from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets, no_evaluation
+from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
+from rollout.driver.figures.step_figures import OnMetrics, StepFigures
+from rollout.driver.figures.trackers import Trackers, close_trackers, open_trackers
 from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs
-from rollout.driver.step_figures import OnMetrics, StepFigures
 from rollout.driver.stream.delivery import why_none_left
 from rollout.driver.stream.hooks import Hooks, OnSample, Reward
 from rollout.driver.stream.journal import JournalFiles, data_name
@@ -79,6 +79,10 @@ class RolloutDriver:
         retry_policy: how many failures one sample survives.
         on_metrics: called with the metrics of every rollout and evaluation, in order, in a thread
             of its own; the call may have returned before.  Its errors are logged.
+        trackers: where the same figures go, and a table of the shown samples: ``wandb``,
+            ``tensorboard``, ``mlflow``, ``trackio``, an object with ``log(figures, step)``, or a
+            list of these.  ``{"wandb": {"project": "x"}}`` has the arguments of its run; without
+            them an open run is used.  A tracker's first error is logged.
         journal: folder in which finished groups are kept, within 2 s, so that a new launch
             delivers them and generates only the others; for sources, each by its name, and a
             ``rollout_id`` that rises by step.  None keeps none.
@@ -107,6 +111,7 @@ class RolloutDriver:
         control_key: str = "",
         retry_policy: RetryPolicy | None = None,
         on_metrics: OnMetrics | None = None,
+        trackers: SkipValidation[Trackers] = (),
         num_shown_samples: Annotated[Count, Field(le=MOST)] = 4,
         journal: str | Path | None = None,
         client: SkipValidation[GenerationClient | None] = None,
@@ -143,9 +148,9 @@ class RolloutDriver:
         self._streams: dict[int, Stream] = {}
         self._lists: set[Stream] = set()
         self._data_names: set[str] = set()
-        self._figures = StepFigures(client, on_metrics)
         self._watch = LoopWatch()
         self._is_closed = False
+        self._figures = StepFigures(client, on_metrics, open_trackers(trackers))
 
     async def close(self) -> None:
         """Abort all requests in flight and close the connections, for good, within 5 seconds.
@@ -551,7 +556,15 @@ class Driver(BlockingFacade[RolloutDriver]):
 
     @arguments_of(RolloutDriver)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("driver", lambda: RolloutDriver(*args, **kwargs))
+        # Here, where the program has its open run: MLflow's is that of a thread.
+        trackers = open_trackers(kwargs.get("trackers", ()))
+        try:
+            super().__init__(
+                "driver", lambda: RolloutDriver(*args, **{**kwargs, "trackers": trackers})
+            )
+        except BaseException:
+            close_trackers(trackers)
+            raise
 
     rollout = started(RolloutDriver.rollout)
     """Starts ``RolloutDriver.rollout`` and returns a ``Pending`` at once."""

@@ -12,11 +12,13 @@ from importlib.util import find_spec
 
 import pytest
 
-# What the extras of pyproject.toml install, by the name of the import; not those for development.
+# What the extras of pyproject.toml install, by the name of the import, and trackers; not those for
+# development.
 OPTIONAL = (
     *("jinja2", "safetensors", "tokenizers", "torch", "transformers"),
     *("math_verify", "matplotlib", "numpy", "opentelemetry", "ray"),
     *("datasets", "mooncake", "peft", "trl"),
+    *("mlflow", "tensorboardX", "trackio", "wandb"),
 )
 REASON = re.compile(r"could not import '(\w+)")
 NEEDED_BY_MARKER = {"embedded": ("torch", "transformers"), "ray": ("ray",), "torch": ("torch",)}

@@ -21,12 +21,12 @@ import pytest
 from engines.protocol import GenerateReply
 from rollout.core.errors import RolloutError
 from rollout.core.samples import Sample, SampleGroup, SampleStatus
-from rollout.driver import step_figures
 from rollout.driver.client.generation_client import GenerationRequest
 from rollout.driver.client.session import Session
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.data.prompt_data import PromptData
 from rollout.driver.driver import RolloutDriver
+from rollout.driver.figures import step_figures
 from rollout.driver.stream.hooks import Hooks
 from rollout.driver.stream.options import RolloutOptions
 from tests.support.driving import SAMPLING, engines, prompts
