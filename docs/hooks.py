@@ -24,6 +24,7 @@ import engines.vllm.features
 from rollout.agents.worker.metrics import METRICS as AGENTS_METRICS
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
+from rollout.driver.figures.keys import KEYS
 from rollout.observability.page.prometheus import METRICS as SERVER_METRICS
 from rollout.router.continuation import parameters
 from rollout.router.metrics import METRICS as ROUTER_METRICS
@@ -265,6 +266,12 @@ def metrics() -> str:
     return "\n".join(lines)
 
 
+def figures() -> str:
+    """The names of step figures, as trackers get them."""
+    rows = [f"| `{name}` | {about} |" for name, about in KEYS.items()]
+    return "\n".join(["| figure | what it is |", "|---|---|", *rows])
+
+
 def seams() -> str:
     """What happens to each parameter of a request where another engine goes on."""
     lines = ["| parameter | embedded | SGLang | vLLM | other routes |", "|---|---|---|---|---|"]
@@ -285,5 +292,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "configuration": configuration,
     "commands": commands,
     "metrics": metrics,
+    "figures": figures,
     "seams": seams,
 }
