@@ -88,7 +88,6 @@ class Timeline:
         """Record finished spans that another process has measured."""
         for span in spans:
             span = replace(span, source=self.source, span_id=next(self._ids), parent=0)
-            span.traceparent = traceparent_of_call()
             self._keep(span)
 
     def since(self, cursor: Cursor = START) -> Excerpt:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, cycle, islice
 from typing import Any
 
+from engines.http.trace_context import current_traceparent
 from engines.tensors.fingerprint import BYTES
 from rollout.config import Transport, WeightUpdate
 from rollout.core.errors import WeightMismatch
@@ -59,7 +60,8 @@ class PushEnd:
 
     Attributes:
         routes: as the figures name them.
-        copies: those of all ranks for the store, or None if it reads the push itself, or nothing.
+        copies: those of all ranks for the store; None if it reads the push itself, or nothing.
+        traceparent: the trainer's trace, in which the push was made.
     """
 
     version: int
@@ -68,6 +70,7 @@ class PushEnd:
     figures: PushFigures
     copies: CopiedPush | None
     server: ServerPort
+    traceparent: str = field(default_factory=current_traceparent)
 
     def offer_copies(self) -> Pending[None] | None:
         """Offer the copies to the store, or None without copies."""
@@ -78,7 +81,10 @@ class PushEnd:
 
     def record(self) -> Pending[None]:
         """Leave the figures to the timeline."""
-        return self.server.record_push(self.figures.spans(self.version, self.routes))
+        spans = self.figures.spans(self.version, self.routes)
+        return self.server.record_push(
+            [replace(span, traceparent=self.traceparent) for span in spans]
+        )
 
 
 class Leader:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from engines.fake.engine.fake_weights import DEFAULT_TENSORS
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from tests.support.builders import push
 from tests.support.otel_program import bare_program, keep_spans
 from tests.support.paged import step
+from tests.support.processes import wait_until
 from tests.support.served_fakes import TIMEOUT_S, launched
 
 api = pytest.importorskip("opentelemetry.trace")
@@ -86,3 +88,29 @@ def test_a_handle_in_another_process_carries_the_span_of_that_process(
         policy.offload().result(TIMEOUT_S)
     run.stop()
     assert {"phase pause_generation", "group pause_generation"} <= set(children_of(within, kept))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", ["one process", "all ranks"])
+def test_the_stages_of_a_push_are_in_the_trace_too(
+    run: DeploymentHandle, kept: Any, way: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    policy = run["policy"]
+    weights = {
+        tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for tensor in DEFAULT_TENSORS
+    }
+    with api.get_tracer("trainer").start_as_current_span("train step") as within:
+        if way == "one process":
+            policy.push(weights).result(TIMEOUT_S)
+        else:
+            with policy.pusher() as pusher:
+                pusher.push(weights)
+    stages = {"rank gather", "rank copy", "rank engine"}
+
+    def are_exported() -> bool:
+        api.get_tracer_provider().force_flush()
+        return stages <= set(children_of(within, kept))
+
+    assert wait_until(are_exported, 10)
