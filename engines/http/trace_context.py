@@ -2,6 +2,7 @@
 
     trainer, in a span        -> server             -> groups       traceparent, a plain text
     trainer, in a span        -> router, unread     -> engines      headers of a request
+    agent                     -> worker of agents   -> router       the same
 
 Always true: a process that has not imported OpenTelemetry pays one look-up for a call or request,
 and sends nothing of this.
@@ -10,24 +11,32 @@ and sends nothing of this.
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _CALLER: ContextVar[str] = ContextVar("CALLER", default="")
+_REQUEST: ContextVar[Mapping[str, str] | None] = ContextVar("REQUEST", default=None)
+_NAMES = ("traceparent", "tracestate")
 
 
 def trace_headers() -> dict[str, str]:
-    """The headers of a request by the caller's active span, as ``OTEL_PROPAGATORS`` says; none
-    outside of a span."""
-    headers: dict[str, str] = {}
+    """The headers of a request: by the caller's active span as ``OTEL_PROPAGATORS`` says, or those
+    that are passed on; none outside of a trace."""
+    headers = dict(_REQUEST.get() or {})
     if _is_in_span():
         from opentelemetry import propagate
 
         propagate.inject(headers)
     return headers
+
+
+def pass_on(headers: Mapping[str, str]) -> None:
+    """Let what this task requests have the trace of the request with these headers, which it
+    answers."""
+    _REQUEST.set({name: headers[name] for name in _NAMES if name in headers})
 
 
 def current_traceparent() -> str:

@@ -18,6 +18,7 @@ import aiohttp
 
 from engines.http.reply_check import UnusableReply, check_generate
 from engines.http.sglang_json import DONE, read_checked, read_logprob
+from engines.http.trace_context import trace_headers
 from engines.plain_json import WRONG_FORM
 from engines.process.background import Then, keep_task
 from rollout.agents.failures import ChatFailure, failure
@@ -109,6 +110,7 @@ class RouterLink:
             ChatFailure: there is no complete reply.
         """
         headers = {
+            **trace_headers(),
             **self._headers,
             **contract.to_headers(),
             "content-type": "application/json",

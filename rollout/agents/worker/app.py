@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from engines.http.trace_context import pass_on
 from engines.process.background import Then, keep_task, start_task
 from rollout.agents.chats import ChatSessions, readable
 from rollout.agents.failures import ChatFailure, failure
@@ -166,6 +167,7 @@ def _add_chats(app: FastAPI, chats: ChatSessions, link: RouterLink, max_bytes: i
         """One turn: OpenAI's chat completion, whose history keeps its exact token ids."""
         try:
             body = await _body_of(request, max_bytes)
+            pass_on(request.headers)
             texts = [
                 (CONTRACT_FIELDS[name], value)
                 for name, value in request.headers.items()

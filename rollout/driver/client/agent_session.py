@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from engines.http.trace_context import trace_headers
 from rollout.core.arguments import wrong
 from rollout.core.errors import ConfigError, GenerationFailed, RolloutError
 from rollout.core.pending import Pending
@@ -35,7 +36,7 @@ class AgentSession:
         base_url: for OpenAI clients.
         api_key: for OpenAI clients, which refuse an empty one.
         default_headers: for OpenAI clients, which send them with each turn: the weight versions
-            that its tokens may have.
+            that its tokens may have, and the trace of the span in which the session was made.
 
     Args:
         urls: of all workers of its server's agents.
@@ -66,7 +67,7 @@ class AgentSession:
         self._url = f"{url.rstrip('/')}/sessions/{self.session_id}"
         self.base_url = f"{self._url}/v1"
         self.api_key = key or "none"
-        self.default_headers = contract.to_headers()
+        self.default_headers = contract.to_headers() | trace_headers()
         control = control_key or key
         self._headers = {"authorization": f"Bearer {control}"} if control else {}
         self._submit = submit

@@ -76,3 +76,20 @@ async def test_what_is_no_contract_or_cannot_be_kept_is_a_400(
     with pytest.raises(openai.BadRequestError, match=words):
         await agent.ask([USER], **options)
     assert not agent.bench.engines[0].seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_passes_the_trace_of_its_client_on(make_agent: Any, stream: bool) -> None:
+    agent: Agent = await make_agent()
+    trace = {
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "tracestate": "vendor=a",
+    }
+    for headers in (trace, {}):
+        answer = await agent.ask([USER], extra_headers=headers, stream=stream)
+        if stream:
+            assert [part async for part in answer]
+    first, second = [seen for seen in agent.bench.engines[0].seen if seen.target == "/generate"]
+    for name, value in trace.items():
+        assert first.header(name) == [value]
+        assert second.header(name) == []

@@ -11,6 +11,7 @@ import pytest
 
 from engines.protocol import SamplingParams
 from rollout.config import RouterConfig
+from rollout.driver.client.agent_session import AgentSession
 from rollout.driver.client.sample_requests import make_requests
 from rollout.driver.data.prompt import Prompt
 from rollout.driver.driver import Driver
@@ -120,6 +121,16 @@ async def test_the_samples_of_a_step_have_the_span_of_the_step(make_bench, trace
     assert sent[101,] == [traceparent_of(first)]
     assert sent[1,] == sent[2,] == [traceparent_of(second)]
     assert sent[102,] == []
+
+
+def test_a_session_has_the_span_in_which_it_was_made(tracer):
+    def made():
+        return AgentSession(["http://worker"], "", key="", control_key="", submit=lambda _: None)
+
+    with tracer.start_as_current_span("episode") as within:
+        session = made()
+    assert session.default_headers == {"traceparent": traceparent_of(within)}
+    assert made().default_headers == {}
 
 
 def test_a_program_without_opentelemetry_does_not_import_it():
