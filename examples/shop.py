@@ -116,9 +116,11 @@ def demonstration(rng: random.Random, right_share: float) -> list[dict[str, Any]
     ]
 
 
-def tokens_of(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+def tokens_of(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any = TOOLS
+) -> tuple[list[int], list[int]]:
     """The ids of a demonstration, and a mask: 1 for those of its answers."""
-    render = partial(tokenizer.apply_chat_template, tools=TOOLS, tokenize=False)
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     ids: list[int] = []
     mask: list[int] = []
     end = 0
@@ -133,11 +135,15 @@ def tokens_of(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int]
     return ids, mask
 
 
-def make_warmed_up_model(folder: Path, seed: int) -> None:
-    """Write a tiny model of Qwen3's shape, and warm it up as the text above says."""
+def make_warmed_up_model(folder: Path, seed: int, tools: Any = TOOLS) -> None:
+    """Write a tiny model of Qwen3's shape, and warm it up as the text above says.
+
+    Args:
+        tools: as an agent sends them; each has one argument, ``item``.
+    """
     rng = random.Random(seed)
     right, random_ones = ([demonstration(rng, share) for _ in range(2000)] for share in (1.0, 0.2))
-    tokenizer = make_tokenizer([json.dumps(one) for one in [TOOLS, *right]])
+    tokenizer = make_tokenizer([json.dumps(one) for one in [tools, *right]])
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -155,8 +161,9 @@ def make_warmed_up_model(folder: Path, seed: int) -> None:
     )
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
-    warm_up(model, [tokens_of(tokenizer, one) for one in right], 200, 3e-3)
-    warm_up(model, [tokens_of(tokenizer, one) for one in random_ones], 60, 1e-3)
+    for shown, num_steps, rate in ((right, 200, 3e-3), (random_ones, 60, 1e-3)):
+        data = [tokens_of(tokenizer, one, tools) for one in shown]
+        warm_up(model, data, num_steps, rate)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -34,6 +34,15 @@ def test_an_agent_learns_what_to_call_by_its_rewards(tmp_path: Path) -> None:
     assert max(map(float, re.findall(r"log-prob gap (\S+)", output))) < 1e-4
 
 
+def test_an_environment_of_verifiers_trains_a_policy_with_exact_token_ids(tmp_path: Path) -> None:
+    pytest.importorskip("verifiers")  # it brings many packages, so it is in no extra
+    output = output_of("verifiers_grpo", "--out", str(tmp_path))
+    accuracies = [float(one) for one in re.findall(r"^step .* accuracy +([\d.]+)%", output, re.M)]
+    assert len(accuracies) == 26
+    assert accuracies[0] < 30 < 60 < fmean(accuracies[-3:])
+    assert max(map(float, re.findall(r"log-prob gap (\S+)", output))) < 1e-4
+
+
 @pytest.mark.ray
 def test_a_killed_engine_serves_the_pushed_weights_while_the_trainer_is_stopped() -> None:
     lines = output_of("kill_an_engine").splitlines()
