@@ -35,7 +35,8 @@ from rollout.driver.client.load_follower import LoadFollower
 from rollout.driver.client.retry import RetryPolicy
 from rollout.driver.data.prompt import Prompt, PromptSource
 from rollout.driver.data.prompt_data import FixedPrompts
-from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets
+from rollout.driver.data.saved_groups import RECORD, REPLAY, SavedGroups
+from rollout.driver.evaluation import EvalDataset, EvalResult, evaluate_datasets, no_evaluation
 from rollout.driver.figures.step_figures import OnMetrics, StepFigures
 from rollout.driver.figures.trackers import Trackers, close_trackers, open_trackers
 from rollout.driver.logprobs.comparison import Dtype, LogprobReport, compare_logprobs

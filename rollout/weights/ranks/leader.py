@@ -60,7 +60,7 @@ class PushEnd:
 
     Attributes:
         routes: as the figures name them.
-        copies: those of all ranks for the store; None if it reads the push itself, or nothing.
+        copies: those of all ranks for the store, or None if it reads the push itself, or nothing.
         traceparent: the trainer's trace, in which the push was made.
     """
 
