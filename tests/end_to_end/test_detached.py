@@ -36,6 +36,7 @@ SHARED_MEMORY = Path("/dev/shm")
 TRAINER = """
 import json, sys, threading, time
 from pathlib import Path
+import ray
 import torch
 import rollout
 from tests.support.processes import wait_until
@@ -46,7 +47,9 @@ if how == "launch":
     run = rollout.launch(config, backend="ray", detached=True)
 else:
     began = time.monotonic()
-    run = rollout.connect(folder.name, backend="ray", address=address)
+    ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    joined = time.monotonic()
+    run = rollout.connect(folder.name, backend="ray")
     connected = time.monotonic()
 policy = run["policy"]
 pusher = policy.pusher()
@@ -59,7 +62,9 @@ if how == "serve":
 elif how == "push":
     policy.push(weights).result(60)
 if how != "launch":
-    print(f"connect {connected - began:.2f} s, serve {time.monotonic() - connected:.2f} s")
+    served = time.monotonic()
+    print(f"join {joined - began:.2f} s, connect {connected - joined:.2f} s", end=", ")
+    print(f"{how} {served - connected:.2f} s")
 print("trainer: serves", flush=True)
 assert wait_until((folder / go).exists, 600)
 phases = policy.phases
