@@ -371,6 +371,7 @@ SHELL = {
     "python3 .ci/gpu.py": "tests/test_gpu_sections.py",
     "ray job submit": "tests/end_to_end/test_ray_job.py",
     "ray get-auth-token": "tests/end_to_end/test_ray_job.py",
+    "ray job submit": "tests/end_to_end/test_ray_job.py",
     "ray start": "tests/end_to_end/test_ray_job.py",
     "sbatch": "needs Slurm: tests/examples/test_cluster.py runs the script with a double of srun",
     "tar": "needs a run with logs of its own",
@@ -556,12 +557,17 @@ def test_each_setting_that_can_be_tuned_exists(hooks: Any) -> None:
             assert f"`servers.<name>.{name}`" in settings, name
 
 
-def test_each_figure_of_the_tuning_page_is_one_of_the_benchmarks() -> None:
+@pytest.mark.parametrize(
+    ("page", "column", "least"), [("docs/tuning.md", 2, 30), ("docs/benchmarks.md", 1, 10)]
+)
+def test_each_figure_of_a_table_is_one_of_the_benchmarks(
+    page: str, column: int, least: int
+) -> None:
     figures = set(re.findall(r"\d+(?:\.\d+)?", text_of("benchmarks/README.md")))
-    rows = table_rows(text_of("docs/tuning.md"))
-    assert len(rows) > 30
+    rows = table_rows(text_of(page))
+    assert len(rows) > least
     for row in rows:
-        measured = row[-1]
+        measured = " ".join(row[column:])
         modules = re.findall(r"`python -m (benchmarks\.\w+)[^`]*`", measured)
         assert modules or "not measured" in measured or "](" in measured, row[0]
         for module in modules:
@@ -572,6 +578,60 @@ def test_each_figure_of_the_tuning_page_is_one_of_the_benchmarks() -> None:
             assert set(re.findall(r"\d+(?:\.\d+)?", plain)) <= figures, (
                 f"{row[0]}: benchmarks/README.md has other figures; copy them: {plain}"
             )
+
+
+# Each figure with a unit in the sentences of these pages, and the line that it repeats: of the
+# benchmarks, of the code or of a test.
+SOURCES: dict[str, dict[str, tuple[str, str]]] = {
+    "docs/how-to/driver.md": {
+        "1.5 times": ("docs/how-to/driver.md", "over_sampling=1.5"),
+        "2 GiB": ("rollout/driver/math_judge/child.py", "_MOST_BYTES = 2 << 30"),
+        "5 s": ("rollout/driver/stream/loop_watch.py", "_LONG_S = 5.0"),
+        "8 MiB": (
+            "rollout/config/http.py",
+            "max_read_bytes: Annotated[int, Field(gt=0)] = 8 << 20",
+        ),
+        "10 s": ("rollout/driver/rewards.py", "timeout_s: Seconds = 10.0"),
+        "600 s": ("rollout/driver/stream/hooks.py", "reward_timeout_s: Seconds | None = 600.0"),
+    },
+    "docs/how-to/laptop-engines.md": {
+        "1.2 CPU-s": ("benchmarks/README.md", "| 2.3 | 0.34 | 442 | 2926 | 1.2 |"),
+        "2 GB": ("tools/cpu_engines/README.md", "2 GB, a few minutes"),
+        "8 steps": ("benchmarks/README.md", "29.7 % to 92.2 % in 8 steps"),
+        "29.7 %": ("benchmarks/README.md", "29.7 % to 92.2 % in 8 steps"),
+        "92.2 %": ("benchmarks/README.md", "29.7 % to 92.2 % in 8 steps"),
+    },
+    "docs/how-to/mismatch.md": {
+        "0.03 nats": ("rollout/driver/logprobs/mismatch.py", "0.03 with bfloat16"),
+        "0.05 nats": ("rollout/driver/logprobs/mismatch.py", 'ROUNDING = {"bfloat16": 0.05'),
+    },
+    "docs/how-to/resume.md": {
+        "2 s": ("rollout/driver/stream/journal.py", "_WITHIN_S = 2.0"),
+        "4 kills": ("tests/end_to_end/test_journal_kill.py", '"num", [4, pytest.param(20'),
+        "600 s": ("rollout/driver/client/retry.py", "Annotated[float, Field(ge=0)] = 600.0"),
+    },
+    "docs/how-to/vllm.md": {
+        "60 s": ("engines/tensors/collective/groups.py", "JOIN_TIMEOUT_S = 60.0"),
+        "300 s": ("engines/tensors/collective/groups.py", "RECEIVE_TIMEOUT_S = 300.0"),
+    },
+}
+_UNITS = r"(?:[KMG]i?B|CPU-m?s|m?s|nats|times|kills|steps)\b|%"
+FIGURE = re.compile(rf"(?<![\w.,/:-])(\d+(?:\.\d+)?)[ \u00a0]({_UNITS})")
+
+
+def plain_text(page: str) -> str:
+    """Sentences and tables of a page, without code, links, and what a program has written."""
+    text = re.sub(r"<!-- python -m tests.*?<!-- to here -->", "", text_of(page), flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+
+
+@pytest.mark.parametrize("page", SOURCES)
+def test_each_figure_of_a_page_repeats_a_line_of_the_benchmarks_or_the_code(page: str) -> None:
+    figures = {" ".join(figure) for figure in FIGURE.findall(plain_text(page))}
+    assert figures == SOURCES[page].keys()
+    for name, (path, line) in SOURCES[page].items():
+        assert line in text_of(path), f"{page}: {name}: {path} has no {line!r}"
 
 
 def test_each_question_has_an_answer_with_a_link() -> None:
