@@ -330,10 +330,8 @@ NOT_RUN: dict[tuple[str, int], str] = {
 FRAGMENTS = {
     "docs/how-to/driver.md": "tests/rollout/driver/data/test_sample_rows.py",
     "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
-    "docs/how-to/moe.md": "tests/test_engine_pages.py",
-    "docs/how-to/samples.md": "tests/rollout/driver/data/test_sample_rows.py",
+    "docs/how-to/names.md": "tests/end_to_end/test_other_trainers.py",
     "docs/how-to/skyrl.md": "tests/end_to_end/test_other_trainers.py",
-    "docs/trainers.md": "tests/end_to_end/test_other_trainers.py",
 }
 
 
@@ -371,7 +369,6 @@ SHELL = {
     "python3 .ci/gpu.py": "tests/test_gpu_sections.py",
     "ray job submit": "tests/end_to_end/test_ray_job.py",
     "ray get-auth-token": "tests/end_to_end/test_ray_job.py",
-    "ray job submit": "tests/end_to_end/test_ray_job.py",
     "ray start": "tests/end_to_end/test_ray_job.py",
     "sbatch": "needs Slurm: tests/examples/test_cluster.py runs the script with a double of srun",
     "tar": "needs a run with logs of its own",

@@ -355,7 +355,7 @@ async def test_a_judge_on_our_engines_scores_openrlhfs_samples(
     own_packages(monkeypatch, root.parents[1], "openrlhf.utils")
     module(monkeypatch, "openrlhf.utils.logging_utils", init_logger=lambda name: SimpleNamespace())
     agent = imported(monkeypatch, "openrlhf.utils.agent")
-    executor = run_code("trainers.md", "py", number=-1)["AgentExecutor"]()
+    executor = run_code("how-to/names.md", "py")["AgentExecutor"]()
     assert isinstance(executor, agent.AgentExecutorBase)
     asked = []
 

@@ -99,5 +99,5 @@ def test_trainers_are_the_second_page_and_link_to_each_trainers_page() -> None:
     assert yaml.safe_load(lines)[1] == "trainers.md"
     text = (DOCS / "trainers.md").read_text()
     pages = ("how-to/trl.md", "how-to/fsdp2.md", "how-to/megatron.md", "how-to/verl.md")
-    pages += ("how-to/skyrl.md", "how-to/names.md#slime", "#openrlhf")
+    pages += ("how-to/skyrl.md", "how-to/names.md#slime", "how-to/names.md#openrlhf")
     assert [page for page in pages if f"]({page})" not in text] == []
