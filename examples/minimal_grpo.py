@@ -7,7 +7,7 @@ import tempfile
 
 import rollout
 import torch
-from rollout.testing.tiny_model import make_tiny_model
+from rollout.testing import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = tempfile.TemporaryDirectory()

@@ -330,8 +330,10 @@ NOT_RUN: dict[tuple[str, int], str] = {
 FRAGMENTS = {
     "docs/how-to/driver.md": "tests/rollout/driver/data/test_sample_rows.py",
     "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
+    "docs/how-to/moe.md": "tests/test_engine_pages.py",
     "docs/how-to/names.md": "tests/end_to_end/test_other_trainers.py",
     "docs/how-to/skyrl.md": "tests/end_to_end/test_other_trainers.py",
+    "docs/trainers.md": "tests/examples/test_minimal.py",
 }
 
 
