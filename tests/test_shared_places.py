@@ -34,6 +34,7 @@ EFFECTS = {
     "rollout/cli/lib/output.py": "the file that the user names",
     "rollout/control/engine/claim.py": "in the store's folder",
     "rollout/control/server/journal.py": "in the run's folder",
+    "rollout/driver/data/saved_groups.py": "in the folder that the user names",
     "rollout/driver/stream/journal.py": "in the folder that the user names",
     "rollout/observability/step_reports.py": "in the run's folder",
     "rollout/observability/timeline/span_file.py": "in the run's folder",

@@ -117,7 +117,7 @@ def record_groups(folder: Path, command: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no such command.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    SavedGroups(folder).make_folder()
     _become(command, RECORD, folder)
 
 

@@ -62,7 +62,7 @@ app = typer.Typer(
 
 debug = typer.Typer(
     no_args_is_help=True,
-    help="Run one half of a training loop by itself: the rollout, or the training.",
+    help="Run the rollout by itself, or the training.",
 )
 app.add_typer(debug, name="debug")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 
 from engines.protocol import WorkerType
-from rollout.config.groups import EngineConfig, EngineKind, GroupConfig
+from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.root import RolloutConfig, ServerConfig
 from rollout.config.weights import EncodingChoice, Transport
 
@@ -62,12 +62,14 @@ def _server(server: ServerConfig, keeps_gpus: bool) -> ServerConfig:
 
 def _group(group: GroupConfig, keeps_gpus: bool) -> GroupConfig:
     settings = group.engine
-    engine = EngineConfig(
-        kind=EngineKind.FAKE,
-        gpus=settings.gpus if keeps_gpus else 0,
-        nodes=settings.nodes if keeps_gpus else 1,
-        cpus=_FAKE_CPUS,
-        weights_cpu_backup=settings.weights_cpu_backup,
+    engine = EngineConfig.model_validate(
+        {
+            "kind": "fake",
+            "gpus": settings.gpus if keeps_gpus else 0,
+            "nodes": settings.nodes if keeps_gpus else 1,
+            "cpus": _FAKE_CPUS,
+            "weights_cpu_backup": settings.weights_cpu_backup,
+        }
     )
     is_reserved = group.worker_type is WorkerType.PLACEHOLDER
     worker_type = group.worker_type if is_reserved else WorkerType.REGULAR

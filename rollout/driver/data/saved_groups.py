@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.plain_json import WRONG_FORM
+from engines.plain_json import WRONG_FORM, read_json
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
 from rollout.core.samples import SampleGroup
@@ -43,6 +43,14 @@ class SavedGroups:
         """Those that an environment variable names; None if it is not set."""
         path = os.environ.get(variable)
         return cls(Path(path)) if path else None
+
+    def make_folder(self) -> None:
+        """Make the folder, if it is not there.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
 
     def files(self) -> dict[int, Path]:
         """The files of the folder by step, in order.
@@ -129,7 +137,7 @@ def read_rows(file: Path) -> list[Mapping[str, Any]]:
 
 def _json_lines(file: Path) -> Iterable[Mapping[str, Any]]:
     with file.open() as stream:
-        yield from map(json.loads, stream)
+        yield from map(read_json, stream)
 
 
 def _parquet(file: Path) -> Iterable[Mapping[str, Any]]:

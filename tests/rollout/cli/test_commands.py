@@ -695,6 +695,9 @@ def test_every_command_with_output_can_print_json() -> None:
     # It becomes an example, and prints nothing itself.
     assert commands.pop("quickstart")
     assert commands.pop("schema")  # it prints nothing else
+    commands |= commands.pop("debug").commands
+    for name in ("record", "train"):  # they become the script of the user
+        assert commands.pop(name)
     for name, command in commands.items():
         assert any("--json" in option.opts for option in command.params), name
 

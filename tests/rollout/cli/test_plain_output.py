@@ -19,6 +19,8 @@ from rollout.cli.lib import output
 from rollout.cli.lib.server_view import render_server
 from rollout.cli.main import app
 from rollout.config.run_dir import RunFolder
+from rollout.core.samples import Sample, SampleGroup
+from rollout.driver.data.saved_groups import write_groups
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import launch_local
 from tests.support.paged import step, until
@@ -42,7 +44,10 @@ COMMANDS = {
     "trace --launches": ["trace", "RUN", "--launches"],
     "report": ["report", "RUN"],
     "report --launches": ["report", "RUN", "--launches"],
+    "debug samples": ["debug", "samples", "GROUPS"],
 }
+# One with a reply that is longer than a line, and ends in spaces.
+GROUPS = [SampleGroup(0, [Sample([1, 2], [3], [-0.1], text="a word \n" * 40, reward=0.5)])]
 # Tested below.  The quickstart becomes the example, and prints nothing itself.
 OTHERS = {"serve", "stop", "quickstart"}
 
@@ -114,7 +119,8 @@ def test_a_command_prints_plain_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = str(RunFolder.of(deployment.config).path)
-    meant = {"RUN": run, "FILE": str(configuration(tmp_path))}
+    groups = write_groups(tmp_path / "groups.jsonl", GROUPS)
+    meant = {"RUN": run, "FILE": str(configuration(tmp_path)), "GROUPS": str(groups)}
     words = [meant.get(word, word) for word in COMMANDS[name]]
     if name in ("trace", "report"):  # their files, whose path is longer than a line
         words += ["--out", str(tmp_path / ("long_" * 20 + "name"))]
