@@ -1,7 +1,7 @@
 """The private parts of uvicorn, TRL and OpenTelemetry that we subclass and call are still there.
 
-A new release may move them.  Then these tests name the part, and ``pyproject.toml`` keeps users on
-the releases that have it.
+A new release may move them.  Then these tests name the part.  ``pyproject.toml`` keeps users on the
+releases of TRL that have it; the router refuses a uvicorn without one, for the engines share it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.core.errors import ConfigError
 from tests.support.private_parts import Part, moved
 
 ROOT = Path(__file__).parents[1]
@@ -189,16 +190,39 @@ def test_a_class_a_module_and_an_attribute_that_are_gone_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("library", ["uvicorn", "trl"])
-def test_a_library_whose_private_parts_we_use_is_bounded_below_its_next_minor(library: str) -> None:
+def ranges_of(library: str) -> tuple[str, str]:
+    """The range in ``pyproject.toml``, and the version in ``constraints.txt``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = project["optional-dependencies"]
-    ranges = [*project["dependencies"], *optional["trl"]]
-    (wanted,) = [one for one in ranges if one.startswith(f"{library}>=")]
+    ranges = [*project["dependencies"], *project["optional-dependencies"]["trl"]]
+    (wanted,) = [text for text in ranges if text.startswith(f"{library}>=")]
     (pinned,) = [
         line.removeprefix(f"{library}==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if line.startswith(f"{library}==")
     ]
-    major, minor = pinned.split(".")[:2]
-    assert wanted.endswith(f",<{major}.{int(minor) + 1}")
+    return wanted, pinned
+
+
+def next_minor(version: str) -> str:
+    major, minor = version.split(".")[:2]
+    return f"{major}.{int(minor) + 1}"
+
+
+def test_trl_whose_private_parts_we_use_is_bounded_below_its_next_minor() -> None:
+    wanted, pinned = ranges_of("trl")
+    assert wanted.endswith(f",<{next_minor(pinned)}")
+
+
+def test_the_router_refuses_a_uvicorn_that_has_moved_a_part() -> None:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    from rollout.router.proxy import client_connection
+
+    _, pinned = ranges_of("uvicorn")
+    tried = f"pip install 'uvicorn<{next_minor(pinned)}'$"
+    overridden = {*UVICORN[0].overrides, *UVICORN[0].calls} - {"__init__"}
+    for name in sorted(overridden):
+        moved_on = type("HttpToolsProtocol", (), dict.fromkeys(overridden - {name}))
+        with pytest.raises(ConfigError, match=f"has no HttpToolsProtocol.{name}, .*{tried}"):
+            client_connection.check_uvicorn(moved_on)
+    client_connection.check_uvicorn(HttpToolsProtocol)

@@ -18,10 +18,12 @@ from contextlib import suppress
 from typing import Any
 
 import httptools
+import uvicorn
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from rollout.core.errors import ConfigError
 from rollout.router.gate.gate import Refusal
 from rollout.router.http import responses
 from rollout.router.http.engine_connection import MANY_BYTES
@@ -57,8 +59,34 @@ _LINGER_S = 2.0
 _MAX_SURPLUS = 32
 """Connections beyond the bound, for health, state and aborts."""
 _SURPLUS_IDLE_S = 5
+_TRIED_BELOW = "0.55"
+"""The first release of uvicorn with which the router was not tested."""
+
+# Private to uvicorn, overridden or called here; tests/test_private_parts.py has their arguments.
+_OF_UVICORN = (
+    *("_start_asgi_task", "connection_lost", "connection_made", "data_received", "eof_received"),
+    *("on_body", "on_header", "on_headers_complete", "on_message_begin", "on_message_complete"),
+    *("on_response_complete", "on_url", "pause_writing", "resume_writing", "shutdown"),
+)
 
 PipelinedRequest = Exchange | LocalRequest
+
+
+def check_uvicorn(protocol: type) -> None:
+    """Check that a release of uvicorn has what is overridden and called here.
+
+    Raises:
+        ConfigError: it has moved a part; without this check requests would fail, or be served
+            without a bound.
+    """
+    if missing := [name for name in _OF_UVICORN if not hasattr(protocol, name)]:
+        raise ConfigError(
+            f"uvicorn {uvicorn.__version__} has no {protocol.__name__}.{missing[0]}, which the "
+            f"router needs; pip install 'uvicorn<{_TRIED_BELOW}'"
+        )
+
+
+check_uvicorn(HttpToolsProtocol)
 
 
 class ClientConnection(HttpToolsProtocol):
