@@ -54,7 +54,7 @@ RUN_EXTRAS := ray,embedded,examples,bench,data,agents
 DEV_EXTRAS := $(RUN_EXTRAS),otel,mooncake,trl,dev
 # What the fast tests need: without torch and Ray a new environment takes seconds, not minutes.
 FAST_EXTRAS := data,dev,otel
-# All but sglang, which needs CUDA.  make test-sglang and make test-vllm install pinned versions for CPUs.
+# All but sglang and vllm, which need CUDA; `all` is a part of it.  make test-sglang and make test-vllm install pinned versions for CPUs.
 VERSIONS_EXTRAS := $(DEV_EXTRAS),docs
 FAST_TESTS := not (ray or embedded or slow or sglang or vllm or chaos or gpu)
 # A stamp file in the environment records each installation; it runs again when the pins change.
@@ -195,11 +195,13 @@ audit: build/audit/bin/pip-audit ## check the pinned versions against databases 
 	$(<D)/python .ci/audit.py $< constraints.txt
 
 # auditwheel gives the wheel the name of the oldest glibc that its extension runs on.
-dist: build/dist/bin/twine ## build the wheel and the source distribution into dist/
+dist: build/dist/bin/twine ## build the wheels and the source distribution into dist/
 	rm -rf dist
 	$(<D)/python -m build --outdir dist
 	PATH="$(CURDIR)/$(<D):$$PATH" $(<D)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
+	$(<D)/python -m build --wheel --outdir dist tools/vllm_plugin_dist
+	rm -r tools/vllm_plugin_dist/build tools/vllm_plugin_dist/*.egg-info
 	$(<D)/twine check --strict dist/*
 
 clean: ## remove caches and build outputs; keep the virtual environment

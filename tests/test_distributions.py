@@ -56,6 +56,27 @@ with rollout.launch(rollout.RolloutConfig.from_dict({"servers": servers})) as de
     print(status.weight_version, status.phase)
 """
 
+# vLLM's own refuses a name that it has, as this one.
+FACTORY = """
+class WeightTransferEngineFactory:
+    registry = {}
+    @classmethod
+    def register_engine(cls, name, module, class_name):
+        if name in cls.registry:
+            raise ValueError(name)
+        cls.registry[name] = module, class_name
+"""
+REGISTERED = """
+from importlib.metadata import entry_points
+import engines.http.key_check
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+(plugin,) = entry_points(group="vllm.general_plugins")
+plugin.load()()
+plugin.load()()
+((name, place),) = WeightTransferEngineFactory.registry.items()
+print(name, *place)
+"""
+
 
 def run(*command: object, folder: Path, status: int = 0) -> str:
     # Not this environment's packages, and not the checkout's.
@@ -92,9 +113,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
     run("make", "dist", f"PYTHON={sys.executable}", folder=copy)
     names = sorted(path.name for path in (copy / "dist").iterdir())
-    assert len(names) == 2, names
-    (wheel,), (source,) = (copy / "dist").glob("*.whl"), (copy / "dist").glob("*.tar.gz")
-    return {"wheel": wheel, "source": source}
+    assert len(names) == 3, names
+    patterns = {"wheel": "ray_rollout-*.whl", "source": "*.tar.gz", "plugin": "*_vllm-*.whl"}
+    files = {kind: list((copy / "dist").glob(pattern)) for kind, pattern in patterns.items()}
+    return {kind: path for kind, (path,) in files.items()}
 
 
 def test_one_wheel_is_for_every_python_and_every_linux_of_ten_years(built: dict[str, Path]) -> None:
@@ -155,6 +177,28 @@ def test_it_works_in_an_empty_environment(
     refused = run(python.with_name("rollout"), "quickstart", folder=tmp_path, status=2)
     assert "the quickstart needs torch" in refused
     assert "pip install 'jinja2>=3.1'" in refused
+
+
+def test_the_plugin_of_vllm_brings_two_packages_and_is_found(
+    built: dict[str, Path], tmp_path: Path
+) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", "env", folder=tmp_path)
+    python = tmp_path / "env/bin/python"
+    site = tmp_path / "env/lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "-q", built["plugin"], folder=tmp_path)
+    listed = json.loads(run(*pip, "list", "--format", "json", folder=tmp_path))
+    assert {one["name"] for one in listed} == {"ray-rollout-vllm", "orjson", "xxhash"}
+    factory = site / "vllm/distributed/weight_transfer/factory.py"
+    factory.parent.mkdir(parents=True)
+    factory.write_text(FACTORY)
+    printed = run(python, "-c", REGISTERED, folder=tmp_path)
+    assert printed.split() == ["rollout_shm", "engines.vllm_plugin.shm_transfer", "ShmTransfer"]
+    # Where the main wheel is, too, in another version, the files are of one of them.
+    (site / "ray_rollout-9.9.dist-info").mkdir()
+    (site / "ray_rollout-9.9.dist-info/METADATA").write_text("Name: ray-rollout\nVersion: 9.9\n")
+    refused = run(python, "-c", REGISTERED, folder=tmp_path, status=1)
+    assert "ray-rollout 9.9 and ray-rollout-vllm 0.1.0 are installed beside vLLM" in refused
 
 
 def needed_by(extras: Sequence[str]) -> dict[str, metadata.Distribution]:

@@ -300,7 +300,9 @@ def _first_missing(engine: EngineConfig) -> str:
         return next((name for name in needed if importlib.util.find_spec(name) is None), "")
     needed += (plugin,) if plugin else ()
     missing = next((name for name in needed if _lacks(engine, name)), "")
-    return "ray-rollout" if missing and missing == plugin else missing
+    if missing and missing == plugin:
+        return f"ray-rollout-{engine.kind.value}, the wheel of the plugin"
+    return missing
 
 
 def _lacks(engine: EngineConfig, module: str) -> bool:

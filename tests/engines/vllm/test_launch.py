@@ -209,7 +209,12 @@ def test_a_tied_head_that_pushes_may_not_reach_is_refused_before_the_start(
 
 
 @pytest.mark.parametrize(
-    ("modules", "missing"), [([], "vllm"), (["vllm"], "ray-rollout"), (["vllm", "engines"], "")]
+    ("modules", "missing"),
+    [
+        ([], "vllm"),
+        (["vllm"], "ray-rollout-vllm, the wheel of the plugin"),
+        (["vllm", "engines"], ""),
+    ],
 )
 def test_an_interpreter_without_vllm_or_its_plugin_is_refused(
     tmp_path: Path, modules: list[str], missing: str
