@@ -80,7 +80,9 @@ def every(*languages: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("text", every("yaml"))
-def test_a_configuration_is_accepted(text: str) -> None:
+def test_a_configuration_is_accepted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in re.findall(r"\$\{oc\.env:(\w+)\}", text):
+        monkeypatch.setenv(name, f"the value of {name}")
     values = yaml.safe_load(text)
     if "servers" in values:
         RolloutConfig.from_dict(values)

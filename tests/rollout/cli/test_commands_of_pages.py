@@ -77,6 +77,7 @@ def test_the_lines_of_the_pages_run_as_they_are_printed(
     values["servers"]["policy"] |= {"model_path": write_checkpoint(tmp_path)}
     values["servers"]["policy"]["groups"]["main"]["engine"] = {"kind": "fake"}
     Path("rollout.yaml").write_text(yaml.safe_dump(values))
+    Path("cluster.yaml").write_text("cluster: {namespace: mine}")
     Path("runs").mkdir()
     with launched(launch_local, tmp_path / "runs", run_id="my-run") as deployment:
         step(deployment["policy"], 1)
