@@ -194,6 +194,7 @@ def launch(
     Raises:
         ConfigError: a setting is wrong, or ``backend`` is ``ray`` and Ray is not installed; or a
             detached run of this id lives.
+        TypeError, ValueError: another argument is wrong.
         PlacementError: the engines do not fit on the machines.
         PhaseFailed: an engine did not start.
 
@@ -207,11 +208,12 @@ def launch(
         from rollout.config.fakes import with_fakes
 
         config = with_fakes(config, keeps_gpus=backend == "ray")
+        detached = False  # no engines of a later script are in a replay
     if backend == "local":
         if placement_group is not None or bundles is not None:
-            raise ConfigError("placement_group and bundles need backend='ray'")
+            raise ValueError("placement_group and bundles need backend='ray'")
         if detached:
-            raise ConfigError(
+            raise ValueError(
                 "detached=True needs backend='ray': without Ray the servers run in this process, "
                 "and end with it"
             )
@@ -219,7 +221,7 @@ def launch(
 
         return launch_local(config, expect_version=expect_version, wait=wait)
     if backend != "ray":
-        raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
+        raise ValueError(f"backend = {backend!r}: must be 'local' or 'ray'")
     with _needing_ray():
         from rollout.runtime.ray.launch import launch_ray
     return launch_ray(
@@ -271,7 +273,8 @@ def connect(
         namespace: Ray's, as in ``cluster.namespace``.
 
     Raises:
-        ConfigError: there is no such run, it refuses the key, or an argument is no text.
+        ConfigError: there is no such run, or it refuses the key.
+        ValueError: an argument is wrong.
         ActorLost: the launching process has ended.
         TimeoutError: a detached run waits for its place on the cluster.
     """
@@ -285,9 +288,9 @@ def connect(
     if not str(run):
         raise wrong("run", run, "the run's folder or its id")
     if backend not in (None, "local", "ray"):
-        raise ConfigError(f"backend = {backend!r}: must be 'local' or 'ray'")
+        raise ValueError(f"backend = {backend!r}: must be 'local' or 'ray'")
     if backend == "ray" and key:
-        raise ConfigError("key is of a local launch, not of a Ray cluster; leave it out")
+        raise ValueError("key is of a local launch, not of a Ray cluster; leave it out")
     if backend != "ray" and (found := connect_local(run, address, key)):
         return found
     if backend == "local" or not (backend or _has_joined_ray()):

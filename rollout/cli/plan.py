@@ -26,6 +26,7 @@ from rollout.config import (
     WeightUpdate,
 )
 from rollout.config.compatibility import of_window
+from rollout.config.root import examined_from
 from rollout.config.sources.hub import HubModel
 from rollout.control.engine.memory import size_of_weights
 from rollout.core.errors import ConfigError, Mistake, PlacementError
@@ -81,7 +82,7 @@ def _examined(arguments: Sequence[str]) -> tuple[RolloutConfig | None, list[Mist
     """The config as far as it is right, and all mistakes."""
     try:
         sources = read_sources(arguments)
-        loaded, mistakes = RolloutConfig.examined_from(sources)
+        loaded, mistakes = examined_from(sources)
     except ConfigError as error:
         return None, [Mistake("", None, str(error))]
     if loaded is not None:

@@ -182,26 +182,7 @@ class RolloutConfig(ConfigSection):
         if not paths or isinstance(overrides, str):
             raise ConfigError("from_file takes one path or more, and a list of overrides")
         sources = Sources.read([Path(path) for path in paths], overrides)
-        return _complete(*cls.examined_from(sources))
-
-    @classmethod
-    def examined_from(cls, sources: Sources) -> tuple[RolloutConfig | None, list[Mistake]]:
-        """``examined`` of files and overrides; a mistake names the one that gave its value.
-
-        A relative ``model_path`` of a file is relative to the folder of the file.
-
-        Args:
-            sources: what ``rollout.config.sources`` has read.
-
-        Raises:
-            ConfigError: they cannot be merged.
-        """
-        config, mistakes = cls.examined(sources.merged())
-        if config is not None:
-            config = config._with_models(
-                lambda setting, text: _in_folder(sources.folder_of(setting), text)
-            )
-        return config, sources.located(mistakes)
+        return _complete(*examined_from(sources))
 
     def with_local_models(self, *, may_download: bool = True) -> RolloutConfig:
         """The same with a folder for each model that is named by its id on the Hub.
@@ -242,6 +223,25 @@ def _in_folder(folder: Path, model_path: str) -> str:
     """A path relative to a folder, unless it is the id of a model of the Hub."""
     path = folder / model_path
     return str(path) if path.is_dir() or HubModel.named(model_path) is None else model_path
+
+
+def examined_from(sources: Sources) -> tuple[RolloutConfig | None, list[Mistake]]:
+    """``RolloutConfig.examined`` of files and overrides; a mistake names where its value is from.
+
+    A relative ``model_path`` of a file is relative to the folder of the file.
+
+    Args:
+        sources: what ``rollout.config.sources`` has read.
+
+    Raises:
+        ConfigError: they cannot be merged.
+    """
+    config, mistakes = RolloutConfig.examined(sources.merged())
+    if config is not None:
+        config = config._with_models(
+            lambda setting, text: _in_folder(sources.folder_of(setting), text)
+        )
+    return config, sources.located(mistakes)
 
 
 def _complete(config: RolloutConfig | None, mistakes: Sequence[Mistake]) -> RolloutConfig:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import rollout
 from rollout.config import RolloutConfig
-from rollout.config.root import check_paths
+from rollout.config.root import check_paths, examined_from
 from rollout.config.sources.layers import Sources
 from rollout.core.errors import ConfigError
 from rollout.runtime.handle import DeploymentHandle
@@ -41,7 +41,7 @@ def load_config(arguments: Sequence[str]) -> RolloutConfig:
     Raises:
         ConfigError: a setting is wrong, or a directory does not exist.
     """
-    config, mistakes = RolloutConfig.examined_from(read_sources(arguments))
+    config, mistakes = examined_from(read_sources(arguments))
     if config is None or mistakes:
         raise ConfigError.of(mistakes)
     check_paths(config)

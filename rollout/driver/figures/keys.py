@@ -55,6 +55,8 @@ KEYS: Mapping[str, str] = {
     "logprob_gap/{kl_k1,kl_k3}": "estimates of the KL divergence",
     "logprob_gap/mean_ratio": "mean probability ratio",
     "logprob_gap/truncated_share": "share of the tokens whose ratio is over the usual cap",
+    "logprob_gap/{effective_share,effective_sequences}": "effective sample size, of tokens and of "
+    "sequences, as a share",
     "logprob_gap/{num_tokens,num_not_finite}": "compared tokens, and those without a finite value",
     "logprob_gap/is_mismatch": "1 where the gap is over its limit",
     "logprob_gap/engine/{engine}": "mean gap of the tokens of an engine",

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from engines.process.background import in_own_thread
-from rollout.core.arguments import wrong
+from rollout.core.arguments import wrong, wrong_type
 from rollout.core.errors import ConfigError
 from rollout.driver.figures.keys import SAMPLES, STEP, families
 from rollout.driver.figures.outlet import Outlet, StepItem
@@ -175,7 +175,8 @@ def open_trackers(trackers: Trackers) -> list[Tracker]:
     """Open these trackers; those that are open, as returned by this, stay as they are.
 
     Raises:
-        ConfigError: a name is unknown, a package is not installed, or a tracker does not open.
+        TypeError, ValueError: an entry is no tracker, or a name is unknown.
+        ConfigError: a package is not installed, or a tracker does not open.
             Nothing stays open.
     """
     opened: list[Tracker] = []
@@ -225,7 +226,7 @@ def _each(trackers: Any) -> Iterator[tuple[str | Tracker, Mapping[str, Any]]]:
         elif isinstance(entry, str) or callable(getattr(entry, "log", None)):
             yield entry, {}
         else:
-            raise wrong("trackers", entry, "a name, or an object with log(figures, step)")
+            raise wrong_type("trackers", entry, "a name, or an object with log(figures, step)")
 
 
 def _open(name: str, arguments: Mapping[str, Any]) -> Tracker:

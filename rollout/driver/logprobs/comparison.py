@@ -92,7 +92,7 @@ class LogprobReport:
             geometric: the geometric mean of the ratios, as in GSPO, instead of the product.
 
         Raises:
-            ConfigError: ``cap`` is not over 0.
+            ValueError: ``cap`` is not over 0.
         """
         return [
             truncated(log_ratio(row, mask, is_geometric=geometric), cap)
@@ -118,7 +118,7 @@ class LogprobReport:
             veto: a sample with a token whose own ratio is below is left out as a whole.
 
         Raises:
-            ConfigError: ``lower`` is over ``upper``, or an argument is wrong.
+            ValueError: ``lower`` is over ``upper``, or an argument is wrong.
         """
         bounds = RatioBounds(upper, lower, veto)
         return [

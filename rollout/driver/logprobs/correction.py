@@ -55,7 +55,7 @@ def importance_weights(
         Shape ``[N, T]``, 0 where the mask is 0; float32, or float64 if ``gaps`` are.
 
     Raises:
-        ConfigError: the shapes differ, or an argument is wrong.
+        ValueError: the shapes differ, or an argument is wrong.
     """
     logs, is_token = _log_ratios(gaps, mask, level)
     weights = logs.clamp(max=math.log(cap)).exp()
@@ -88,7 +88,7 @@ def rejection_mask(
         Shape and dtype of ``mask``.
 
     Raises:
-        ConfigError: the shapes differ, ``lower`` is over ``upper``, or an argument is wrong.
+        ValueError: the shapes differ, ``lower`` is over ``upper``, or an argument is wrong.
     """
     bounds = RatioBounds(upper, lower, veto)
     logs, is_token = _log_ratios(gaps, mask, level)
@@ -126,7 +126,7 @@ def correction_metrics(
         share of the sequences that have lost a token.
 
     Raises:
-        ConfigError: the shapes differ.
+        ValueError: the shapes differ.
     """
     token_logs, is_token = _log_ratios(gaps, mask, "token")
     is_finite = is_token & token_logs.isfinite()

@@ -27,7 +27,7 @@ class RatioBounds:
         veto: the smallest ratio that a token may have without the loss of its whole sequence.
 
     Raises:
-        ConfigError: ``lower`` is over ``upper``.
+        ValueError: ``lower`` is over ``upper``.
     """
 
     upper: InitVar[float]

@@ -45,7 +45,7 @@ class Span:
     Attributes:
         span_id: unique within its source; ``parent`` is the id of the enclosing span, 0 for none.
         source: what recorded it: a server, or a group as ``server/group``.
-        name: the command (``onload_kv``), the operation (``flush_cache``), or that of the event.
+        name: the command, the operation (``flush_cache``), or that of the event.
         engine_id: the engine it belongs to; empty if it belongs to all.
         budget_s: seconds from its start to its deadline; 0 for none.
         ``said``: the text of the error or event, or the buckets of a rank's stage.

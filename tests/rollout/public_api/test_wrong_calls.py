@@ -170,12 +170,12 @@ CASES: list[Case] = [
     (lambda on: rollout.launch({}), TypeError, "takes a RolloutConfig, not a dict"),
     (
         lambda on: rollout.launch(on.deployment.config, backend="slurm"),
-        ConfigError,
+        ValueError,
         "backend = 'slurm': must be 'local' or 'ray'",
     ),
     (
         lambda on: rollout.launch(on.deployment.config, bundles=[0]),
-        ConfigError,
+        ValueError,
         "placement_group and bundles need backend='ray'",
     ),
     (lambda on: rollout.connect(""), ValueError, "run = '': must be the run's folder"),

@@ -212,17 +212,19 @@ def test_a_tracker_that_hangs_delays_the_close_by_its_limit(
 
 
 @pytest.mark.parametrize(
-    ("trackers", "said"),
+    ("trackers", "error", "message"),
     [
-        ("wandbb", "one of wandb, tensorboard, mlflow, trackio"),
-        ([3], "an object with log(figures, step)"),
-        ({"wandb": {"colour": 1}}, "trackers: wandb does not open"),
+        ("wandbb", ValueError, "one of wandb, tensorboard, mlflow, trackio"),
+        ([3], TypeError, "an object with log(figures, step)"),
+        ({"wandb": {"colour": 1}}, ConfigError, "trackers: wandb does not open"),
     ],
 )
-def test_a_wrong_tracker_is_refused_at_once(trackers: Any, said: str, packages: Any) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_wrong_tracker_is_refused_at_once(
+    trackers: Any, error: type[Exception], message: str, packages: Any
+) -> None:
+    with pytest.raises(error) as refused:
         Driver("http://nowhere", trackers=trackers)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("name", adapters.ADAPTERS)
@@ -238,7 +240,7 @@ def test_a_missing_package_is_named_with_its_command(
 
 
 def test_a_driver_that_is_not_made_leaves_no_run_open(packages: Any) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ValueError, match="url = 'nowhere'"):
         Driver("nowhere", trackers="wandb")
     assert packages["wandb"].run.is_finished
 

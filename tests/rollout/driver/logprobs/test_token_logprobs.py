@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from rollout.core.errors import ConfigError
 from rollout.core.samples import Sample
 from rollout.driver.logprobs.comparison import compare_logprobs
 
@@ -85,7 +84,7 @@ def test_masks_that_cannot_be_those_of_the_tokens_are_refused(masks, settings, w
     from rollout.driver.logprobs.token_logprobs import token_logprobs
 
     logits = torch.tensor([PROBABILITIES]).log()
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ValueError, match=why):
         token_logprobs(logits, torch.tensor([1]), sampling_mask=masks, **settings)
 
 

@@ -95,5 +95,5 @@ def test_what_would_end_with_the_script_is_refused(world: World, tmp_path: Path)
     world.ray.shutdown()
     with pytest.raises(ConfigError, match=r"would end with this script.*ray start --head"):
         launch(world, tmp_path)
-    with pytest.raises(ConfigError, match="detached=True needs backend='ray'"):
+    with pytest.raises(ValueError, match="detached=True needs backend='ray'"):
         rollout.launch(config(tmp_path, ONE), detached=True)
