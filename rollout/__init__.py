@@ -200,8 +200,6 @@ def launch(
 
     After an error, nothing is running.
     """
-    from rollout.core.errors import ConfigError
-
     _check_launch(config, expect_version)
     config = config.with_local_models()
     if os.environ.get("ROLLOUT_REPLAY"):
