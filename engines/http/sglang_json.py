@@ -103,7 +103,7 @@ def read_generate(answer: Any) -> GenerateReply:
         output_top_logprobs=_top_logprobs(meta.get("output_top_logprobs"), 0),
         input_top_logprobs=_top_logprobs(meta.get("input_top_logprobs"), 1),
         routed_experts=_from_base64(meta.get("routed_experts")),
-        sampling_mask=None if masks is None else tuple(one and tuple(one) for one in masks),
+        sampling_mask=None if masks is None else tuple(mask and tuple(mask) for mask in masks),
         num_failovers=meta.get("num_failovers", 0),
         logprob_kind=read_kind(meta.get("logprob_kind")),
         prompt_ids=None if prompt_ids is None else tuple(prompt_ids),

@@ -99,8 +99,8 @@ def _pid_of(holder: str) -> int:
 
 
 def memory_of_all_gpus() -> tuple[Sequence[GpuMemory], str]:
-    """Memory of the GPUs of this machine, and why that of the others, or of all, is not measured;
-    empty if it is."""
+    """Memory of the GPUs of this machine, and why that of the others, or of all, is not measured,
+    or empty if it is."""
     nvml, why_not = _nvml()
     if nvml is None:
         _warn(why_not)

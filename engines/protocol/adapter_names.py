@@ -47,6 +47,6 @@ def resolved(names: Names, table: Mapping[str, str]) -> Names:
 
 
 def newest_version(names: Names, base_version: int | None) -> int | None:
-    """The newest version of the weights that answer; None if it is unknown."""
+    """The newest version of the weights that answer, or None if it is unknown."""
     newest = max(map(version_of, names), default=0)
     return max(newest, base_version or 0) if newest else base_version

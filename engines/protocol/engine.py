@@ -74,7 +74,7 @@ class Engine(Protocol):
     async def load_lora_adapter_from_tensors(
         self, name: str, config: Mapping[str, Any], serialized_named_tensors: Sequence[str]
     ) -> Mapping[str, str]:
-        """Returns fingerprints of the tensors as it has them, by their names; empty for none."""
+        """Returns fingerprints of the tensors as it has them, by their names, or empty for none."""
         ...
 
     async def unload_lora_adapter(self, name: str) -> None: ...

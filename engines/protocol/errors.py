@@ -76,7 +76,7 @@ class EngineNotReady(EngineError):
 
     Attributes:
         log_tail: the last lines of the process's log.
-        exit_status: its exit status; None while it still ran.
+        exit_status: its exit status, or None while it still ran.
     """
 
     def __init__(

@@ -28,15 +28,15 @@ class Features:
         takes_tensors: weights can be pushed as tensors; data-parallel replicas refuse them.
         streams_are_cumulative: each event of a stream holds all tokens so far.
         moves_experts: it places its experts by their load (EPLB), other than other engines do.
-        undrivable: why this library cannot drive it; empty if it can.
-        why_no_pushes: why pushed weights cannot reach it; empty if they can.
-        draft: what drafts its tokens and has weights; empty if nothing does.
-        draft_backup: the option with which it keeps a copy of the draft's weights over a release;
-            empty for none.
+        undrivable: why this library cannot drive it, or empty if it can.
+        why_no_pushes: why pushed weights cannot reach it.
+        draft: what drafts its tokens and has weights, or empty if nothing does.
+        draft_backup: the option with which it keeps a copy of the draft's weights over a release,
+            or empty for none.
         why_draft_lost: why a release without a copy of all weights loses those of its draft, and
-            what would keep them; empty if it does not.
-        why_no_groups: why it joins no broadcast groups; empty if it does.
-        why_no_handles: why it takes no CUDA IPC handles; empty if it does.
+            what would keep them.
+        why_no_groups: why it joins no broadcast groups.
+        why_no_handles: why it takes no CUDA IPC handles.
         encodings: of tensors, that it applies besides whole ones.
     """
 
@@ -67,7 +67,7 @@ def read_features(info: ServerInfo, paths: Set[str], kind: Kind | None) -> Featu
 
     Args:
         paths: endpoints it serves.
-        kind: that of its name; None if there is none.
+        kind: that of its name, or None if there is none.
     """
     raw = info.raw
     return Features(

@@ -16,7 +16,7 @@ Invoke = Callable[[EngineSpec, Endpoint, Mapping[str, str]], Invocation]
 
 
 ReadConfig = Callable[[str], Mapping[str, Any]]
-"""Reads the ``generation_config.json`` of a checkpoint's folder; empty if there is none."""
+"""Reads the ``generation_config.json`` of a checkpoint's folder, or empty if there is none."""
 
 
 def _before_cuts(
@@ -54,27 +54,27 @@ class Kind:
         title: its name in text.
         client: makes the client of one that runs, from ``endpoint``, ``engine_id``,
             ``weights_cpu_backup`` and, where they are not the default ones, ``deadlines``.
-        invocation: how one is started; None where only other programs start it.
+        invocation: how one is started, or None where only other programs start it.
         resume_path: path of its endpoint that ends a pause.
         is_numbered_at_start: its command line gives it the number of its weight version.
-        why_open: why one must not listen at a host, by whether calls that change it need a key;
+        why_open: why one must not listen at a host, by whether calls that change it need a key, or
             empty if it may.
         can_attach: one of this kind that runs already can be named by its URL.
         spans_nodes: one engine can be on several nodes.
         modules: modules that its interpreter must have.
         plugin: module of this package that an interpreter of its own must have too.
         extra: extra of this package that brings its modules.
-        cpu_head_sizes: elements of an attention head that it takes on a CPU; empty for all.
+        cpu_head_sizes: elements of an attention head that it takes on a CPU, or empty for all.
         quantises_at_start: its options can quantise a checkpoint that is not.
         old_state: what it keeps of old weights, and what is done about it.
         num_stages: its pipeline stages, by its options.
         num_gpus: the GPUs of an engine whose settings do not say how many, by its options.
-        shards: how it divides a model, by its options and its number of GPUs; None if they do not
-            fit each other, or for a kind that has no such sizes.
+        shards: how it divides a model, by its options and its number of GPUs, or None if they do
+            not fit each other, or for a kind that has no such sizes.
         gpu_share: its option, in ``spelled`` form, for the share of a GPU that weights and KV cache
-            take, and its default; None for a default that only the engine knows.
+            take, and its default, or None for a default that only the engine knows.
         tied_on_stages: types of models (``model_type``) whose last stage has a head that a push of
-            the tied embedding reaches; None for all.
+            the tied embedding reaches, or None for all.
         nccl_cumem: its ``NCCL_CUMEM_ENABLE``, by options, environment and nodes of an engine; the
             result is None if only its hosts know.  None for a kind that leaves it to NCCL.
         preloads_saver: the library of its memory saver is preloaded on GPUs, see
@@ -83,7 +83,7 @@ class Kind:
         asleep_bytes: host memory of an engine whose memory is released, for each of its GPUs or on
             the CPU, about.
         packs_at_each_load: a load from a path restores and packs all modules again.
-        why_no_adapters: why no adapter can be pushed to it; empty if one can.
+        why_no_adapters: why no adapter can be pushed to it.
         adapter_stacks: modules that it serves as one -> those of them that an adapter with any of
             them needs.
         loads_path: path of its endpoint that reports its queue and its tokens.
@@ -94,14 +94,14 @@ class Kind:
         aborted_ids: what its abort names for a request with id ``{}``, one for each endpoint that
             generates; none where it takes SGLang's body.
         has_model_info: it has ``/model_info``.
-        why_undrivable: why a version with these endpoints cannot be driven; empty if it can.
+        why_undrivable: why a version with these endpoints cannot be driven.
         is_retract_safe: a version may be flushed and released while requests are retracted.
         experts_option: its option, in ``spelled`` form, with which it reports routed experts, if it
             computes those of a retracted request again; else empty.
-        draft: what drafts its tokens and has weights, by options or its own report; empty if
+        draft: what drafts its tokens and has weights, by options or its own report, or empty if
             nothing does.
         draft_backup_option: its option, in ``spelled`` form, that keeps a copy of the draft's
-            weights alone through a release; empty where only one of all weights does.
+            weights alone through a release, or empty where only one of all weights does.
         pushes_reach_draft: tensors of a push whose names the draft has are loaded into it too.
         dialect: dialect of its routes that generate, in the router's table.
         refusal_in_pause: status of its reply to a request that comes in a pause; 0 if it holds it.
@@ -110,8 +110,8 @@ class Kind:
         logprob_rule: at which step of sampling one takes its log-probs, by the ``raw`` of its
             ``ServerInfo`` and the environment that its settings give it.  Raises ``ValueError`` if
             what it calls log-probs are none.
-        known_options: options of the pinned version, in ``spelled`` form; empty if all are checked
-            before a start.
+        known_options: options of the pinned version, in ``spelled`` form, or empty if all are
+            checked before a start.
         outlives_its_core: it answers requests with errors when its core has ended.
     """
 

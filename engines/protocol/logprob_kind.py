@@ -127,7 +127,7 @@ BEFORE_CUTS = LogprobRule()
 
 
 def read_kind(text: Any) -> LogprobKind | None:
-    """The kind of this name; None if there is none."""
+    """The kind of this name, or None if there is none."""
     return next((kind for kind in LogprobKind if kind == text), None)
 
 

@@ -84,13 +84,14 @@ _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>A|B)
 
 
 def module_and_half(tensor: str) -> tuple[str, str] | None:
-    """The module and the half, ``A`` or ``B``, that a tensor's name has; None for other names."""
+    """The module and the half, ``A`` or ``B``, that a tensor's name has, or None for other
+    names."""
     found = _NAME.match(tensor)
     return None if found is None else (found["module"], found["half"])
 
 
 def why_incomplete(config: Mapping[str, Any]) -> str:
-    """What is wrong with the numbers that every adapter has; empty if nothing."""
+    """What is wrong with the numbers that every adapter has."""
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not _is_rank(rank) or not _is_alpha(alpha):
         return f"needs r, a whole number, and lora_alpha; it has r = {rank!r}, alpha = {alpha!r}"
@@ -105,7 +106,7 @@ def why_incomplete(config: Mapping[str, Any]) -> str:
 
 
 def why_unsupported(config: Mapping[str, Any]) -> str:
-    """The first field that no engine honours, and what would work; empty if there is none."""
+    """The first field that no engine honours, and what would work."""
     kind = config.get("peft_type") or "LORA"
     if not isinstance(kind, str) or kind.upper() != "LORA":
         return f"peft_type = {kind!r} is not supported: only LORA is"

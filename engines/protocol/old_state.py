@@ -21,8 +21,8 @@ class OldState:
     """One kind of engine.
 
     Attributes:
-        embeddings_variable: of its environment: at 0 it keeps no embeddings of images and sounds;
-            empty if there is none.
+        embeddings_variable: of its environment: at 0 it keeps no embeddings of images and sounds,
+            or empty if there is none.
         refused: option -> why: it adds a store that no call clears and no name separates.
         refused_for_embeddings: options that are refused only where a push changes what computes
             embeddings.
@@ -64,7 +64,7 @@ class OldState:
                 raise ValueError(f"{variable} = {value}: {OUTLIVES}; unset it{_INSTEAD}")
 
     def why_refused(self, options: Mapping[str, Any], *, keeps_embeddings: bool) -> list[str]:
-        """Why some of these options are refused; empty if none is."""
+        """Why some of these options are refused."""
         whys = {name: f"{why}; leave it out" for name, why in self.refused.items()}
         if not keeps_embeddings:
             of_embeddings = f"{OUTLIVES}; leave it out{_INSTEAD}"

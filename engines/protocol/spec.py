@@ -42,8 +42,8 @@ class EngineSpec:
         log_path: its standard output and error.
         worker_type: its part in a server that separates prefill, decode or encoding.
         kill_timeout_s: from its kill until its memory is known to be free, all attempts counted.
-        python: the interpreter to run it in; empty for this one.
-        access: its keys; None for new ones, made at its launch.
+        python: the interpreter to run it in, or empty for this one.
+        access: its keys, or None for new ones, made at its launch.
         run: the run that launches it; calls to it name that run.
         url: where it listens, for one that is attached; one of kind ``vllm`` with a url is.
         claim: called before it is attached; what it returns is called when it is used no more.
@@ -176,7 +176,7 @@ class Invocation:
         cleanup: patterns of files a killed engine leaves, as ``EngineProcess.spawn`` takes them.
         defaults: options that this library chooses, unless the spec's options name them.
         folder_variable: variable with a folder that is removed with the engine, as
-            ``EngineProcess.spawn`` takes it; empty for none.
+            ``EngineProcess.spawn`` takes it, or empty for none.
         ports: others on its host at which no other program may listen.
     """
 

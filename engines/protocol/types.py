@@ -76,11 +76,11 @@ class GpuMemory:
     Attributes:
         uuid: of the GPU or of its MIG slice, as NVML gives it.
         used_bytes: by all programs together.
-        holders: programs that use it, as far as the driver names them, with their bytes; None if
+        holders: programs that use it, as far as the driver names them, with their bytes, or None if
             the driver does not say how many.
-        busy_percent: of the driver's last sample period, how long a kernel of any program ran;
+        busy_percent: of the driver's last sample period, how long a kernel of any program ran, or
             None if the driver does not measure it, as for MIG slices.
-        own_bytes: held by the engine on it; None if the driver does not name its
+        own_bytes: held by the engine on it, or None if the driver does not name its
             processes, as in many containers, or does not say what one of them holds.
     """
 
@@ -157,9 +157,9 @@ class EngineAccess:
     Always true: nothing shows a key: no text, no JSON, no ``asdict``.  It is no dataclass for that.
 
     Attributes:
-        sampling: the key of requests and queries; empty for none.
-        control: the key of calls that change the engine; empty for the same one.
-        process: the token of the process, or its ``ServerInfo.start``; empty if not known.
+        sampling: the key of requests and queries, or empty for none.
+        control: the key of calls that change the engine, or empty for the same one.
+        process: the token of the process, or its ``ServerInfo.start``, or empty if not known.
         run: that makes the calls.
     """
 
@@ -292,10 +292,10 @@ class GenerateReply:
         sampling_mask: for each output token the ids that top-k, top-p and min-p left to draw it
             from, or None where they cut nothing.  None unless requested.
         num_failovers: engines that the request lost on its way, as the router reports it.
-        engine_id: the engine that generated all of it, as the router reports it; empty where it is
-            not known, or after a failover.
-        logprob_kind: of which distribution ``output_logprobs`` are, as the router reports it; None
-            where it is not known.
+        engine_id: the engine that generated all of it, as the router reports it, or empty where it
+            is not known, or after a failover.
+        logprob_kind: of which distribution ``output_logprobs`` are, as the router reports it, or
+            None where it is not known.
         prompt_ids: those that the engine computed, with all tokens of images.  None unless
             requested.
     """
@@ -359,7 +359,7 @@ def unverified_text(version: int, over: int | None = None) -> str:
 
     Args:
         version: of the push.
-        over: the version of the weights that it changes; None if they are of none.
+        over: the version of the weights that it changes, or None if they are of none.
     """
     return f"{_UNVERIFIED}{version}" + ("" if over is None else f"{_OVER}{over}")
 
@@ -391,16 +391,16 @@ class ServerInfo:
     frees nothing.
 
     Attributes:
-        resident_bytes: memory of each tag now; empty where the engine does not report it.
-        released: tags that are released now; None where the engine does not report it.
-        update_groups: groups for broadcasts that it is in; None where it does not report it.
-        fingerprints: the method of the fingerprints of its weights, ``xxh3`` or ``sums``; empty
+        resident_bytes: memory of each tag now, or empty where the engine does not report it.
+        released: tags that are released now, or None where the engine does not report it.
+        update_groups: groups for broadcasts that it is in, or None where it does not report it.
+        fingerprints: the method of the fingerprints of its weights, ``xxh3`` or ``sums``, or empty
             where a trainer cannot make the same ones.
-        why_no_pushes: why pushed weights cannot reach it; empty if they can.
-        why_no_groups: why it joins no broadcast groups; empty if it does.
-        why_no_handles: why it takes no CUDA IPC handles; empty if it does.
-        start: what is of its process alone, so that another one in its place is seen; empty where
-            it reports nothing of that kind.
+        why_no_pushes: why pushed weights cannot reach it.
+        why_no_groups: why it joins no broadcast groups.
+        why_no_handles: why it takes no CUDA IPC handles.
+        start: what is of its process alone, so that another one in its place is seen, or empty
+            where it reports nothing of that kind.
         num_answers_late: its first rank answers for all; so many answers later, the others have
             done the same.  0 where it answers when all have.
     """
@@ -426,14 +426,14 @@ class Loads:
     """Reply of ``/v1/loads``, summed over data-parallel ranks.  Stale while SGLang is paused.
 
     Attributes:
-        tokens_per_s: generated now; None where the engine does not measure it, as SGLang without
+        tokens_per_s: generated now, or None where the engine does not measure it, as SGLang without
             ``enable-metrics``.
-        num_output_tokens: generated since it started; None where it does not count them.
-        kv_use: share of the KV cache in use, of the rank that uses most; None if not reported.
-        num_drafted: tokens that its draft has proposed since it started; None where it does not
+        num_output_tokens: generated since it started, or None where it does not count them.
+        kv_use: share of the KV cache in use, of the rank that uses most, or None if not reported.
+        num_drafted: tokens that its draft has proposed since it started, or None where it does not
             count them.
         num_accepted: those of them that were right.
-        accepted_share: of SGLang's drafted tokens, in the last interval that it measured; None
+        accepted_share: of SGLang's drafted tokens, in the last interval that it measured, or None
             where it counts them, or drafts none.
         interval: of that share; another one with each new interval.
     """
@@ -455,11 +455,11 @@ class WeightsReport:
     """Reply of ``/weights_checker``.
 
     Attributes:
-        checksum: one digest of all weights of the engine; None for actions without one.
+        checksum: one digest of all weights of the engine, or None for actions without one.
         tensors: per tensor-parallel rank, name of the tensor -> digest.  Names are the engine's
             own (fused, sharded); digests of CPU and CUDA engines are not comparable.
-        num_bytes: of weights, read for the digests; None where the engine does not report them.
-        why_partial: why there are ranks whose tensors are not listed; empty if there are none.
+        num_bytes: of weights, read for the digests, or None where the engine does not report them.
+        why_partial: why there are ranks whose tensors are not listed.
     """
 
     checksum: str | None

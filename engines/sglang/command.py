@@ -119,7 +119,7 @@ def bootstrap_port(spec: EngineSpec, endpoint: Endpoint) -> int:
 
 
 def default_options(spec: EngineSpec) -> dict[str, Any]:
-    """What we choose where the spec's options do not; None there keeps SGLang's own choice."""
+    """What we choose where the spec's options do not, or None there keeps SGLang's own choice."""
     options = normalized(spec.options)
     # Without it, chats and completions of OpenAI's routes have no cached tokens.
     found: dict[str, Any] = {"enable_cache_report": True}

@@ -15,7 +15,7 @@ _WITHOUT_WEIGHTS = ("NGRAM", "NONE")
 
 
 def draft_of(options: Mapping[str, Any]) -> str:
-    """The path of its draft model, or the algorithm that has one; empty if it has none."""
+    """The path of its draft model, or the algorithm that has one, or empty if it has none."""
     named = {spelled(name): value for name, value in options.items()}
     algorithm = str(named.get("speculative_algorithm") or "")
     if not algorithm or algorithm.upper() in _WITHOUT_WEIGHTS:

@@ -50,7 +50,7 @@ _FALSE = ("", "0", "false", "no")
 
 
 def nccl_cumem(options: Mapping[str, Any], env: Mapping[str, str], num_nodes: int) -> str | None:
-    """``NCCL_CUMEM_ENABLE`` of an engine, which all ranks of an NCCL group must have; None if
+    """``NCCL_CUMEM_ENABLE`` of an engine, which all ranks of an NCCL group must have, or None if
     SGLang chooses it on the engine's hosts.
 
     SGLang 0.5.23 takes 1 with these options, and with NVLink between nodes.

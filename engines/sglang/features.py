@@ -80,7 +80,7 @@ def installed_version(python: str) -> str:
 
 
 def why_undrivable(version: str, paths: Set[str]) -> str:
-    """Why this library cannot drive the server; empty if it can.
+    """Why this library cannot drive the server.
 
     Args:
         paths: endpoints it serves.

@@ -73,7 +73,7 @@ def num_ranks(options: Mapping[str, Any]) -> int:
 
 
 def shards(options: Mapping[str, Any], num_gpus: int) -> Shards | None:
-    """How an engine with these options divides its model; None if they do not fit the GPUs.
+    """How an engine with these options divides its model, or None if they do not fit the GPUs.
 
     Expert parallelism divides among the tensor-parallel ranks, so it changes no sum.
     """

@@ -77,7 +77,9 @@ class VllmCalls(HttpCalls):
         )
 
     async def server_info(self) -> ServerInfo:
-        version = await self.ask("server_info", routes.VERSION, lambda one: str(one["version"]))
+        version = await self.ask(
+            "server_info", routes.VERSION, lambda answer: str(answer["version"])
+        )
         info = await self._front_info("server_info", version)
         if has_plugin(info):
             method = METHODS_OF_PLUGIN["state"]

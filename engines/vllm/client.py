@@ -236,7 +236,9 @@ class VllmClient:
         return known_paths(paths, has_plugin=has_plugin(await self.calls.known_info()))
 
     async def _paths(self, operation: str) -> frozenset[str]:
-        return await self.calls.ask(operation, routes.OPENAPI, lambda one: frozenset(one["paths"]))
+        return await self.calls.ask(
+            operation, routes.OPENAPI, lambda answer: frozenset(answer["paths"])
+        )
 
     async def is_ready(self) -> bool:
         """Whether it takes new requests: up and not paused.  Cheap."""

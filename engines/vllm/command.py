@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "logprobs_mode": PROCESSED,
     "enable_prompt_tokens_details": True,
 }
-"""What we choose where the spec's options do not; None there keeps vLLM's own choice."""
+"""What we choose where the spec's options do not, or None there keeps vLLM's own choice."""
 
 
 def build_command(spec: EngineSpec, endpoint: Endpoint) -> list[str]:

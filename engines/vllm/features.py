@@ -32,7 +32,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def why_undrivable(version: str, paths: Set[str]) -> str:
-    """Why this library cannot drive the server; empty if it can.
+    """Why this library cannot drive the server.
 
     Args:
         paths: endpoints it serves.
@@ -56,7 +56,7 @@ def why_undrivable(version: str, paths: Set[str]) -> str:
 
 
 def why_no_logprobs(mode: str) -> str:
-    """Why a server in this mode reports no log-probs; empty if it does."""
+    """Why a server in this mode reports no log-probs."""
     if mode in LOGPROB_RULES:
         return ""
     return f"logprobs-mode is {mode}, which gives no log-probs; use {PROCESSED} or {RAW}"
@@ -84,10 +84,10 @@ def logprob_rule(
 
 
 def why_no_pushes(backend: str) -> str:
-    """Why pushed weights cannot reach the server; empty if they can.
+    """Why pushed weights cannot reach the server.
 
     Args:
-        backend: of its weight transfer; empty for none.
+        backend: of its weight transfer.
     """
     if backend == PLUGIN_BACKEND:
         return ""
@@ -108,7 +108,7 @@ WHY_NO_HANDLES = (
 
 
 def why_open(host: str, has_key: bool) -> str:
-    """Why a server must not listen there; empty if it may.
+    """Why a server must not listen there.
 
     Args:
         has_key: its control calls need one, which ``engines.http.key_check`` checks.
@@ -123,7 +123,7 @@ def why_open(host: str, has_key: bool) -> str:
 
 
 def shards(options: Mapping[str, Any], num_gpus: int) -> Shards | None:
-    """How an engine with these options divides its model; None if they do not fit the GPUs.
+    """How an engine with these options divides its model, or None if they do not fit the GPUs.
 
     vLLM 0.32 (``FusedMoEParallelConfig.make``) divides experts over tensor x data ranks, with
     expert parallelism or without.
@@ -148,7 +148,7 @@ def parse_version(version: str) -> tuple[int, int] | None:
 
 
 def transfer_backend(config: Mapping[str, Any]) -> str:
-    """The backend in a server's ``vllm_config``; empty for none."""
+    """The backend in a server's ``vllm_config``, or empty for none."""
     return str((config.get("weight_transfer_config") or {}).get("backend") or "")
 
 
@@ -165,7 +165,7 @@ _WITHOUT_WEIGHTS = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 
 
 def draft_of(options: Mapping[str, Any]) -> str:
-    """The path of its draft model, or the method that has one; empty if it has none.
+    """The path of its draft model, or the method that has one, or empty if it has none.
 
     One that cannot be read counts as a draft: a copy of weights too many harms less.
     """

@@ -30,7 +30,7 @@ class _Session:
     """What is known of the session that is open, or of none.
 
     Attributes:
-        version: what its buckets publish, when it ends; None for a push that was given up.
+        version: what its buckets publish, when it ends, or None for a push that was given up.
         flushes: its last bucket has come.
         is_of_files: the push is from files, and its caller opens no session.
     """

@@ -76,13 +76,13 @@ def _start(config: Mapping[str, Any]) -> str:
 
 
 def _connector(config: Mapping[str, Any]) -> str:
-    """What has KV outside of it; empty for nothing, and for what kv-offloading-size adds."""
+    """What has KV outside of it, or empty for nothing, and for what kv-offloading-size adds."""
     name = str((config.get("kv_transfer_config") or {}).get("kv_connector") or "")
     return "" if name in _OWN_OFFLOADS else name
 
 
 def _drafting(config: Mapping[str, Any]) -> dict[str, str]:
-    """How it drafts tokens; empty if it does not."""
+    """How it drafts tokens, or empty if it does not."""
     found = config.get("speculative_config") or {}
     return {name: str(found[name]) for name in ("method", "model") if found.get(name)}
 
@@ -98,14 +98,14 @@ def info_with_state(info: ServerInfo) -> Callable[[Any], ServerInfo]:
     def read(answer: Any) -> ServerInfo:
         workers = answer["results"]
         resident: dict[str, int] = {}
-        for one in workers:
-            for tag, num in (one.get("resident_bytes") or {}).items():
+        for worker in workers:
+            for tag, num in (worker.get("resident_bytes") or {}).items():
                 resident[tag] = resident.get(tag, 0) + int(num)
-        counts = all(one.get("resident_bytes") for one in workers)
+        counts = all(worker.get("resident_bytes") for worker in workers)
         # One that does not count its memory does not know what is released either.
-        reported = [one["released"] for one in workers] if counts else []
+        reported = [worker["released"] for worker in workers] if counts else []
         # The plugin of an earlier version joins none.
-        joins = all("groups" in one for one in workers)
+        joins = all("groups" in worker for worker in workers)
         return replace(
             info,
             # A worker on a CPU counts what it releases; vLLM's own flag is for CUDA.
@@ -118,7 +118,7 @@ def info_with_state(info: ServerInfo) -> Callable[[Any], ServerInfo]:
             why_no_groups="" if joins else info.why_no_groups,
             fingerprints=str(workers[0].get("fingerprints") or ""),
             why_no_handles=""
-            if all(one.get("opens_handles") for one in workers)
+            if all(worker.get("opens_handles") for worker in workers)
             else info.why_no_handles,
         )
 

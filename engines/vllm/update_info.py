@@ -43,7 +43,10 @@ def update_info(payloads: Sequence[str]) -> dict[str, Any]:
         if any(layout != layouts[0] for layout in layouts):
             raise ValueError("the handles are of different buckets")
         handles = (bucket["flattened_tensor"] for bucket in buckets)
-        return {"layout": layouts[0], "handles": {one.device: _json_of(one) for one in handles}}
+        return {
+            "layout": layouts[0],
+            "handles": {handle.device: _json_of(handle) for handle in handles},
+        }
     except Exception as error:  # unpickling can raise anything
         raise ValueError(
             f"vLLM takes tensors by value and CUDA IPC handles of flat buckets, and this payload "
@@ -61,19 +64,19 @@ def _has_handle(loaded: Any) -> bool:
 
 def _content(loaded: Any) -> str:
     tensors = list(tensors_in(loaded))
-    header, _ = make_header((one.name, one.dtype, one.shape) for one in tensors)
-    return base64.b64encode(header + b"".join(one.content for one in tensors)).decode()
+    header, _ = make_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    return base64.b64encode(header + b"".join(tensor.content for tensor in tensors)).decode()
 
 
 def _layout(entries: Iterable[BucketEntry]) -> dict[str, Any]:
     layout: dict[str, Any] = {}
-    for one in entries:
-        if one.name in layout:
-            raise ValueError(f"two tensors are named {one.name!r}")
-        layout[one.name] = {
-            "dtype": word_of(one.name, one.dtype),
-            "shape": list(one.shape),
-            "data_offsets": [one.start_idx, one.end_idx],
+    for entry in entries:
+        if entry.name in layout:
+            raise ValueError(f"two tensors are named {entry.name!r}")
+        layout[entry.name] = {
+            "dtype": word_of(entry.name, entry.dtype),
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start_idx, entry.end_idx],
         }
     return layout
 

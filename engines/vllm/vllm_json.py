@@ -129,7 +129,7 @@ class ReplyReader:
 
     Args:
         prompt: its token ids.
-        prompt_from: first prompt token whose log-prob is wanted is the one after this; None for
+        prompt_from: first prompt token whose log-prob is wanted is the one after this, or None for
             none.
         version: weight version of tokens for which the server reports none.
     """
@@ -167,8 +167,10 @@ class ReplyReader:
         self._text += choice.get("text") or ""
         if (logprobs := choice.get("logprobs")) is not None:
             self._logprobs = self._logprobs or []
-            found = (one.get("logprob") for one in logprobs["content"] or ())
-            self._logprobs += [_number(None if one == NO_NUMBER else one) for one in found]
+            found = (entry.get("logprob") for entry in logprobs["content"] or ())
+            self._logprobs += [
+                _number(None if logprob == NO_NUMBER else logprob) for logprob in found
+            ]
             if len(self._logprobs) != len(self._ids):
                 raise ValueError(f"{len(self._logprobs)} log-probs for {len(self._ids)} tokens")
         if choice.get("weight_versions"):
@@ -220,8 +222,8 @@ def _number(value: float | None) -> float:
 def read_spans(spans: Iterable[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
     """Weight versions of a completion's tokens."""
     return tuple(
-        VersionSpan(version=str(one["version"]), start=one["start"], end=one["end"])
-        for one in spans
+        VersionSpan(version=str(span["version"]), start=span["start"], end=span["end"])
+        for span in spans
     )
 
 
@@ -266,8 +268,8 @@ def read_fingerprints(answer: Any) -> WeightsReport:
     """The plugin's fingerprints of each worker's bytes."""
     workers = answer["results"]
     return _report(
-        [dict(one["checksums"]) for one in workers],
-        sum(one.get("num_bytes") or 0 for one in workers),
+        [dict(worker["checksums"]) for worker in workers],
+        sum(worker.get("num_bytes") or 0 for worker in workers),
     )
 
 
@@ -280,15 +282,19 @@ def _report(ranks: Sequence[Mapping[str, str]], num_bytes: int | None = None) ->
 
 def read_errors(answer: Any) -> list[str]:
     """Errors of the workers, each once."""
-    return list(dict.fromkeys(one["error"] for one in answer["results"] if one["error"]))
+    return list(dict.fromkeys(result["error"] for result in answer["results"] if result["error"]))
 
 
 def read_manifest(answer: Any) -> tuple[TensorInfo, ...]:
-    """The plugin's list of the checkpoint's tensors, of all pipeline stages; empty where a worker
-    has other names."""
+    """The plugin's list of the checkpoint's tensors, of all pipeline stages, or empty where a
+    worker has other names."""
     workers = answer["results"]
-    found = {one["name"]: one for worker in workers for one in worker} if all(workers) else {}
+    found = (
+        {tensor["name"]: tensor for worker in workers for tensor in worker} if all(workers) else {}
+    )
     return tuple(
-        TensorInfo(one["name"], one["dtype"], tuple(one["shape"]), bool(one.get("is_tied")))
-        for one in found.values()
+        TensorInfo(
+            tensor["name"], tensor["dtype"], tuple(tensor["shape"]), bool(tensor.get("is_tied"))
+        )
+        for tensor in found.values()
     )

@@ -45,7 +45,7 @@ class Sampled:
     """What a rollout samples.
 
     Attributes:
-        reward: ``module:function``; empty for none.
+        reward: ``module:function``, or empty for none.
     """
 
     prompts: Path
@@ -180,7 +180,9 @@ def _print(
     if as_json:
         print_json({"file": str(file), "figures": figures, "samples": samples})
         return
-    show(_figures(groups, {key.removeprefix("rollout/"): one for key, one in figures.items()}))
+    show(
+        _figures(groups, {key.removeprefix("rollout/"): figure for key, figure in figures.items()})
+    )
     for sample in samples:
         reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
         facts = [f"reward {reward}", f"{sample['tokens']} tokens", sample["status"]]

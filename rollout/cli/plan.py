@@ -193,7 +193,7 @@ def _push_memory(server: ServerConfig, trainer_gpus: int) -> Iterator[PushMemory
 
 
 def _store_bytes(server: ServerConfig) -> dict[str, int]:
-    """Number of nodes -> bytes that the DRAM store takes on each; empty if it is off."""
+    """Number of nodes -> bytes that the DRAM store takes on each, or empty if it is off."""
     store, manifest = server.weights.store, read_checkpoint_manifest(server.model_path)
     if store is None or manifest is None:
         return {}

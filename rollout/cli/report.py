@@ -156,7 +156,9 @@ def _curves(title: str, figures: list[dict[str, Any]], names: Mapping[str, str])
             [step, value]
             for step, value in sorted(
                 {
-                    one["step"]: one["metrics"][key] for one in figures if key in one["metrics"]
+                    entry["step"]: entry["metrics"][key]
+                    for entry in figures
+                    if key in entry["metrics"]
                 }.items()
             )
         ]
@@ -213,9 +215,9 @@ def _samples(figures: list[dict[str, Any]]) -> str:
         return "<p>None was recorded.</p>"
     heads = ("step", "prompt", "reply", "reward", "tokens", "engines", "versions", "status")
     rows = (
-        (str(entry["step"]), *(_shown(one[name]) for name in heads[1:]))
+        (str(entry["step"]), *(_shown(sample[name]) for name in heads[1:]))
         for entry in reversed(sampled)
-        for one in entry["samples"]
+        for sample in entry["samples"]
     )
     return f'<div class="samples">{_table(heads, rows)}</div>'
 
@@ -229,8 +231,14 @@ def _shown(value: Any) -> str:
 def _slowest(spans: list[Span]) -> str:
     heads = ("phase", "engine", "its seconds", "median", "engine-seconds the others waited")
     rows = (
-        (phase, one.engine_id, f"{one.elapsed_s:.2f}", f"{one.median_s:.2f}", f"{one.waited_s:.2f}")
-        for phase, one in slowest_engines(spans).items()
+        (
+            phase,
+            slowest.engine_id,
+            f"{slowest.elapsed_s:.2f}",
+            f"{slowest.median_s:.2f}",
+            f"{slowest.waited_s:.2f}",
+        )
+        for phase, slowest in slowest_engines(spans).items()
     )
     return _table(heads, rows)
 

@@ -97,7 +97,7 @@ def of_server(
 
 def why_no_experts(update: WeightUpdate, drain: Drain) -> str:
     """Why an engine that computes routed experts of retracted requests again must not report them,
-    and what would work; empty if it may."""
+    and what would work."""
     if drain is not Drain.RETRACT or update is WeightUpdate.FROZEN:
         return ""
     return (
@@ -108,7 +108,7 @@ def why_no_experts(update: WeightUpdate, drain: Drain) -> str:
 
 
 def why_no_nccl(groups: Mapping[str, GroupConfig]) -> str:
-    """Why their engines cannot be in one NCCL group with the trainer; empty if they can."""
+    """Why their engines cannot be in one NCCL group with the trainer."""
     reasons = ((name, group.why_no_nccl) for name, group in groups.items())
     return next((f"group {name}: {why}" for name, why in reasons if why), "")
 
@@ -125,10 +125,10 @@ def of_checkpoint(
 
     Args:
         is_quantised: as it is on disk.
-        head_size: elements of an attention head; None if unknown.
+        head_size: elements of an attention head, or None if unknown.
         tied: its head, where that is tied to the embedding.
     """
-    kind, named = engine.of_kind, {spelled(name): one for name, one in engine.options.items()}
+    kind, named = engine.of_kind, {spelled(name): value for name, value in engine.options.items()}
     if (
         kind.quantises_at_start
         and named.get("quantization") not in (None, "none", "unquant")
@@ -287,7 +287,7 @@ def of_embeddings(
     """Then, of one that may keep embeddings because somebody else launched it.
 
     Args:
-        encoder: what pushes may change that computes embeddings, in words; empty if nothing.
+        encoder: what pushes may change that computes embeddings, in words, or empty if nothing.
     """
     variable = config.of_kind.old_state.embeddings_variable
     kinds = [kind for kind in ("image", "audio") if model.raw.get(f"has_{kind}_understanding")]

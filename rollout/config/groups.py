@@ -91,7 +91,7 @@ class EngineConfig(ConfigSection):
 
     @property
     def access(self) -> EngineAccess | None:
-        """Its keys; None if each launch makes its own."""
+        """Its keys, or None if each launch makes its own."""
         if self.is_attached:
             key = self.key if isinstance(self.key, str) else ""
             return EngineAccess(key, self.control_key)
@@ -107,7 +107,7 @@ class EngineConfig(ConfigSection):
         if self.is_attached and self.of_kind.can_attach:
             yield from self._conflicts_of_attached()
         elif self.urls:
-            attachable = " or ".join(one.name for one in KINDS.values() if one.can_attach)
+            attachable = " or ".join(kind.name for kind in KINDS.values() if kind.can_attach)
             yield (
                 "urls",
                 f"urls are for engines of kind {attachable}; leave urls out, or set kind to "
@@ -176,7 +176,7 @@ class GroupConfig(ConfigSection):
 
     @property
     def why_no_nccl(self) -> str:
-        """Why it cannot be in one NCCL group with the trainer; empty if it can."""
+        """Why it cannot be in one NCCL group with the trainer."""
         if self.worker_type is WorkerType.PLACEHOLDER:
             return ""
         if not self.engine.gpus and not self.engine.is_attached:

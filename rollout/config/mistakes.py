@@ -197,7 +197,7 @@ def _accepted(error: Mapping[str, Any]) -> str:
 
 
 def _without_unit(setting: str, value: str) -> str:
-    """What a value such as ``4GiB`` or ``2m`` is in the setting's unit; empty if it is none."""
+    """What a value such as ``4GiB`` or ``2m`` is in the setting's unit, or empty if it is none."""
     written = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", value)
     unit = "bytes" if setting.endswith("_bytes") else "seconds" if setting.endswith("_s") else ""
     size = _UNITS.get(unit, {}).get(written[2].lower()) if written else None
@@ -233,7 +233,7 @@ def _unknown_key(model: type[BaseModel], location: Location) -> str:
 
 
 def _now_of(parents: list[str], key: str) -> str:
-    """What to do instead of a setting that is gone; empty if there never was one."""
+    """What to do instead of a setting that is gone, or empty if there never was one."""
     return GONE.get(".".join([*parents[-1:], key])) or GONE.get(key, "")
 
 
@@ -267,7 +267,7 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _meant(model: type[BaseModel], error: Mapping[str, Any]) -> str:
-    """The key that an unknown key was probably meant to be; empty if there is none."""
+    """The key that an unknown key was probably meant to be, or empty if there is none."""
     *parents, key = (str(part) for part in error["loc"] or ("",))
     if error["type"] != _UNKNOWN or _now_of(parents, key) or _homes(model, parents, key):
         return ""

@@ -63,19 +63,21 @@ class ServerConfig(ConfigSection):
 
     @property
     def nccl_cumem(self) -> Mapping[str, str | None]:
-        """Group -> ``NCCL_CUMEM_ENABLE`` of its engines, if they set it; None if only their hosts
-        know."""
+        """Group -> ``NCCL_CUMEM_ENABLE`` of its engines, if they set it, or None if only their
+        hosts know."""
         found: dict[str, str | None] = {}
         for name, group in self.groups.items():
-            one = group.engine
-            if (ask := one.of_kind.nccl_cumem) is not None:
-                known = None if one.is_attached else ask(one.options, one.env, one.nodes)
+            engine = group.engine
+            if (ask := engine.of_kind.nccl_cumem) is not None:
+                known = (
+                    None if engine.is_attached else ask(engine.options, engine.env, engine.nodes)
+                )
                 found[name] = known
         return found
 
     @property
     def why_no_nccl(self) -> str:
-        """Why its engines cannot be in one NCCL group with the trainer; empty if they can."""
+        """Why its engines cannot be in one NCCL group with the trainer."""
         return compatibility.why_no_nccl(self.groups)
 
 

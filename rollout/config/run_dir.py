@@ -41,7 +41,8 @@ class RunFolder:
         return self.of_server(server) / "agents"
 
     def last_launch(self) -> str:
-        """The id of the last launch, which is the current one while it runs; empty if unknown."""
+        """The id of the last launch, which is the current one while it runs, or empty if
+        unknown."""
         try:
             return str(read_json((self.path / LAUNCH_FILE).read_bytes())["launch"])
         except (OSError, ValueError, KeyError, TypeError):

@@ -135,7 +135,7 @@ def checked_as(adapter: TypeAdapter[T], value: Any, *name: str) -> T:
     """The value, checked by an adapter.
 
     Args:
-        name: name of the argument; empty for a TypedDict, whose keys are the arguments.
+        name: name of the argument, or empty for a TypedDict, whose keys are the arguments.
     """
     try:
         return adapter.validate_python(value)

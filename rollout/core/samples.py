@@ -80,7 +80,7 @@ class Sample:
             not computed, and neither was what an environment appended to it.  None unless
             requested, and where an engine did not report those of its tokens.
         sampling_mask: for each output token the ids that top-k, top-p and min-p left to draw it
-            from; None for a token where they cut nothing, and where the mask is 0.  None unless
+            from, or None for a token where they cut nothing, and where the mask is 0.  None unless
             requested, and where an engine did not report it.
         logprob_kind: the distribution of ``output_logprobs``: ``full`` for log-softmax of
             logits / temperature, ``raw`` at temperature 1 where the request has another one,

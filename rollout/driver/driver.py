@@ -66,7 +66,7 @@ class RolloutDriver:
         hooks: more callables of the user; ``reward`` overrides theirs.
         max_in_flight: requests at the same time; more wait.
         adapt_every_s: seconds between adaptations of the number in flight to the engines' load,
-            up to ``max_in_flight``; None for no adaptation.
+            up to ``max_in_flight``, or None for no adaptation.
         request_timeout_s: for one completion.
         max_failed_share: a call with a higher share of failed samples raises; ``options``, if
             given, override it.
@@ -501,7 +501,7 @@ class RolloutDriver:
     # -- engines ----------------------------------------------------------------------------
 
     async def _refresh(self) -> int | None:
-        """The weight version that is served; None if that is not known."""
+        """The weight version that is served, or None if that is not known."""
         load = await self._engines.load()
         served = None if load is None else load.weight_version
         self._engines.note_version(served)

@@ -91,7 +91,7 @@ def _normalized(text: str) -> str:
 
 
 def _chosen_letter(text: str) -> str:
-    """The letter that a text chooses; empty if there is none."""
+    """The letter that a text chooses, or empty if there is none."""
     inside = _boxed(text)
     if inside:
         found = re.search(r"[A-Za-z]", inside.replace(r"\text", ""))
@@ -104,7 +104,7 @@ def _chosen_letter(text: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    r"""The content of the last ``\boxed{...}``, braces balanced; empty if there is none."""
+    r"""The content of the last ``\boxed{...}``, braces balanced, or empty if there is none."""
     start = text.rfind(_BOXED)
     if start < 0:
         return ""

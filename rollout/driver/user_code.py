@@ -131,7 +131,7 @@ async def result_of(
     A coroutine runs in a task of its own, so that it can cancel no other.  Raises as ``errors_of``.
 
     Args:
-        limit_s: seconds for an async hook; None for no limit.
+        limit_s: seconds for an async hook, or None for no limit.
 
     Raises:
         HookLate: it did not return within its limit.

@@ -41,7 +41,7 @@ def read_figures(run: Path) -> list[dict[str, Any]]:
         for report in parsed(file.read_text(errors="replace").splitlines()):
             by_launch[report.get("launch", "")].append(report)
         for reports in by_launch.values():
-            figures += [dict(one) for one in standing(reports)]
+            figures += [dict(report) for report in standing(reports)]
     return sorted(figures, key=lambda entry: entry["at_s"])
 
 
@@ -50,7 +50,7 @@ def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
 
     Args:
         server: the folder of a server.
-        launch: the launch of the run; empty for one without an id.
+        launch: the launch of the run, or empty for one without an id.
     """
     found: dict[str, dict[int, float]] = {}
     for report in parsed(last_lines(server / FIGURES_FILE, _MAX_BYTES)):
@@ -61,7 +61,9 @@ def recorded_curves(server: Path, launch: str) -> dict[str, Points]:
                 found.setdefault(name, {})[report["step"]] = report["metrics"][name]
     # The file of the server itself has its phases; those of engines are in its groups' files.
     lines = last_lines(server / f"{server.name}{SPANS_SUFFIX}", _MAX_BYTES)
-    phases = [one for one in read_lines(lines) if one.kind is Kind.PHASE and one.launch == launch]
+    phases = [
+        span for span in read_lines(lines) if span.kind is Kind.PHASE and span.launch == launch
+    ]
     lost = {number: step.lost_s for number, step in enumerate(steps(phases), 1)}
     return {name: _points(values) for name, values in (found | {LOST: lost}).items() if values}
 

@@ -16,7 +16,7 @@ class ServerSnapshot:
 
     Attributes:
         timelines: by source (the server and each group), the part after the requested cursors.
-        router: the values of its ``/engines``; empty if it does not answer.
+        router: the values of its ``/engines``, or empty if it does not answer.
         troubles: the parts that do not answer, each with the reason.
     """
 

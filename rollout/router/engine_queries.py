@@ -172,7 +172,7 @@ def add_engine_queries(app: FastAPI, gate: Gate, client: EngineQueryClient) -> N
 
 
 def read_order(body: bytes) -> AbortOrder | None:
-    """What the body of an abort names; None if it is malformed."""
+    """What the body of an abort names, or None if it is malformed."""
     try:
         order = read_json(body or b"{}")
         rids, prefix = order.get("rid") or [], order.get("rid_prefix") or ""
@@ -203,7 +203,7 @@ async def first_reply(gate: Gate, client: EngineQueryClient, path: str) -> Respo
 
 
 async def tokenizer_folder(gate: Gate, client: EngineQueryClient) -> str:
-    """The folder of the engines' tokenizer; empty if no engine names it."""
+    """The folder of the engines' tokenizer, or empty if no engine names it."""
     reply = await first_reply(gate, client, "/model_info")
     if reply.status_code == 404:  # of vLLM
         reply = await first_reply(gate, client, "/v1/models")
@@ -243,7 +243,7 @@ async def _abort_on(
     body: bytes,
     until_s: float | None,
 ) -> tuple[str, str]:
-    """The engine's id, and why it did not take the abort; empty if it did."""
+    """The engine's id, and why it did not take the abort, or empty if it did."""
     path = member.of_kind.abort_path
     try:
         async with asyncio.timeout_at(until_s), slots:

@@ -50,8 +50,7 @@ class RouterHost:
     """Starts, steers and stops one router.
 
     Attributes:
-        why_not_serving: it does not serve so far, and its methods raise ``ActorLost``; empty if it
-            may serve.
+        why_not_serving: it does not serve so far, and its methods raise ``ActorLost``.
 
     Args:
         policy: chooses engines, instead of the policy that ``config`` names.

@@ -85,7 +85,7 @@ class AgentsActor(AgentsHost):
         logger.warning("a worker of agents serves at %s again", self._endpoint.url)
 
     def _read_record(self) -> tuple[int, str] | None:
-        """Port and router of the lost one; None if there is none."""
+        """Port and router of the lost one, or None if there is none."""
         folder, name = os.path.split(self._settings.folder)
         try:
             with closing(OwnFolder.open(folder)) as own:

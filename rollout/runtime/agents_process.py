@@ -75,7 +75,7 @@ class AgentsProcess:
             await process.wait()
 
     async def stats(self) -> dict[str, Any]:
-        """Its process; None while there is none."""
+        """Its process, or None while there is none."""
         process = self._process
         if process is None or process.returncode is not None:
             return {"process": None}

@@ -14,7 +14,7 @@ from rollout.runtime.handle import RunHandle, ServerHandle
 
 
 def connect_local(run: str | Path, address: str, key: str) -> RunHandle | None:
-    """The servers of a run that is launched on a host; None if no journal has an address.
+    """The servers of a run that is launched on a host, or None if no journal has an address.
 
     Args:
         address: ``host:port``; empty to read it and the key from the journal of a server.

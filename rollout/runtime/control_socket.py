@@ -178,7 +178,7 @@ class SocketCaller:
 
 
 def _ended_within(pending: Pending[Any], seconds: float) -> tuple[Any, BaseException | None] | None:
-    """Result and error of a call; None while it runs."""
+    """Result and error of a call, or None while it runs."""
     try:
         return pending.result(seconds), None
     except Exception as error:

@@ -182,7 +182,7 @@ def build_servers(
 
 
 def store_terms(config: RolloutConfig, server: str) -> StoreTerms | None:
-    """Terms for the weight store of a server; None if it has none."""
+    """Terms for the weight store of a server, or None if it has none."""
     store = config.servers[server].weights.store
     return None if store is None else StoreTerms.of(store, config.run_id, server)
 

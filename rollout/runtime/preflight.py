@@ -88,7 +88,7 @@ def wrong_settings(config: RolloutConfig) -> list[Mistake]:
 
 
 def push_sizes(model_path: str) -> PushSizes | None:
-    """Sizes of a push of a checkpoint, from its tensors or else from its config; None if neither
+    """Sizes of a push of a checkpoint, from its tensors or else from its config, or None if neither
     gives them."""
     try:
         manifest = read_checkpoint_manifest(model_path)
@@ -98,7 +98,7 @@ def push_sizes(model_path: str) -> PushSizes | None:
         sizes = [spec.num_bytes for spec in manifest.tensors.values()]
         return PushSizes(sum(sizes), max([0, *sizes, *stacked_bytes(manifest)]))
     config = read_checkpoint_config(model_path)
-    whole, largest = (one * element_bytes_of(config) for one in elements_of(config))
+    whole, largest = (number * element_bytes_of(config) for number in elements_of(config))
     return PushSizes(whole, largest) if whole else None
 
 
@@ -114,7 +114,7 @@ def push_room_notes(config: RolloutConfig) -> Iterator[str]:
 
 
 def _why_too_small(server: ServerConfig) -> str:
-    """Why its pushes do not fit into the folder of shared memory; empty if they do."""
+    """Why its pushes do not fit into the folder of shared memory."""
     sizes = push_sizes(server.model_path)
     try:
         total = os.statvfs(server.weights.shared_memory_path)
@@ -126,7 +126,9 @@ def _why_too_small(server: ServerConfig) -> str:
 
 def agents_notes(config: RolloutConfig) -> Iterator[str]:
     """What the servers' agents lack here: without it each chat of a session is refused."""
-    missing = next((one for one in _OF_AGENTS if importlib.util.find_spec(one) is None), "")
+    missing = next(
+        (module for module in _OF_AGENTS if importlib.util.find_spec(module) is None), ""
+    )
     for name, server in config.servers.items():
         if missing and server.agents.workers:
             yield (
@@ -144,7 +146,7 @@ def option_notes(config: RolloutConfig) -> Iterator[str]:
             for option in settings.engine.options if known else ():
                 first = spelled(option).partition(".")[0]
                 # Servers take the begin of an option for the whole.
-                if not any(one.startswith(first) for one in known):
+                if not any(option.startswith(first) for option in known):
                     near = difflib.get_close_matches(first, known, n=1)
                     hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
                     yield f"{path}: the pinned {kind.title} has no option {option!r}{hint}"

@@ -42,6 +42,10 @@ def fake_push(version: int) -> Push:
     Args:
         version: of the weights; two versions have different values.
     """
-    payload = pack_tensors({one.name: FakeTensor(one.shape, version) for one in DEFAULT_TENSORS})
-    manifest = Manifest.of(TensorSpec(one.name, one.dtype, one.shape) for one in DEFAULT_TENSORS)
+    payload = pack_tensors(
+        {tensor.name: FakeTensor(tensor.shape, version) for tensor in DEFAULT_TENSORS}
+    )
+    manifest = Manifest.of(
+        TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in DEFAULT_TENSORS
+    )
     return Push(WeightPush(version, manifest, [payload]))

@@ -40,7 +40,7 @@ class Generation:
         wants_experts: the experts that computed its tokens are kept.
         routed_experts: of each token that was computed, int32 of shape ``[layers, experts]``.
         wants_masks: the ids that its tokens were drawn from are kept.
-        masks: of each token, those ids; None where nothing was cut.
+        masks: of each token, those ids, or None where nothing was cut.
         input_logprobs: of the prompt's tokens after that one, None where it is NaN.
         spans: pairs (weight version, index of the first token it produced).
         finish_reason: SGLang's object, or None while running.

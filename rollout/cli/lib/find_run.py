@@ -29,7 +29,7 @@ class RunningServer(Protocol):
 
     Attributes:
         where: how it was found, for messages.
-        process: what runs it; None if unknown.
+        process: what runs it, or None if unknown.
     """
 
     name: str

@@ -18,7 +18,7 @@ class Launch:
     """One launch of a run.
 
     Attributes:
-        launch: its id; empty for one that recorded none.
+        launch: its id, or empty for one that recorded none.
         is_stopped: its groups were stopped.  Otherwise it was killed, or still runs.
     """
 

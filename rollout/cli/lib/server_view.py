@@ -36,7 +36,7 @@ def render_server(state: dict[str, Any], where: str) -> RenderableType:
     addresses = [f"router {state.get('router_url', '')}"]
     addresses += [f"agents {url}" for url in state.get("agents_urls", ())]
     addresses += [f"page {where}"] if where.startswith("http") else []
-    parts: list[RenderableType] = [head, *(Text(one, style="dim") for one in addresses)]
+    parts: list[RenderableType] = [head, *(Text(address, style="dim") for address in addresses)]
     if not state.get("is_answering"):
         parts.append(Text(f"does not answer: {state.get('trouble')}", style="bold red"))
     parts += [

@@ -51,7 +51,9 @@ def _without_ids(settings: StartSettings) -> StartSettings:
     if env.get(_GPUS):
         env[_GPUS] = "its GPUs"
     return replace(
-        settings, env=env, overrides=[one for one in settings.overrides if one.name != _GPUS]
+        settings,
+        env=env,
+        overrides=[override for override in settings.overrides if override.name != _GPUS],
     )
 
 
@@ -64,8 +66,8 @@ def show_start(name: str, start: Mapping[str, Any]) -> None:
         "sets from engine.env": start["env_of_config"],
         "does not inherit": start["dropped"],
         "overridden": [
-            f"{one['name']}={one['used']} instead of {one['default']} ({one['by']})"
-            for one in start["overrides"]
+            "{name}={used} instead of {default} ({by})".format(**override)
+            for override in start["overrides"]
         ],
     }
     show(

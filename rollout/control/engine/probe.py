@@ -68,7 +68,7 @@ class Probe:
         prompts: those of the log-prob check, or empty if it is disabled or impossible.
         prompt: the one of the sentinel, or empty if that is disabled or impossible.
         image_tokens: those for one image, or empty if the model sees none, or in another form.
-        refused_version: weight version that no engine has passed with, and that one failed with;
+        refused_version: weight version that no engine has passed with, and that one failed with, or
             None for none.  No restarted engine is given it.
     """
 
@@ -444,7 +444,8 @@ def check_expected(expected: Logprobs, prompts: Sequence[Prompt]) -> None:
 
 
 def prompts_of(verify: VerifyConfig, model_path: str) -> tuple[Prompt, ...]:
-    """The prompts of the log-prob check for this model; empty if it is disabled or impossible."""
+    """The prompts of the log-prob check for this model, or empty if it is disabled or
+    impossible."""
     if verify.by == "version":
         return ()
     prompt = _prompt_of(verify, model_path)

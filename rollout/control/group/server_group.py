@@ -233,8 +233,8 @@ class ServerGroup:
             push: the new weights, for ``update_weights``; without it, engines get those of
                 ``version`` from a weight source.
             version: the weight version the engines must hold, for ``verify`` and ``snapshot``.
-            budget_s: the rest of the phase of the server, in which all engines must have replied;
-                None for as long as the settings say, without a server.
+            budget_s: the rest of the phase of the server, in which all engines must have replied,
+                or None for as long as the settings say, without a server.
 
         Raises:
             LifecycleError: the command is not legal now, and no engine was called; or an engine

@@ -149,7 +149,7 @@ class AgentSession:
         return list(reply["turns"]) if reply else []
 
     async def _request(self, method: str, url: str) -> Any:
-        """The worker's reply; None if it has no such session."""
+        """The worker's reply, or None if it has no such session."""
 
         async def request() -> Any:
             async with (

@@ -88,7 +88,7 @@ def _sample(session_id: str, path: Sequence[Turn], counted: set[int]) -> Sample:
 
 
 def _experts(path: Sequence[Turn]) -> bytes | None:
-    """The experts of all turns; None if one has none."""
+    """The experts of all turns, or None if one has none."""
     parts: list[str | None] = [turn["routed_experts"] for turn in path]
     known = [base64.b64decode(part) for part in parts if part is not None]
     return b"".join(known) if len(known) == len(parts) else None

@@ -310,7 +310,7 @@ class Completer:
             logger.exception("requests could not be aborted")
 
     async def load(self) -> EngineLoad | None:
-        """How busy the engines are; None if that is unknown.
+        """How busy the engines are, or None if that is unknown.
 
         Raises:
             CallEnded: the client raised something, or did not return.

@@ -74,7 +74,7 @@ class GenerationError(Exception):
 
     Attributes:
         retry_after_s: seconds until the next try, as the server requests; 0 if it does not.
-        weight_version: what could be had instead, of kind ``version``; None if it is not known.
+        weight_version: what could be had instead, of kind ``version``, or None if it is not known.
     """
 
     def __init__(
@@ -108,11 +108,12 @@ class EngineLoad:
     Attributes:
         num_engines: engines that serve now.
         num_running, num_waiting: requests that decode, and that wait for room, in all engines.
-        kv_use: used share of the fullest engine's KV cache; None if not reported.
-        weight_version: of the weights that answer the client's requests; None if not reported.
-        why_waiting: why requests wait at the gate; empty if none does.
-        logprobs: at which step of sampling the engines take their log-probs; empty if not reported.
-        why_closed: why the gate turns requests away; empty if it does not.
+        kv_use: used share of the fullest engine's KV cache, or None if not reported.
+        weight_version: of the weights that answer the client's requests, or None if not reported.
+        why_waiting: why requests wait at the gate.
+        logprobs: at which step of sampling the engines take their log-probs, or empty if not
+            reported.
+        why_closed: why the gate turns requests away.
     """
 
     num_engines: int
@@ -142,16 +143,16 @@ class GenerationClient(Protocol):
         An unknown id is no error.
 
         Args:
-            prefix: those whose ids begin with it, too; empty for none.
+            prefix: those whose ids begin with it, too, or empty for none.
         """
         ...
 
     async def load(self) -> EngineLoad | None:
-        """How busy the engines are; None if that is unknown."""
+        """How busy the engines are, or None if that is unknown."""
         ...
 
     async def server_metrics(self) -> Mapping[str, float]:
-        """Metrics ``server/...`` of the last step boundary; empty if they are unknown."""
+        """Metrics ``server/...`` of the last step boundary, or empty if they are unknown."""
         ...
 
     async def report(self, figures: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ class HttpGenerationClient:
             pushed last.
         routed_experts: request the routed experts of all completions.
         sampling_mask: request what each of their tokens was drawn from.
-        key: the router's ``client_key``; empty for none.
+        key: the router's ``client_key``, or empty for none.
         control_key: the router's, for aborts, loads and metrics; empty: ``key``.
     """
 
@@ -304,7 +304,7 @@ class HttpGenerationClient:
             return 0, b""
 
     async def _read(self, url: str, headers: Mapping[str, str] | None = None) -> bytes:
-        """The body of a reply; empty if there is none."""
+        """The body of a reply, or empty if there is none."""
         try:
             async with self._control.get(url, headers=headers) as response:
                 return await response.read() if response.status == 200 else b""
@@ -442,7 +442,7 @@ def _why_push_needed(content: bytes) -> str:
 
 
 def _why_unfulfilled(content: bytes) -> GenerationError | None:
-    """The router's refusal of a contract; None if it is another answer."""
+    """The router's refusal of a contract, or None if it is another answer."""
     try:
         error = read_json(content)["error"]
         kind, message = _UNFULFILLED[error["type"]], str(error["message"])[:500]

@@ -28,7 +28,7 @@ class Limiter:
 
     Attributes:
         num_used: slots in use now.
-        idle_at_end_s: seconds without any used slot when the last batch was full; None before.
+        idle_at_end_s: seconds without any used slot when the last batch was full, or None before.
     """
 
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -25,12 +25,12 @@ class LoadFollower:
     """Adapts the number of samples in flight to the load.
 
     Args:
-        every_s: seconds between two queries; None for none.
+        every_s: seconds between two queries, or None for none.
         highest: number of samples in flight.
 
     Attributes:
-        why_waiting: why requests wait at the router's gate or are turned away, as last known; empty
-            if none is.
+        why_waiting: why requests wait at the router's gate or are turned away, as last known, or
+            empty if none is.
     """
 
     def __init__(

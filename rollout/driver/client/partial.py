@@ -25,7 +25,7 @@ _STATUS = {
 
 
 def remaining(sampling: SamplingParams, num_output: int) -> SamplingParams | None:
-    """The request after ``num_output`` tokens; None when the budget is used up."""
+    """The request after ``num_output`` tokens, or None when the budget is used up."""
     if num_output >= sampling.max_new_tokens:
         return None
     if not num_output:
@@ -127,7 +127,7 @@ def extend_from(sample: Sample, whole: Sample, num_tokens: int, num_characters: 
 
 
 def _experts(sample: Sample, reply: GenerateReply) -> bytes | None:
-    """The experts of all tokens with ``reply``; None if a part has none."""
+    """The experts of all tokens with ``reply``, or None if a part has none."""
     is_missing = any(sample.mask) and sample.routed_experts is None
     if is_missing or not reply.output_ids:
         return sample.routed_experts
@@ -142,7 +142,7 @@ def _experts(sample: Sample, reply: GenerateReply) -> bytes | None:
 
 
 def _masks(sample: Sample, reply: GenerateReply) -> list[list[int] | None] | None:
-    """The sampling masks of all tokens with ``reply``; None if a part has none.
+    """The sampling masks of all tokens with ``reply``, or None if a part has none.
 
     Raises:
         ValueError: they are not those of its tokens.
@@ -153,7 +153,7 @@ def _masks(sample: Sample, reply: GenerateReply) -> list[list[int] | None] | Non
         return None
     check_columns({"sampling masks": reply.sampling_mask}, len(reply.output_ids))
     before = sample.sampling_mask or [None] * len(sample.output_ids)  # of an environment
-    return [*before, *(one if one is None else list(one) for one in reply.sampling_mask)]
+    return [*before, *(mask if mask is None else list(mask) for mask in reply.sampling_mask)]
 
 
 def restart(sample: Sample) -> None:

@@ -37,7 +37,7 @@ class PromptSource(Protocol):
     """
 
     def take(self) -> Prompt | None:
-        """The next prompt; None at the end."""
+        """The next prompt, or None at the end."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:

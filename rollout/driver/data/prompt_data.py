@@ -63,7 +63,7 @@ class PromptData:
         encode: turns the value of ``prompt_key`` (a text, a list of messages) into token ids; not
             needed if rows have ``prompt_ids`` or ``input_ids``.
         seed: of the order, which changes each epoch; None keeps the order of the rows.
-        num_epochs: epochs until it ends; None for no end.
+        num_epochs: epochs until it ends, or None for no end.
         max_prompt_tokens: longer prompts raise, or are skipped with ``skip_too_long``.
         name: under which a driver's journal knows it; None: a digest of the rows.
 
@@ -103,7 +103,7 @@ class PromptData:
         self._order = self._order_of(0)
 
     def take(self) -> Prompt | None:
-        """The next prompt; None after the last epoch.
+        """The next prompt, or None after the last epoch.
 
         Raises:
             ConfigError: a row is unusable.  The error names it; the source stays before it.

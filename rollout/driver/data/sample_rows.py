@@ -107,7 +107,7 @@ def sample_of(values: Mapping[str, Any]) -> Sample:
         status=SampleStatus(values["status"]),
         failure=None if failure is None else SampleFailure(failure),
         routed_experts=None if experts is None else b64decode(experts),
-        sampling_mask=masks and [one if one is None else list(one) for one in masks],
+        sampling_mask=masks and [mask if mask is None else list(mask) for mask in masks],
         metadata=dict(values["metadata"]),
     )
 

@@ -40,7 +40,7 @@ class SavedGroups:
 
     @classmethod
     def of_environment(cls, variable: str) -> SavedGroups | None:
-        """Those that an environment variable names; None if it is not set."""
+        """Saved groups that an environment variable names, or None if it is not set."""
         path = os.environ.get(variable)
         return cls(Path(path)) if path else None
 

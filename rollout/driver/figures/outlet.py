@@ -41,7 +41,7 @@ class Outlet:
     Args:
         name: of the receiver, in logs.
         give: gives one step to the user's code, with ``result_now``; called in the thread.
-        end: of the user's code; called there after the last step; None for nothing.
+        end: of the user's code; called there after the last step, or None for nothing.
         close_s: seconds that a close waits for what is under way.
         logs_each: every error is logged; else the first one, and at the end the number of others.
     """

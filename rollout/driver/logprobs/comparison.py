@@ -39,8 +39,8 @@ class LogprobReport:
 
     Attributes:
         overall: figures of all tokens.
-        by_engine: by engine id; empty where it is not known.
-        by_version: by weight version; empty where it is not known.
+        by_engine: by engine id, or empty where it is not known.
+        by_version: by weight version, or empty where it is not known.
         by_position: by the token's place in its output: 1, 2 to 3, 4 to 7 ... by the first of each.
         gaps: one list for each sample: the trainer's log-prob of each output token less the
             engine's, in nats; 0.0 where the mask is 0.
@@ -164,7 +164,10 @@ class LogprobReport:
             "num_tokens": overall.num_tokens,
             "num_not_finite": overall.num_not_finite,
             "is_mismatch": self.mismatch is not None,
-            **{f"engine/{name or 'unknown'}": one.mean for name, one in self.by_engine.items()},
+            **{
+                f"engine/{name or 'unknown'}": engine.mean
+                for name, engine in self.by_engine.items()
+            },
         }
         return {f"logprob_gap/{name}": float(value) for name, value in figures.items()}
 
@@ -234,8 +237,8 @@ def _pieces(sample: Sample) -> Iterator[_Piece]:
         cuts.update(index for index in range(1, length) if mask[index] != mask[index - 1])
     for start, end in pairwise(sorted(cuts)):
         if mask[start]:
-            engines = (one.engine_id for one in sample.engines if one.start <= start < one.end)
-            versions = (one.version for one in sample.weight_versions if start < one.end)
+            engines = (span.engine_id for span in sample.engines if span.start <= start < span.end)
+            versions = (span.version for span in sample.weight_versions if start < span.end)
             yield _Piece((next(engines, ""), next(versions, "")), start, end)
 
 
@@ -301,8 +304,8 @@ def _flat(samples: Any) -> list[Sample]:
     """The samples themselves, checked."""
     flat = [
         sample
-        for one in samples
-        for sample in (one.samples if isinstance(one, SampleGroup) else [one])
+        for entry in samples
+        for sample in (entry.samples if isinstance(entry, SampleGroup) else [entry])
     ]
     for sample in flat:
         sample.check()

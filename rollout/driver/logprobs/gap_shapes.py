@@ -64,7 +64,7 @@ def token_gaps(
 
 
 def shape_of(gaps: Iterable[TokenGap], limit: float) -> str:
-    """What made these gaps, in words; empty if they have no shape that is known.
+    """What made these gaps, in words, or empty if they have no shape that is known.
 
     Args:
         limit: what rounding may cost.
@@ -90,8 +90,8 @@ def _are_apart(gaps: Sequence[TokenGap], are_less: Sequence[bool]) -> bool:
     """Whether these tokens, and no others, are less probable to the engine."""
     nums = (sum(are_less), len(are_less) - sum(are_less))
     right = [0, 0]
-    for one, is_less in zip(gaps, are_less, strict=True):
-        right[not is_less] += (one.gap > 0) is is_less
+    for token, is_less in zip(gaps, are_less, strict=True):
+        right[not is_less] += (token.gap > 0) is is_less
     return min(nums) >= _LEAST // 4 and all(
         num_right >= _SHARE * num for num_right, num in zip(right, nums, strict=True)
     )

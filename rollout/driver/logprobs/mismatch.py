@@ -37,8 +37,8 @@ class Mismatch:
 
     Attributes:
         why: in words, with engines, weight versions and gap.
-        engine_id, weight_version: the only ones that are off; empty if there are several, or if it
-            is not known.
+        engine_id, weight_version: the only ones that are off, or empty if there are several, or if
+            it is not known.
         gap: average absolute gap of the tokens that are off, in nats.
     """
 
@@ -53,7 +53,7 @@ class LogprobRows:
     """Log-probs of the same tokens, in the order of the output: the engine's and the trainer's.
 
     Attributes:
-        kind: of the engine's; None if it is not known.
+        kind: of the engine's, or None if it is not known.
         gaps: of each token, where the kind is not known.
     """
 
@@ -77,7 +77,7 @@ def find_mismatch(
         temperature: of the trainer's log-probs.
     """
     sums = summed(cells, lambda cell: (cell.engine_id, cell.weight_version))
-    off = {place for place, one in sums.items() if one.num_not_finite}
+    off = {place for place, gaps in sums.items() if gaps.num_not_finite}
     is_of_engine = True
     if off:
         rows = rows_of(off)
@@ -90,7 +90,7 @@ def find_mismatch(
         names = " and ".join(side for side, is_side in sides.items() if is_side)
         fact = f"{num} log-probs are not finite: {names}"
     else:
-        off = {place for place, one in sums.items() if one.mean > limit}
+        off = {place for place, gaps in sums.items() if gaps.mean > limit}
         if not off:
             return None
         rows = rows_of(off)
@@ -105,7 +105,7 @@ def find_mismatch(
         fact = ". ".join(facts) or f"The limit is {limit:g}"
     engines, versions = ({place[part] for place in off} for part in (0, 1))
     mine = total(sums[place] for place in off).figures()
-    others = total(one for place, one in sums.items() if place not in off).figures()
+    others = total(gaps for place, gaps in sums.items() if place not in off).figures()
     rest = f", {others.mean:.2g} for the other {others.num_tokens}" if others.num_tokens else ""
     places = f"{_names('engine', engines)} with {_names('weight version', versions)}"
     return Mismatch(

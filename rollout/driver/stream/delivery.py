@@ -64,12 +64,12 @@ def check_rejections(
 
 
 def why_wrong_version(newest: int, wanted: int, served: int | None, options: RolloutOptions) -> str:
-    """Why a batch is of weights older than the policy's, by mistake; empty if it is not.
+    """Why a batch is of weights older than the policy's, by mistake.
 
     Args:
         newest: version of its newest token.
         wanted: the policy's, when the batch began.
-        served: what the engines serve now; None if that is unknown.
+        served: what the engines serve now, or None if that is unknown.
     """
     lag = wanted - newest
     # Only such a batch has no groups from before the call.

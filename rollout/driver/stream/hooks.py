@@ -49,9 +49,9 @@ class Hooks:
         generate: replaces the plain completion, for several turns, tools, agents.
         reward: for one sample, sync or async.
         group_reward: for all samples of a group at once, instead of ``reward``.
-        generate_timeout_s: for one call of ``generate``, with all its turns and waits; None for no
-            limit.
-        reward_timeout_s: for one call of an async reward or group reward; None for no limit.
+        generate_timeout_s: for one call of ``generate``, with all its turns and waits, or None for
+            no limit.
+        reward_timeout_s: for one call of an async reward or group reward, or None for no limit.
         reward_tries: failed calls after which the sample fails.
         sample_filter: False removes a sample from its group.
         group_filter: False, or the reason as text, drops a group; True or "" keeps it.  The first
@@ -147,7 +147,7 @@ def keeps_sample(hooks: Hooks, sample: Sample, on_failure: OnFailure) -> bool:
 
 
 def why_dropped(hooks: Hooks, group: SampleGroup, on_failure: OnFailure) -> str:
-    """Why the group filter drops a group; empty if it keeps it.
+    """Why the group filter drops a group.
 
     A filter that raises fails the samples of the group.
     """

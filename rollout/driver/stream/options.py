@@ -37,7 +37,7 @@ class RolloutOptions:
         partial: samples that are unfinished when the batch is full keep their tokens and continue
             in the next batch; if False, they restart.
         max_version_lag: weight versions that the oldest token of a sample may be behind, or after
-            a trainer went back the newest one ahead; None for no limit.
+            a trainer went back the newest one ahead, or None for no limit.
         when_stale: whether stale groups are generated again (``redo``) or dropped (``drop``).
         max_redone: how often a stale group is generated again before it is dropped.
         max_rejected: groups that filters may drop for one batch; None: 10 per wanted group.
@@ -92,7 +92,7 @@ def is_stale(options: RolloutOptions, sample: Sample, current: int | None) -> bo
     Engines keep to the lag for each request, and a finished sample grows older in its queue.
 
     Args:
-        current: weight version of the policy now; None while it is unknown.
+        current: weight version of the policy now, or None while it is unknown.
     """
     versions = sample.versions
     if not versions or options.max_version_lag is None or current is None:

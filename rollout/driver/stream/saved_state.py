@@ -43,7 +43,7 @@ class Changes:
     def line(
         self, source: PromptSource, queue: WorkQueue, auditor: Auditor, step: int = -1
     ) -> State | None:
-        """The next line; None if nothing has changed.
+        """The next line, or None if nothing has changed.
 
         Args:
             step: in which groups were delivered.
@@ -70,7 +70,7 @@ class Changes:
         return line | {"source": to_plain(of_source, "the source's state", self._unknown)}
 
     def _work(self, item: WorkItem) -> State | None:
-        """What has changed of an item; None if nothing has."""
+        """What has changed of an item, or None if nothing has."""
         before, now = self._works.get(item.serial), item.progress
         if before == now:
             return None
@@ -100,7 +100,8 @@ class SavedState:
         from_step: the trainer has this step and later ones still before it.
 
     Attributes:
-        step: groups delivered up to this step cannot be offered again; None before the first line.
+        step: groups delivered up to this step cannot be offered again, or None before the first
+            line.
     """
 
     def __init__(self, from_step: int) -> None:

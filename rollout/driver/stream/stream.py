@@ -120,8 +120,8 @@ class Stream:
         Args:
             step: of the trainer; the journal offers its groups again to a trainer that has this
                 step, or an earlier one, before it.
-            of: its settings, and those of what runs ahead of the batch after it; None for those of
-                the batch before.  A batch that is under way keeps its own.
+            of: its settings, and those of what runs ahead of the batch after it, or None for those
+                of the batch before.  A batch that is under way keeps its own.
 
         Raises:
             RolloutError: too many samples failed, filters dropped too much, or no token has the
@@ -386,7 +386,7 @@ class Stream:
     def _drop(self, item: WorkItem, reason: str) -> None:
         if reason == STALE:
             self.stats.num_stale_dropped += 1
-            self.stats.stale_versions.update(v for one in item.samples for v in one.versions)
+            self.stats.stale_versions.update(v for sample in item.samples for v in sample.versions)
         else:
             self.stats.rejected[reason] += 1
         self.auditor.drop(item.serial, reason)

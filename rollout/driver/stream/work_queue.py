@@ -105,7 +105,7 @@ class WorkItem:
         return {"ids": self.prompt.ids, "metadata": metadata}
 
     def samples_state(self, unknown: Unknown) -> list[dict[str, Any]] | None:
-        """Its samples as JSON; None before all are finished."""
+        """Its samples as JSON, or None before all are finished."""
         if not self.is_accepted:
             return None
         return [_state_of(sample, unknown) for sample in self.samples]

@@ -28,8 +28,9 @@ class Access:
     """The two keys of a page.
 
     Args:
-        key: grants the page and its data; empty if no key is needed.
-        control_key: grants the page and the actions that change the server; empty for no actions.
+        key: grants the page and its data, or empty if no key is needed.
+        control_key: grants the page and the actions that change the server, or empty for no
+            actions.
         host: the address that the page is bound to.  On loopback, a request with another ``Host``
             is refused: a browser sends one only if another site has redirected it (DNS rebinding).
     """

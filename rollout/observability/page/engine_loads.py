@@ -51,7 +51,7 @@ class EngineLoad:
 
     Attributes:
         num_waiting: requests in its queue.
-        tokens_per_s: generated since the report before; None if that is not known.
+        tokens_per_s: generated since the report before, or None if that is not known.
     """
 
     num_waiting: int
@@ -70,7 +70,7 @@ class EngineLoads:
         self._next_s = 0.0
 
     def get(self, engine_id: str) -> EngineLoad | None:
-        """The last load of an engine; None if it is not known now."""
+        """The last load of an engine, or None if it is not known now."""
         return self._loads.get(engine_id)
 
     def request_soon(self, targets: Iterable[LoadTarget]) -> None:

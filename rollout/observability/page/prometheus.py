@@ -211,11 +211,12 @@ class _ServerCollector(Collector):
     def __init__(self, counters: MetricCounters, snapshot: Mapping[str, Any]) -> None:
         self._histograms: dict[str, Mapping[str, tuple[Any, float]]] = {
             "rollout_phase_seconds": {
-                command: (one.cumulative(), one.sum_s) for command, one in counters.phases.items()
+                command: (histogram.cumulative(), histogram.sum_s)
+                for command, histogram in counters.phases.items()
             },
             "rollout_logprob_gap_nats": {
-                engine_id: ([(name, one[name]) for name in BUCKET_NAMES], one["sum"])
-                for engine_id, one in counters.logprob_gaps.items()
+                engine_id: ([(name, gap[name]) for name in BUCKET_NAMES], gap["sum"])
+                for engine_id, gap in counters.logprob_gaps.items()
             },
         }
         self._values = counters.counters | _gauges(snapshot)
@@ -243,7 +244,7 @@ def render_metrics(counters: MetricCounters, snapshot: Mapping[str, Any]) -> str
 
 
 def _gauges(now: Mapping[str, Any]) -> dict[str, _Samples]:
-    """Gauge -> labels -> value, from a snapshot; None where a value is unknown."""
+    """Gauge -> labels -> value, from a snapshot, or None where a value is unknown."""
     engines, gate = now.get("engines", ()), now.get("gate", {})
     figures, store = now.get("figures", ()), now.get("store") or {}
     pushes, unchanged = now.get("pushes", ()), now.get("unchanged")

@@ -132,7 +132,7 @@ class RunHistory:
         return [span for span in new if span.kind in kinds]
 
     def step(self, number: int) -> dict[str, Any] | None:
-        """One step with all its spans; None if it does not exist or was dropped."""
+        """One step with all its spans, or None if it does not exist or was dropped."""
         for known, step in self._steps.numbered:
             if known == number:
                 inside = [

@@ -36,7 +36,7 @@ class RunsOfHost:
 
     Args:
         run: the run of this page, and ``server`` the server of it.
-        key: of this page; empty if it needs none.
+        key: of this page, or empty if it needs none.
     """
 
     def __init__(self, run: RunFolder, server: str, key: str) -> None:
@@ -81,7 +81,7 @@ class RunsOfHost:
                 {
                     "run_id": run.run_id,
                     "began_s": round(run.began_s, 3),
-                    "servers": await asyncio.gather(*(look(run, one) for one in run.servers)),
+                    "servers": await asyncio.gather(*(look(run, server) for server in run.servers)),
                 }
                 for run in runs
             ]
@@ -93,7 +93,8 @@ class RunsOfHost:
         """
         runs = known_runs(self._run.path.parent, self._run.path.name)
         recorded = {
-            run.run_id: [one.name for one in run.servers if one.is_recorded] for run in runs
+            run.run_id: [server.name for server in run.servers if server.is_recorded]
+            for run in runs
         }
         names = recorded.get(run_id, [])
         if not names:

@@ -38,7 +38,7 @@ class StateCache:
         observe: returns the server's state, and its timelines after the given cursors, by source.
         on_figures: called once with the figures of each step that a driver reports.
         reports: for which a process before this one has called it.
-        loads: where the engines' queues and tokens per second are; None without them.
+        loads: where the engines' queues and tokens per second are, or None without them.
 
     Attributes:
         history: what the server has done.
@@ -126,7 +126,7 @@ class StateCache:
 
     @property
     def status(self) -> ServerStatus | None:
-        """The last status of the server; None before the first."""
+        """The last status of the server, or None before the first."""
         return self._last.status if self._last is not None else None
 
     def engine_ids(self) -> list[str]:
@@ -250,7 +250,7 @@ def _group_dict(group: GroupStatus) -> dict[str, Any]:
 
 
 def _store_dict(status: ServerStatus) -> dict[str, Any] | None:
-    """The state of the weight store, and how far it is behind; None without a store."""
+    """The state of the weight store, and how far it is behind, or None without a store."""
     store = status.store
     if store is None:
         return None

@@ -103,9 +103,9 @@ def steps(spans: Iterable[Span]) -> list[Step]:
             if span.name == Command.CONTINUE_GENERATION and span.outcome is Outcome.OK:
                 step = _step(span.source, opened.pop(span.source), engines)
                 staged_s = sum(
-                    one.elapsed_s
-                    for one in staged
-                    if one.source == step.server and step.start_s <= one.start_s <= step.end_s
+                    push.elapsed_s
+                    for push in staged
+                    if push.source == step.server and step.start_s <= push.start_s <= step.end_s
                 )
                 found.append(replace(step, paused_s=step.paused_s or staged_s))
     return sorted(found, key=lambda step: step.end_s)
@@ -174,10 +174,10 @@ def pushes(spans: Iterable[Span], of_steps: Iterable[Step]) -> list[PushTotals]:
     return [
         PushTotals(
             *push,
-            route=next((one.route for one in parts if one.route), ""),
-            num_bytes=sum(one.num_bytes for one in parts if one.name == COPY),
-            density=next((one.density for one in parts if one.density is not None), None),
-            elapsed_s=max(one.end_s for one in parts) - parts[0].start_s,
+            route=next((part.route for part in parts if part.route), ""),
+            num_bytes=sum(part.num_bytes for part in parts if part.name == COPY),
+            density=next((part.density for part in parts if part.density is not None), None),
+            elapsed_s=max(part.end_s for part in parts) - parts[0].start_s,
             paused_s=paused_s.get(push, 0.0),
         )
         for push, parts in by_push.items()

@@ -122,7 +122,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _advice(error: Exception) -> str:
-    """The command that installs a missing exporter; empty for another error."""
+    """The command that installs a missing exporter, or empty for another error."""
     missing = re.search(r"otlp_proto_(grpc|http)", str(error))
     if missing is None:
         return ""

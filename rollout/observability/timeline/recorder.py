@@ -151,7 +151,7 @@ class _SpanWatcher:
 
 
 def engine_span(engine_id: str, name: str, budget_s: float) -> AbstractContextManager[Span | None]:
-    """A span for one engine under the span of this task; None if the task has no span."""
+    """A span for one engine under the span of this task, or None if the task has no span."""
     outer = WATCHER.get()
     if not isinstance(outer, _SpanWatcher):
         return nullcontext()

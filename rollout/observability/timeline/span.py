@@ -46,7 +46,7 @@ class Span:
         span_id: unique within its source; ``parent`` is the id of the enclosing span, 0 for none.
         source: what recorded it: a server, or a group as ``server/group``.
         name: the command, the operation (``flush_cache``), or that of the event.
-        engine_id: the engine it belongs to; empty if it belongs to all.
+        engine_id: the engine it belongs to, or empty if it belongs to all.
         budget_s: seconds from its start to its deadline; 0 for none.
         ``said``: the text of the error or event, or the buckets of a rank's stage.
         num_bytes: size of the request bodies sent to the engine, or of a rank's tensors.
@@ -55,7 +55,7 @@ class Span:
         num_gpus: GPUs of an engine that released or resumed memory.
         weight_version: the version that was pushed, verified or served.
         verified_by: how the weights were verified: ``fingerprint``, ``canary``, ``version``.
-        read_bytes: weight bytes that the engine read for its fingerprints; None if not reported.
+        read_bytes: weight bytes that the engine read for its fingerprints, or None if not reported.
         launch: the launch of the run that recorded it; empty in memory, set in files.
         rank: rank of the trainer, or None if the span belongs to none.
         route, density: a rank's stage; see ``PushStage``.

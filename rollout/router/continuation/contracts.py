@@ -44,7 +44,7 @@ class ReadContract(NamedTuple):
 
     Attributes:
         body: without the members of the contract; None: it has none.
-        problem: why it cannot be kept, with the name of the field; empty if it can be.
+        problem: why it cannot be kept, with the name of the field, or empty if it can be.
     """
 
     contract: Contract = NO_CONTRACT
@@ -156,7 +156,7 @@ def why_no_kind(
     """Why no engine can answer a request that wants this kind of log-probs, and what works.
 
     Args:
-        kinds: by engine: the kind that this request would get, and the rule of it; None if it
+        kinds: by engine: the kind that this request would get, and the rule of it, or None if it
             is not known.
     """
     found = {kind for kind, _ in kinds.values()}

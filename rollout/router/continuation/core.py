@@ -44,7 +44,7 @@ class Reported(NamedTuple):
 
     Attributes:
         each: values of all tokens so far, or None where it does not say which token has which.
-        last: value of the last token, and no token is newer; None where it reports none.
+        last: value of the last token, and no token is newer, or None where it reports none.
     """
 
     each: tuple[str, ...] | None = None
@@ -128,7 +128,7 @@ class Continuation:
     Args:
         raw: the client's body, for its dialects.
         prompt: its token ids, as far as they are known.
-        budget: the most tokens it may get; None for no limit.
+        budget: the most tokens it may get, or None for no limit.
         min_tokens: the least; 0 for none.
         stop: its stop strings, as its client gave them.
         trims: the router cuts the text before a stop string, because the engines do not.
@@ -320,7 +320,7 @@ class Continuation:
 
     @property
     def why_not(self) -> str:
-        """Why no other engine can continue it, in one word; empty if one can."""
+        """Why no other engine can continue it, in one word."""
         return self.not_carried.why
 
     @property
@@ -352,7 +352,7 @@ class Continuation:
         return num_prompt + len(self.base.ids) + num_new - 1
 
     def why_refused(self) -> str:
-        """Why the tokens so far cannot be continued, in one word; empty if they can be."""
+        """Why the tokens so far cannot be continued, in one word."""
         if not (self.base.num or self.has_tokens_of_engine or self.reasoning):
             return ""
         if self.why_not:
@@ -387,7 +387,7 @@ class Continuation:
         """Go back to the last safe token, or to the prompt if tokens cannot be kept.
 
         Returns:
-            Why they cannot, in one word; empty if they are.
+            Why they cannot, in one word, or empty if they are.
         """
         had, kept, why = self.num, self._safe_part(), self.why_refused()
         if why or self.awaits_prompt_logprobs:

@@ -131,7 +131,7 @@ class BodyParts:
 
     Attributes:
         fields: the body with marks for its token ids and its own id; equal for many requests.
-        rid: its own id; None if it has none, or one with escapes.
+        rid: its own id, or None if it has none, or one with escapes.
     """
 
     fields: bytes
@@ -146,7 +146,7 @@ class BodyParts:
 
 
 def split_body(body: bytes) -> BodyParts | None:
-    """The parts; None if it has no such prompt.  ``read_fields`` has to find its marks."""
+    """The parts, or None if it has no such prompt.  ``read_fields`` has to find its marks."""
     name = body.find(_INPUT_IDS)
     begin = body.find(b"[", name) + 1
     end = body.find(b"]", begin)
@@ -165,7 +165,8 @@ def split_body(body: bytes) -> BodyParts | None:
 
 
 def read_fields(fields: bytes) -> Payload | None:
-    """The marked fields of a body without its token ids; None if a mark is not where it belongs."""
+    """The marked fields of a body without its token ids, or None if a mark is not where it
+    belongs."""
     raw = read_object(fields)
     if raw is None or raw.pop("input_ids", None) != _MARK:
         return None
@@ -184,7 +185,7 @@ class EventParts:
 
     Attributes:
         num_ids: how many token ids it has.
-        logprobs: of its tokens; None if they are in ``meta``, or there are none.
+        logprobs: of its tokens, or None if they are in ``meta``, or there are none.
         meta: its ``meta_info``.
     """
 
@@ -215,7 +216,7 @@ class EventParts:
         """The event with ``more`` fields in its ``meta_info``, in parts.
 
         Args:
-            old_id: an id there, instead of which ``new_id`` is written; empty for none.
+            old_id: an id there, instead of which ``new_id`` is written, or empty for none.
         """
         at, end, data = self._meta_begin, self._end, memoryview(self._data)
         comma = b"," if self.meta else b""
@@ -228,7 +229,7 @@ class EventParts:
 
 
 def split_event(data: bytes, begin: int = 0, end: int = END) -> EventParts | None:
-    """The event, of which text and ids are not parsed; None if it is not as SGLang writes it."""
+    """The event, of which text and ids are not parsed, or None if it is not as SGLang writes it."""
     at = _end_of_text(data, begin, end)
     found = _IDS_AND_META.match(data, at, end) if at >= 0 else None
     if found is None or not _is_flat(found[1]):

@@ -52,7 +52,7 @@ _NUMBER = re.compile(rb"-?\d+")
 
 
 def why_fatal(body: bytes, vocabulary: int) -> str:
-    """Why no engine may get a body that has one of ``BOUNDED``; empty if one may.
+    """Why no engine may get a body that has one of ``BOUNDED``.
 
     Args:
         vocabulary: tokens of the engines' model; 0 if they are not known.
@@ -79,7 +79,7 @@ def _why_outside(name: str, text: str, bound: Bound) -> str:
 
 
 def why_fatal_prompt(body: bytes, vocabulary: int) -> str:
-    """Why a body's prompt may have ended its engine; empty if it cannot."""
+    """Why a body's prompt may have ended its engine."""
     raw = read_object(body) or {}
     for name in _PROMPTS:
         if why := _why_fatal_ids(raw.get(name), vocabulary or _ANY):

@@ -28,7 +28,7 @@ Form = Callable[[Any], bool]
 
 
 def read_object(body: bytes) -> dict[str, Any] | None:
-    """The JSON object in ``body``; None if it is none, cannot be written again, or has so many
+    """The JSON object in ``body``, or None if it is none, cannot be written again, or has so many
     lists and objects that reading it would delay other requests."""
     num_brackets = body.count(b"[") + body.count(b"{")
     if num_brackets > _MAX_BRACKETS:
@@ -38,7 +38,7 @@ def read_object(body: bytes) -> dict[str, Any] | None:
 
 
 def _parsed_fast(body: bytes, num_brackets: int) -> Any:
-    """Do what ``_parsed`` does in a fifth of the time; None where the two may differ.
+    """Do what ``_parsed`` does in a fifth of the time, or None where the two may differ.
 
     orjson rounds integers of more than 64 bits, and takes less than ``json`` otherwise.
     """
@@ -54,7 +54,7 @@ def _parsed_fast(body: bytes, num_brackets: int) -> Any:
 
 
 def _parsed(body: bytes) -> Any:
-    """The value in ``body``; None if it is no JSON, or cannot be written again."""
+    """The value in ``body``, or None if it is no JSON, or cannot be written again."""
     try:
         raw = strict_loads(body)
     except (ValueError, RecursionError):

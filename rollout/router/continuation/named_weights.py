@@ -32,7 +32,7 @@ class NamedWeights:
         names: one for each prompt; one entry if it is the same for all.
         num_each: completions of each prompt.
         is_streamed: its client wants events.
-        problem: why the request cannot be answered; empty if it can.
+        problem: why the request cannot be answered, or empty if it can.
     """
 
     names: Names = (None,)

@@ -169,7 +169,7 @@ class NotCarried(NamedTuple):
     """Why a request does not go on.
 
     Attributes:
-        why: in one word; empty if it does.
+        why: in one word, or empty if it does.
         because: a clause for its client.
     """
 

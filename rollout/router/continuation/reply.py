@@ -37,7 +37,8 @@ class Reply(Continuation):
     passed_on: list[Data] | None = None
 
     def kind_by(self, rule: LogprobRule) -> LogprobKind | None:
-        """The kind of an engine's log-probs for this request; None if its sampling is not read."""
+        """The kind of an engine's log-probs for this request, or None if its sampling is not
+        read."""
         return self.route.kind_of(self.raw, rule)
 
     def body(self, version: int | None = None, dialect: str = "sglang") -> bytes:
@@ -91,7 +92,7 @@ class Reply(Continuation):
 
     @property
     def end_versions(self) -> tuple[str, str] | None:
-        """The weight versions of the first and the last token so far; None without any."""
+        """The weight versions of the first and the last token so far, or None without any."""
         first, last = self.base.spans or self.now.spans, self.now.spans or self.base.spans
         return (first[0].version, last[-1].version) if first else None
 
@@ -101,8 +102,10 @@ class Reply(Continuation):
         return False
 
     def why_not_taken(self, dialects: Iterable[str]) -> str:
-        """Why engines of these dialects cannot answer it; empty if they can."""
-        return next(filter(None, (self.route.engines[one].why_not(self) for one in dialects)), "")
+        """Why engines of these dialects cannot answer it."""
+        return next(
+            filter(None, (self.route.engines[dialect].why_not(self) for dialect in dialects)), ""
+        )
 
     def new_payloads(self) -> list[Payload]:
         """New events for a streaming client."""
@@ -125,7 +128,7 @@ class EngineDialect:
     Attributes:
         body_after: the body for the next engine, which goes on after the tokens that were kept.
         event: takes what an engine sends in one event, or in one complete reply.
-        why_not: why no such engine can answer this request; empty if one can.
+        why_not: why no such engine can answer this request.
         gives_ids: it streams the id of each token.
         is_translated: its bodies and events are not those of the client's route.
     """
@@ -143,7 +146,7 @@ class Route:
 
     Attributes:
         read: the reply to a body, by the tokens between two events of an engine and the dialects of
-            all engines; None if it cannot continue on another engine, or has a form that only an
+            all engines, or None if it cannot continue on another engine, or has a form that only an
             engine can judge.
         chunks: what is new, as events for a streaming client.
         whole: the complete reply.
@@ -158,7 +161,7 @@ class Route:
     nests_sampling: bool = False
 
     def kind_of(self, raw: Payload, rule: LogprobRule) -> LogprobKind | None:
-        """The kind of an engine's log-probs for this body; None if it has several."""
+        """The kind of an engine's log-probs for this body, or None if it has several."""
         if not self.nests_sampling:
             return rule.kind_of(raw, has_defaults=True)
         sampling = raw.get("sampling_params") or {}

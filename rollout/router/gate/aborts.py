@@ -17,7 +17,7 @@ class AbortOrder:
 
     Attributes:
         rids: ids of requests, or of prompts of a request.
-        prefix: the beginning of ids; empty for none.
+        prefix: the beginning of ids, or empty for none.
         is_for_all: all requests.
     """
 

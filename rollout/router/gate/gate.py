@@ -161,7 +161,7 @@ class Gate:
         state: what a request meets.
         wanted: the state that the lifecycle set.
         needs_push: the gate is closed, and only a push of this weight version or a newer one opens
-            it; None where that is not all that is known.
+            it, or None where that is not all that is known.
         weight_version: version of the weights that engines serve, or None if it is unknown.
         base_version: version of the base under adapters; without adapters the same.
         adapters: from the names of clients to those of engines: which version of a LoRA adapter

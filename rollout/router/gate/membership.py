@@ -145,7 +145,7 @@ class Membership:
             self._refresh_candidates()
 
     def why_lost(self, member: Backend) -> str:
-        """Why this engine cannot finish its requests; empty if it can."""
+        """Why this engine cannot finish its requests."""
         entry = self._entry_of(member)
         if entry is None:
             return "taken out of the membership"

@@ -19,8 +19,8 @@ class BearerKeys:
     """The bearer keys of one router.
 
     Args:
-        client: what generation and model info need; empty for no key.
-        control: what everything else needs; empty for the client's.
+        client: what generation and model info need, or empty for no key.
+        control: what everything else needs, or empty for the client's.
         is_clients: whether either key is enough for a path that reaches no gate.
     """
 

@@ -59,7 +59,7 @@ class ReplyHandler(Protocol):
         """The head of the reply.
 
         Args:
-            length: of the body, in digits; empty if the head does not state it.
+            length: of the body, in digits, or empty if the head does not state it.
             unread: lines of headers that the router passes on.
             is_alone: no data of the body came with it.
         """

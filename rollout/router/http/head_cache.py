@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def kept_affinity(affinity: str) -> str:
-    """An affinity; empty if it is too long to be kept."""
+    """An affinity, or empty if it is too long to be kept."""
     return affinity if len(affinity) <= MAX_AFFINITY_CHARACTERS else ""
 
 

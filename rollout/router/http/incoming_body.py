@@ -41,7 +41,7 @@ class IncomingBodies:
         return body
 
     def why_full(self, client: str, num_bytes: int) -> str:
-        """Why there is no room for so many bytes; empty if there is."""
+        """Why there is no room for so many bytes."""
         of_client = self._of_clients.get(client, 0)
         if self.num_bytes + num_bytes > self.max_bytes:
             return f"unfinished requests already take {self.num_bytes} bytes"

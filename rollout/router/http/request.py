@@ -63,7 +63,7 @@ _MAX_PROMPT_BYTES = 1 << 16
 
 
 def affinity_in(request: Request) -> str:
-    """What names the requests that prefer one engine, from the body; empty for none."""
+    """What names the requests that prefer one engine, from the body, or empty for none."""
     if request.names is not None and _AFFINITY not in request.names:
         return ""
     keys = request.fields.keys
@@ -93,7 +93,7 @@ class BodyFields(NamedTuple):
 
     Attributes:
         body: the whole of it; None: it is the client's.
-        rid: its id; empty where each of its prompts has one.
+        rid: its id, or empty where each of its prompts has one.
         adds_rid: the router chose that.
         rids: its client's ids of its prompts, if it gave a list.
         takes_rid: the router writes the ids for an engine into the body.

@@ -116,7 +116,7 @@ class Route:
 
     Attributes:
         target: path and query, as the client sent them.
-        problem: why it is not forwarded; empty if it is.
+        problem: why it is not forwarded, or empty if it is.
         status: HTTP status of the refusal.
     """
 

@@ -355,7 +355,7 @@ class ClientConnection(HttpToolsProtocol):
             self._advance()
 
     def _why_refused(self, method: bytes, route: Route) -> responses.RouterResponse | None:
-        """The response to a request that may not go on; None if it may."""
+        """The response to a request that may not go on, or None if it may."""
         keys = self._proxy.keys
         if keys.are_needed and not keys.admit(
             self.headers, route.path, is_generation=route.is_generation

@@ -102,7 +102,7 @@ class Proxy:
         is_loopback_only: only this machine can reach the router.
         bodies: of requests that have not arrived completely.
         reading: where what is long is read.
-        decode: text of token ids, as soon as the tokenizer is loaded; None where it cannot be.
+        decode: text of token ids, as soon as the tokenizer is loaded, or None where it cannot be.
         reads_tokens: set by the first reply that is read as tokens, which needs ``decode``.
     """
 

@@ -31,7 +31,7 @@ def first_error(data: bytes) -> Any:
 
 
 def read_error(body: bytes) -> Any:
-    """The payload of an error; None if it is not JSON."""
+    """The payload of an error, or None if it is not JSON."""
     try:
         return loads(body)
     except ValueError:
@@ -45,7 +45,7 @@ def status_of(payload: Any) -> int:
 
 
 def why_lost(payload: Any, *, outlives_its_core: bool) -> str:
-    """Why an error says that the engine is lost; empty if it does not.
+    """Why an error says that the engine is lost.
 
     vLLM's API server outlives its engine core, and answers every request with this error until it
     has ended (0.32.0).  That of SGLang ends with any of its processes.  Our own engines name what

@@ -430,7 +430,7 @@ class Exchange:
     # -- its contract -----------------------------------------------------------------------
 
     def _kind_by(self, generation: Generation, rule: LogprobRule) -> LogprobKind | None:
-        """The kind of an engine's log-probs for this request; None if it is not known."""
+        """The kind of an engine's log-probs for this request, or None if it is not known."""
         request, reader = generation.request, generation.reader
         kind = None if reader is None else reader.reply.kind_by(rule)
         if kind is not None:
@@ -458,7 +458,7 @@ class Exchange:
         return self._proxy.gate.version_for(generation.named.names)
 
     def _versions(self, generation: Generation) -> Versions | None:
-        """Weight versions that the tokens so far can have; None before the first token."""
+        """Weight versions that the tokens so far can have, or None before the first token."""
         place, reader = self.stage, generation.reader
         if reader is None or not isinstance(place, OnEngine):
             return generation.versions
@@ -472,7 +472,7 @@ class Exchange:
         return now.joined(generation.versions)
 
     def _why_broken(self, generation: Generation, versions: Versions | None) -> str:
-        """Why tokens of these versions do not fulfil the contract; empty if they do."""
+        """Why tokens of these versions do not fulfil the contract."""
         if versions is None:
             return ""
         served = self._served_with(generation, versions)
@@ -801,7 +801,7 @@ class Exchange:
         self._fail_over(generation, failure)
 
     def _why_fatal(self, request: Request) -> str:
-        """What in the prompt may have ended the engine; empty for nothing."""
+        """What in the prompt may have ended the engine."""
         proxy = self._proxy
         if len(request.body) > proxy.config.max_read_bytes:
             return ""
@@ -898,7 +898,7 @@ class Exchange:
             self._enter(generation, excluded_engine)
 
     def _why_not_completed(self, generation: Generation) -> str | None:
-        """Why no other engine can complete what its client has, in words or empty; None if one
+        """Why no other engine can complete what its client has, in words or empty, or None if one
         can, and its tokens are kept."""
         reader, counts = generation.reader, self._proxy.counts
         if reader is None:
@@ -1071,7 +1071,7 @@ def _name_for_engine(request: Request, reader: TokenReader | None, admission: Ad
 
 
 def _why_refused(request: Request, admission: Admission) -> str:
-    """Why this engine must not get the request, although it would answer; empty if it may."""
+    """Why this engine must not get the request, although it would answer."""
     path = request.head.route.path
     has_name = request.fields.adds_extra_key or path in TOKENIZER_PATHS
     if admission.member.needs_names and not has_name:

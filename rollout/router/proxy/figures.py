@@ -70,7 +70,7 @@ class ShownSample(TypedDict):
         prompt: its text, or its first ids.
         tokens: of the reply.
         engines, versions: that generated it.
-        status: why it is not whole; empty if it is.
+        status: why it is not whole, or empty if it is.
     """
 
     prompt: _Text

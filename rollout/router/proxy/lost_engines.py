@@ -46,7 +46,7 @@ class LostEngines:
 
     @property
     def why_not_again(self) -> str:
-        """Why the request may be what breaks its engines; empty if nothing says so."""
+        """Why the request may be what breaks its engines."""
         if self.num_in_vain < _MOST_IN_VAIN:
             return ""
         return f"{self.num_in_vain} engines in a row were lost before they sent a token of it"

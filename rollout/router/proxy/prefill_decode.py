@@ -37,7 +37,7 @@ def bootstrap_fields(prefill: Backend) -> dict[str, str | int]:
 
 
 def why_not_together(body: bytes) -> str:
-    """Why no pair can answer a request; empty if one can.
+    """Why no pair can answer a request.
 
     The decode engine reports routed experts and echoed log-probs of prompt tokens that only the
     prefill engine computed: those at the same places of an earlier request.

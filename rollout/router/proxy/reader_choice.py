@@ -89,7 +89,7 @@ class ReadBody(NamedTuple):
 
     Attributes:
         reply: its reply's tokens are read; None: it is passed on as it is.
-        why_not: why the engines that serve here cannot take it; empty if they can.
+        why_not: why the engines that serve here cannot take it.
         fields: of the router, which it has or needs.
         contract: what its tokens have to fulfil.
         is_stream_checked: its reply is not read as tokens, and its versions are checked; whether

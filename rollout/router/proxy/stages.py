@@ -37,10 +37,10 @@ class Generation:
         is_checked: the contract limits versions.
         pinned: names of weights that it stays with, on every engine.
         versions: of the tokens of earlier engines.
-        engine_id: of the last engine it was sent to; empty before.
+        engine_id: of the last engine it was sent to, or empty before.
         logprob_kind: of that engine's reply.
         failure: why it left the engine before this one.
-        lost: engines it lost; None for none.
+        lost: engines it lost, or None for none.
         num_attempts: engines it was sent to, less those that did not fail it.
         num_starts: how often it started over because tokens did not fulfil the contract.
     """
@@ -66,7 +66,7 @@ class Receiving:
 
     Attributes:
         body: all of most bodies; of one in several parts, the first.
-        parts: a body in several parts, as far as it has arrived; None for any other.
+        parts: a body in several parts, as far as it has arrived, or None for any other.
         is_turn: all responses before its own are complete.
         is_whole: all of it has arrived.
         refusal: its response, which is sent when it is its turn.
@@ -91,7 +91,7 @@ class Arrived:
     """All of the request is there, it is its turn, and its body is read.
 
     Attributes:
-        reading: of a long body, in another process; None for the router's own.
+        reading: of a long body, in another process, or None for the router's own.
     """
 
     reading: asyncio.Future[ReadBody] | None = None

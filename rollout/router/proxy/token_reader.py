@@ -183,7 +183,7 @@ class TokenReader:
         """Data of the reply.
 
         Args:
-            context: with the last of it; None before.
+            context: with the last of it, or None before.
         """
         self._buffer.append(data)
         try:

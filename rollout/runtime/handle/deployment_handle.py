@@ -64,7 +64,7 @@ class DeploymentHandle(RunHandle):
 
     @property
     def placement_group(self) -> Any:
-        """Ray's placement group with the engines; None without Ray."""
+        """Ray's placement group with the engines, or None without Ray."""
         return self._placement_group
 
     @property
@@ -186,7 +186,9 @@ class DeploymentHandle(RunHandle):
             before_kv,
             lambda: self._begin({}, Command.CONTINUE_GENERATION),
             lambda first, second: {name: first[name].merged(second[name]) for name in first},
-            is_serving=lambda: all(one.gate == "open" for one in self.status().result().values()),
+            is_serving=lambda: all(
+                status.gate == "open" for status in self.status().result().values()
+            ),
         )
 
     def _begin(

@@ -59,7 +59,7 @@ def with_before_kv(
         return begin(Command.CONTINUE_GENERATION)
     if is_serving():
         done = begin(Command.CONTINUE_GENERATION)
-        return PendingWithCallback(done, before_kv, lambda: done, lambda one, _: one, WITH_KV)
+        return PendingWithCallback(done, before_kv, lambda: done, lambda result, _: result, WITH_KV)
     return PendingWithCallback(begin(Command.VERIFY), before_kv, serve, merge, WITHOUT_KV)
 
 

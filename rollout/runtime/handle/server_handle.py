@@ -346,7 +346,7 @@ class ServerHandle:
         """Pushes from every rank of the trainer; a collective: every rank calls it, once.
 
         Args:
-            group: a process group of torch.distributed; None for all ranks, or for a single
+            group: a process group of torch.distributed, or None for all ranks, or for a single
                 process without torch.distributed.
             rank_timeout_s: a push fails on all ranks if one is silent for so many seconds, or for
                 nine tenths of ``lifecycle.update_timeout_s`` where that is less.
@@ -368,7 +368,7 @@ class ServerHandle:
 
     def _reach_check(self) -> Callable[[ServerStatus], None] | None:
         """Raises ConfigError if a push of this handle would not reach an engine, which is known
-        from a status; None if each is reached."""
+        from a status, or None if each is reached."""
         weights, server = self._config.weights, self._pushes.server
         is_frozen = weights.update is WeightUpdate.FROZEN
         if weights.transport not in NEAR_ONLY or is_frozen or self._has_pusher:

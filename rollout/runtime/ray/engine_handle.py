@@ -59,7 +59,7 @@ class ActorName:
     name: str
 
     def find(self) -> Any:
-        """Its handle; None if no actor lives that has this name.  Blocks."""
+        """Its handle, or None if no actor lives that has this name.  Blocks."""
         try:
             return ray.get_actor(self.name, self.namespace)
         except ValueError:
@@ -220,7 +220,7 @@ class RayEngine:
         return None if measured is None else [gpu for gpus in measured for gpu in gpus]
 
     async def _measure(self, call: Callable[[EnginePart], Any]) -> list[Any] | None:
-        """One figure from each part; None if one of them has none."""
+        """One figure from each part, or None if one of them has none."""
         try:
             async with asyncio.timeout(_MEASURE_TIMEOUT_S):
                 measured = await self._all(call)

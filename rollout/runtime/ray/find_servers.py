@@ -117,7 +117,7 @@ class LaunchParts:
         Returns:
             The object refs of the tasks.
         """
-        roots = {one.weights.shared_memory_path for one in self.config.servers.values()}
+        roots = {server.weights.shared_memory_path for server in self.config.servers.values()}
         here = ray.get_runtime_context().get_node_id()
         for root in roots:
             remove_leftovers(Path(root))
@@ -156,7 +156,7 @@ class LaunchByOwner:
 
     @classmethod
     def find(cls, run_id: str, namespace: str) -> LaunchByOwner | None:
-        """The launch of a run; None if no detached run of that id lives."""
+        """The launch of a run, or None if no detached run of that id lives."""
         name = owner_name(run_id, namespace)
         owner = name.find()
         return None if owner is None else cls(owner, name)
@@ -321,7 +321,7 @@ def owner_name(run_id: str, namespace: str) -> ActorName:
 
 
 def server_of(actor: str, run_id: str) -> str:
-    """The server of this run whose actor has this name; empty if it is of another run.
+    """The server of this run whose actor has this name, or empty if it is of another run.
 
     A server's name has no ``-``, so ``rollout-a-b-policy`` is of run ``a-b``, not of run ``a``.
     """

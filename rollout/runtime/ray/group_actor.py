@@ -24,7 +24,7 @@ class ServerGroupActor(TracedActor, ServerGroup):
     """A ``ServerGroup`` whose engines are owned by actors on their slots.
 
     Args:
-        lost: the group whose engines this one takes over; None for a new group.
+        lost: the group whose engines this one takes over, or None for a new group.
     """
 
     def __init__(

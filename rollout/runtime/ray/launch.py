@@ -307,7 +307,9 @@ class LaunchOwner:
 
 def _stop_budget_s(config: RolloutConfig) -> float:
     """The deadlines of router and engines; beyond them a server hangs."""
-    engines = [group.engine for one in config.servers.values() for group in one.groups.values()]
+    engines = [
+        group.engine for server in config.servers.values() for group in server.groups.values()
+    ]
     return _STOP_MARGIN_S + 2 * STOP_TIMEOUT_S + max(map(kill_timeout_s, engines))
 
 
@@ -388,7 +390,9 @@ def _make_server(
     workers = worker_settings(server, run.of_agents(name))
     parts = ServerParts(
         router=router,
-        workers=tuple(undo.owns(make(AgentsActor).remote(one, launch=launch)) for one in workers),
+        workers=tuple(
+            undo.owns(make(AgentsActor).remote(settings, launch=launch)) for settings in workers
+        ),
         group_class=ray.remote(**recording)(ServerGroupActor),
         groups={
             group: (group_settings(config, name, group, sources), slots[name, group])
@@ -442,7 +446,7 @@ def fetch_models(folders: Collection[str], node_ids: Collection[str]) -> None:
 
 
 def why_not_here(folder: str) -> str:
-    """Why this node has no model of the Hub in a folder, after a try to get it; empty if it has."""
+    """Why this node has no model of the Hub in a folder, after a try to get it."""
     model = HubModel.downloaded(folder)
     try:
         here = folder if model is None else model.folder()

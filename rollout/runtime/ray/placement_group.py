@@ -83,7 +83,7 @@ class ExistingGroup:
 
     @classmethod
     def of(cls, group: Any, bundles: Any) -> ExistingGroup | None:
-        """The group of these arguments of ``rollout.launch``; None if there is none.
+        """The group of these arguments of ``rollout.launch``, or None if there is none.
 
         Raises:
             TypeError, ValueError: they are of a wrong kind.
@@ -227,7 +227,7 @@ def _read_gpu_ids(
     if late:
         raise PlacementError(
             f"no worker started within {timeout_s:g} s (cluster.placement_timeout_s) to report the "
-            f"GPU ids of bundles {', '.join(str(one) for one in calls if calls[one] in late)}; if "
+            f"GPU ids of bundles {', '.join(str(at) for at in calls if calls[at] in late)}; if "
             "actors hold their whole GPUs, launch before these actors start, or launch with "
             "bundles={index: GPU id}"
         )

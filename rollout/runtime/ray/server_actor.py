@@ -62,7 +62,7 @@ class ServerActors:
     """The actors of one server; an ``ActorFactory``.
 
     Args:
-        lost: the groups of a lost server, in whose place this one is; None for a new one.
+        lost: the groups of a lost server, in whose place this one is, or None for a new one.
     """
 
     def __init__(

@@ -86,8 +86,8 @@ def head_size_of(config: Mapping[str, Any]) -> int:
 
 
 def parts_of(config: Mapping[str, Any]) -> ModelParts | None:
-    """The elements of a language model's parts; None if the config does not say, or has parts that
-    are not counted here."""
+    """The elements of a language model's parts, or None if the config does not say, or has parts
+    that are not counted here."""
     part = next((inner for inner in _parts(config) if "hidden_size" in inner), {})
     hidden, layers, vocabulary, heads, inner_size = (_count(part, name) for name in _SIZES)
     if not (hidden and layers and vocabulary and heads and inner_size):

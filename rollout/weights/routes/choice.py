@@ -63,9 +63,9 @@ def choose(
         raise ConfigError(why_no_copy(wanted), setting="weights.transport", value=wanted.value)
     if wanted is Transport.AUTO:
         rows = [row for row in ROUTES.values() if row.is_automatic and row.is_copy >= is_copy]
-        found = {one.engine_id: _best(rows, ranks, one) for one in engines}
+        found = {engine.engine_id: _best(rows, ranks, engine) for engine in engines}
     else:
-        found = {one.engine_id: _named(wanted, ranks, one) for one in engines}
+        found = {engine.engine_id: _named(wanted, ranks, engine) for engine in engines}
     return _same_for_members(
         {
             engine.engine_id: encoded_for(engine, found[engine.engine_id], terms, encodings)
@@ -76,10 +76,12 @@ def choose(
 
 def _same_for_members(chosen: dict[str, Chosen]) -> dict[str, Chosen]:
     """The routes, with one encoding for all engines of the broadcast: the best that all apply."""
-    members = {name: one for name, one in chosen.items() if one.transport == Transport.DISTRIBUTED}
+    members = {
+        name: choice for name, choice in chosen.items() if choice.transport == Transport.DISTRIBUTED
+    }
     if not members:
         return chosen
-    least = min(members.values(), key=lambda one: (one.is_read, not one.is_full))
+    least = min(members.values(), key=lambda choice: (choice.is_read, not choice.is_full))
     return chosen | dict.fromkeys(members, least)
 
 
@@ -176,10 +178,12 @@ def by_value_note(wanted: Transport, chosen: Mapping[str, Chosen], num_bytes: in
     Raises:
         ConfigError: they are more than ``MOST_BYTES_BY_VALUE`` bytes.
     """
-    slow = {name: one for name, one in chosen.items() if one.transport is Transport.BY_VALUE}
+    slow = {
+        name: choice for name, choice in chosen.items() if choice.transport is Transport.BY_VALUE
+    }
     if wanted is Transport.BY_VALUE or not slow:
         return ""
-    first, why = next((name, one.why) for name, one in slow.items())
+    first, why = next((name, choice.why) for name, choice in slow.items())
     others = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
     total = num_bytes * len(slow)
     text = f"engine {first}{others}: the weights go by value, {total} bytes, because {why}"

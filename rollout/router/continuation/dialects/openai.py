@@ -78,7 +78,7 @@ _COMPLETION_FORMS = {
 
 
 def read_completion(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
-    """The reply to a completion; None if it cannot continue on another engine."""
+    """The reply to a completion, or None if it cannot continue on another engine."""
     raw = read_object(body)
     if raw is None or not _can_be_continued(raw, _COMPLETION_FORMS):
         return None
@@ -91,12 +91,12 @@ def read_completion(body: bytes, interval: int, dialects: frozenset[str]) -> Rep
 
 
 def read_chat(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
-    """The reply to a chat; None if it cannot continue on another engine, or not all engines give
+    """The reply to a chat, or None if it cannot continue on another engine, or not all engines give
     the ids that it wants."""
     raw = read_object(body)
     if raw is None or not _can_be_continued(raw, _CHAT_FORMS) or not _is_plain_chat(raw):
         return None
-    has_ids = all(CHAT_ENGINES[one].gives_ids for one in dialects)
+    has_ids = all(CHAT_ENGINES[dialect].gives_ids for dialect in dialects)
     if raw.get("return_token_ids") and not has_ids:
         return None
     why_not = _why_not(raw["messages"], raw, dialects) if has_ids else _NO_IDS
@@ -130,7 +130,7 @@ def _reply_to(
 
 def _why_not(messages: list[Payload], raw: Payload, dialects: frozenset[str]) -> NotCarried:
     """Why vLLM, which gives the ids of a chat, does not take or give them here."""
-    if any(not isinstance(one.get("content"), str | None) for one in messages):
+    if any(not isinstance(message.get("content"), str | None) for message in messages):
         return NotCarried("images", "it has images, which another engine gets with a whole chat")
     if raw.get("include_reasoning") is False:
         return _REASONING
@@ -245,7 +245,7 @@ def _take(reply: Reply, choice: Payload, *, is_chat: bool) -> None:
     if "text_offset" in columns:  # in the whole text; SGLang does not know it, and sends -1
         before = len(reply.base.text)
         columns["text_offset"] = [
-            one if one < 0 else one + before for one in columns["text_offset"]
+            offset if offset < 0 else offset + before for offset in columns["text_offset"]
         ]
     check_ids(ids, reply.vocabulary)
     reply.add(text, ids, columns)

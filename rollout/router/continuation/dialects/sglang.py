@@ -86,7 +86,7 @@ _SAMPLING_FORMS = {
 
 
 def read(body: bytes, interval: int, dialects: frozenset[str]) -> FastReply | None:
-    """The reply to a body; None if it requests more than one completion."""
+    """The reply to a body, or None if it requests more than one completion."""
     if (parts := split_body(body)) is not None:
         is_short = len(parts.fields) <= _MAX_FORM_BYTES
         read_form = _read_form if is_short else _read_form.__wrapped__

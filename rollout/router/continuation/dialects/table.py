@@ -46,9 +46,9 @@ class Served:
 
 
 def served(path: str, dialects: frozenset[str]) -> Served | None:
-    """What the route of a path is there; None if it does not generate."""
+    """What the route of a path is there, or None if it does not generate."""
     if (route := ROUTES.get(path)) is None:
         return None
-    engines = [route.engines.get(one) for one in dialects]
+    engines = [route.engines.get(dialect) for dialect in dialects]
     is_translated = any(engine is not None and engine.is_translated for engine in engines)
     return Served(None in engines, is_translated)

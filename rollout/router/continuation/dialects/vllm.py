@@ -119,7 +119,7 @@ def _take(reply: Reply, choice: Payload, columns: Mapping[str, Any]) -> None:
 
 
 def read(body: bytes, interval: int, dialects: frozenset[str]) -> Reply | None:
-    """The reply to a body; None if it cannot continue on another engine."""
+    """The reply to a body, or None if it cannot continue on another engine."""
     raw = read_object(body)
     if raw is None or not {"token_ids", "sampling_params"} <= raw.keys():
         return None
@@ -265,7 +265,7 @@ def to_vllm(raw: Mapping[str, Any]) -> Payload:
     wanted = dict(raw.get("sampling_params") or {})
     wanted.pop("stream_interval", None)
     wanted.setdefault("max_new_tokens", _DEFAULT_BUDGET)
-    sampling = sampling_body({name: one for name, one in wanted.items() if one is not None})
+    sampling = sampling_body({name: value for name, value in wanted.items() if value is not None})
     if raw.get("return_logprob"):
         sampling["logprobs"] = 0
     if trims_stop(wanted):
@@ -296,7 +296,7 @@ def _translated_event(reply: Reply, event: Payload) -> None:
     entries = None
     if (logprobs := (choice.get("logprobs") or {}).get("content")) is not None:
         pairs = zip(logprobs, choice.get("token_ids") or [], strict=True)
-        entries = [[one["logprob"], token, None] for one, token in pairs]
+        entries = [[logprob["logprob"], token, None] for logprob, token in pairs]
         check_logprobs([entry[0] for entry in entries])
     reply.has_text = True
     columns = {"output_token_logprobs": entries}
