@@ -17,6 +17,7 @@ from rollout.config.groups import GroupConfig
 from rollout.config.http import PageConfig, RouterConfig
 from rollout.config.lifecycle import HealthConfig, LifecycleConfig
 from rollout.config.mistakes import examine
+from rollout.config.sources import hub
 from rollout.config.sources.environment import default_log_dir
 from rollout.config.sources.hub import HubModel
 from rollout.config.sources.layers import Sources
@@ -293,8 +294,10 @@ def _way_to(model_path: str) -> str:
     if written:
         expanded = os.path.expandvars(os.path.expanduser(written[0]))
         return f"~ and variables are not expanded; write {expanded!r}"
-    parts = Path(model_path).parts[-2:]
     way = "give the folder of a Hugging Face checkpoint"
+    if hub.has_hub():
+        return f"{way}, or its id on the Hub, such as Qwen/Qwen3-8B"
+    parts = Path(model_path).parts[-2:]
     if len(parts) == 2 and "/" not in parts[0]:
         hub_id = "/".join(parts)
         way += (

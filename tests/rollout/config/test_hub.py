@@ -152,6 +152,10 @@ def test_a_folder_of_that_name_wins_and_without_the_library_an_id_is_a_path(
     ):
         check_paths(RolloutConfig.from_file(tmp_path / "c.yaml"))
     monkeypatch.undo()
+    write_config(tmp_path, "/models/here")
+    with pytest.raises(ConfigError, match=r"'/models/here'; .* or its id on the Hub, such as"):
+        check_paths(RolloutConfig.from_file(tmp_path / "c.yaml"))
+    write_config(tmp_path, "tiny/here")
     (tmp_path / "tiny/here").mkdir(parents=True)
     assert model_path() == str(tmp_path / "tiny/here")
 
