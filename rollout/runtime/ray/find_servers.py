@@ -28,7 +28,7 @@ from rollout.runtime.handle.detached_handle import DetachedHandle
 from rollout.runtime.local import longest_lock_s
 from rollout.runtime.ray.engine_handle import ActorName
 from rollout.runtime.ray.handles import RayCaller, RemoteServer, remote_server
-from rollout.runtime.ray.nodes import on_node
+from rollout.runtime.ray.nodes import on_node, why_not_joined
 from rollout.runtime.ray.remote_call import RemoteCall, peel
 from rollout.weights.routes.buffers import remove_leftovers
 
@@ -284,7 +284,8 @@ def _join(address: str, namespace: str) -> None:
             address=address, namespace=namespace, logging_level=logging.ERROR, log_to_driver=False
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"address {address!r}: cannot join that Ray cluster: {error}") from None
+        why = why_not_joined(error)
+        raise ConfigError(f"address {address!r}: cannot join that Ray cluster: {why}") from None
 
 
 def _actors_of(run_id: str, namespace: str) -> dict[str, tuple[str, Any]]:

@@ -55,6 +55,7 @@ from rollout.runtime.ray.nodes import (
     engine_host,
     has_started_cluster,
     read_addresses,
+    why_not_joined,
 )
 from rollout.runtime.ray.placement_group import (
     ExistingGroup,
@@ -337,7 +338,7 @@ def _connect(config: RolloutConfig, *, may_start: bool = True) -> bool:
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cluster.address = {address!r}: cannot join that Ray cluster: {error}",
+            f"cluster.address = {address!r}: cannot join that Ray cluster: {why_not_joined(error)}",
             setting="cluster.address",
             value=address,
         ) from error

@@ -8,7 +8,9 @@ because a call to it failed.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,6 +39,17 @@ def read_addresses() -> dict[str, str]:
     """Node id -> address, of the live nodes.  Blocks."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in nodes}
+
+
+def why_not_joined(error: Exception) -> str:
+    """Why ``ray.init`` failed, and what to set if this process may have sent no token."""
+    token = Path.home() / ".ray" / "auth_token"
+    if os.environ.get("RAY_AUTH_MODE") == "token" or not token.exists():
+        return str(error)
+    return (
+        f"{error}; there is a token in {token}, and a cluster that was started with it refuses "
+        "calls without it: set RAY_AUTH_MODE=token"
+    )
 
 
 def has_started_cluster() -> bool:
