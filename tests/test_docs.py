@@ -310,6 +310,7 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/how-to/names.md": {"tests/rollout/driver/test_slime_page.py": (0,)},
     "docs/how-to/parts.md": {"tests/end_to_end/test_pages.py": (0,)},
     "docs/how-to/pushing-weights.md": {"tests/end_to_end/test_pages.py": (0, 1, 2, 4)},
+    "docs/how-to/recovery.md": {"tests/rollout/runtime/ray/test_detached.py": (0,)},
     "docs/how-to/resume.md": {"tests/rollout/driver/test_resume_page.py": (0, 1, 2)},
     "docs/how-to/skyrl.md": {"tests/end_to_end/test_other_trainers.py": (0,)},
     "docs/how-to/trl.md": {"tests/end_to_end/test_trl.py": (0,)},
@@ -323,7 +324,6 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
 }
 # Those that no test runs as they are.
 NOT_RUN: dict[tuple[str, int], str] = {
-    ("docs/how-to/recovery.md", 0): "needs a Ray cluster: test_detached.py does it in each phase",
     ("docs/how-to/pushing-weights.md", 3): "needs an engine that loads fp8: test_fp8_quantiser.py",
     ("docs/how-to/trl.md", 1): "needs several ranks: test_trl.py has the same in trl_ranks.py",
     ("docs/how-to/trl.md", 2): "needs the names of a script: test_trl.py builds the same trainer",

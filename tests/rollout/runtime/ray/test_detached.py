@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import rollout
 from engines.fake.http_fake import HttpFakeLauncher
 from rollout.core.errors import ConfigError, PhaseFailed
 from rollout.runtime.handle import DeploymentHandle
 from tests.support.builders import push
+from tests.support.pages import run_code
 from tests.support.ray_worlds import World, stub_world
 from tests.support.served_fakes import config, fail_to_make
 
@@ -53,6 +55,30 @@ def test_a_run_goes_on_after_its_block_and_is_found_again(world: World, tmp_path
     with pytest.raises(ConfigError, match="no server of run 'exp'"):
         rollout.connect("exp", backend="ray")
     launch(world, tmp_path).stop()
+
+
+def test_the_code_of_the_page_launches_then_connects(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(tmp_path, ONE, run_id="exp")
+    (tmp_path / "rollout.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    monkeypatch.chdir(tmp_path)
+    launches = []
+
+    def launch_with_fakes(settings: rollout.RolloutConfig, **arguments: Any) -> Any:
+        launches.append(arguments)
+        return launch(world, tmp_path)
+
+    monkeypatch.setattr(rollout, "launch", launch_with_fakes)
+    assert run_code("how-to/recovery.md")["start"] == 0
+    with rollout.connect("exp", backend="ray") as run:
+        run.push({"policy": push(1)}).result(30)
+        run["policy"].phases.pause_generation().result(30)
+    assert run_code("how-to/recovery.md")["start"] == 1
+    with rollout.connect("exp", backend="ray") as run:
+        assert run["policy"].status().result(30).phase == "serving"
+        run.stop()
+    assert launches == [{"backend": "ray", "detached": True}]
 
 
 def test_one_launch_of_an_id_at_a_time(world: World, tmp_path: Path) -> None:
