@@ -318,7 +318,7 @@ RUN_BY: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/how-to/watch.md": {
         "tests/end_to_end/test_pages.py": (1,),
         "tests/rollout/cli/test_commands.py": (0,),
-        "tests/rollout/driver/test_trackers.py": (2, 3, 4, 5),
+        "tests/rollout/driver/test_trackers.py": (2,),
     },
     "engines/fake/README.md": {"tests/engines/fake/test_readme_of_fake.py": (0,)},
 }
@@ -330,6 +330,7 @@ NOT_RUN: dict[tuple[str, int], str] = {
 }
 # Blocks of ``py`` are parts of a class that has its place in another library, or need one.
 FRAGMENTS = {
+    "docs/how-to/agents.md": "tests/examples/test_minimal.py",
     "docs/how-to/driver.md": "tests/rollout/driver/data/test_sample_rows.py",
     "docs/how-to/mismatch.md": "tests/end_to_end/test_mismatch.py",
     "docs/how-to/moe.md": "tests/test_engine_pages.py",

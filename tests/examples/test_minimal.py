@@ -28,6 +28,14 @@ def test_the_page_of_trainers_shows_the_whole_program() -> None:
     assert re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL) == [code()]
 
 
+def test_the_page_of_agents_shows_lines_of_the_example_with_verifiers() -> None:
+    page = (ROOT / "docs/how-to/agents.md").read_text()
+    (shown,) = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    example = (ROOT / "examples/verifiers_grpo.py").read_text().splitlines()
+    remaining = iter([line.strip() for line in example])
+    assert [line for line in shown.splitlines() if line.strip() not in remaining] == []
+
+
 @pytest.mark.slow
 @pytest.mark.embedded
 @pytest.mark.timeout(300)
