@@ -107,6 +107,9 @@ class Sources:
                 config = OmegaConf.unsafe_merge(config, layer)
             except OmegaConfBaseException as error:
                 raise ConfigError(f"cannot merge config {file.path}: {_reason(error)}") from None
+            except RecursionError:  # by an anchor of YAML
+                why = "a part of the values is in itself"
+                raise ConfigError(f"cannot merge config {file.path}: {why}") from None
         for override in self.overrides:
             try:
                 config.merge_with_dotlist([override.text])

@@ -149,6 +149,11 @@ def test_a_file_that_is_empty_cannot_be_merged_and_is_named(base: Path) -> None:
         RolloutConfig.from_file(base, written("key.yaml", "null: 1"))
 
 
+def test_a_file_with_a_part_in_itself_cannot_be_merged(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^cannot merge config ring.yaml: .* in itself"):
+        RolloutConfig.from_file(base, written("ring.yaml", "servers: &a {policy: *a}"))
+
+
 def test_from_file_takes_a_path_and_a_list_of_overrides(base: Path) -> None:
     with pytest.raises(ConfigError, match="one path or more, and a list of overrides"):
         RolloutConfig.from_file()
