@@ -10,8 +10,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,13 @@ class Sampled:
         Args:
             model: folder with the tokenizer.
         """
-        data = rollout.PromptData(
-            read_rows(self.prompts),
-            encode=lambda prompt: _encoded(prompt, model),
-            seed=None,
-            num_epochs=1,
-        )
+        with _options_checked():
+            data = rollout.PromptData(
+                read_rows(self.prompts),
+                encode=lambda prompt: _encoded(prompt, model),
+                seed=None,
+                num_epochs=1,
+            )
         return [prompt for _ in range(self.num) if (prompt := data.take()) is not None]
 
 
@@ -82,6 +83,8 @@ def sample_prompts(
     as_json: bool,
 ) -> None:
     """Launch a configuration or use a router's URL, sample, save the groups and print figures."""
+    if out.suffix != ".jsonl":  # else no command reads it again
+        raise ConfigError(f"--out {out}: the name of this file ends in .jsonl")
     reward = _function(sampled.reward) if sampled.reward else None
     sampling = rollout.SamplingParams(
         max_new_tokens=sampled.max_new_tokens, temperature=sampled.temperature
@@ -99,7 +102,8 @@ def sample_prompts(
             prompts = sampled.read(model or settings.model_path)
             url = stack.enter_context(launch(config, backend))[name].url
             key = key or settings.router.client_key
-        driver = stack.enter_context(rollout.Driver(url, reward, key=key))
+        with _options_checked():
+            driver = stack.enter_context(rollout.Driver(url, reward, key=key))
         start = time.monotonic()
         groups = driver.rollout(
             0, prompts, group_size=sampled.group_size, sampling=sampling, options=options
@@ -151,6 +155,15 @@ def _server_name(config: rollout.RolloutConfig, server: str) -> str:
     return server or next(iter(config.servers))
 
 
+@contextmanager
+def _options_checked() -> Iterator[None]:
+    """A call whose arguments are options of the command: a wrong one is one line, not a trace."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
 def _function(place: str) -> Reward:
     """The function ``module:function``, also of a file in this folder."""
     module, _, name = place.partition(":")
@@ -159,6 +172,8 @@ def _function(place: str) -> Reward:
         function: Reward = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--reward {place!r} is no module:function: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"--reward {place!r} is no function")
     return function
 
 

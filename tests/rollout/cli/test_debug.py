@@ -80,6 +80,7 @@ def run_debug(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_an_unchanged_script_trains_on_its_recording_without_engines_and_gpus(
     tmp_path: Path,
@@ -210,11 +211,26 @@ def test_a_configuration_is_launched_and_stopped_and_a_reward_that_raises_is_sho
             ("rollout", "rollout.yaml", "--prompts", "prompts.jsonl", "--reward", "a.b"),
             "no module:function",
         ),
+        (
+            ("rollout", "rollout.yaml", "--prompts", "prompts.jsonl", "--reward", "os:path"),
+            "'os:path' is no function",
+        ),
+        (("rollout", "http://", "--prompts", "prompts.jsonl"), "url = 'http:'"),
+        (
+            ("rollout", "http://127.0.0.1:9", "--prompts", "prompts.jsonl", "--key", "ü"),
+            "printable ASCII",
+        ),
+        (("rollout", "rollout.yaml", "--prompts", "empty.jsonl"), "no rows"),
+        (
+            ("rollout", "rollout.yaml", "--prompts", "prompts.jsonl", "--out", "groups.txt"),
+            "--out groups.txt",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_named(folder: Path, words: tuple[str, ...], message: str) -> None:
     write_config(folder, {"kind": "fake"})
     (folder / "texts.jsonl").write_text('{"prompt": "1 + 1"}')
+    (folder / "empty.jsonl").touch()
     result = invoke(*words)
     assert isinstance(result.exception, ConfigError), result.output
     assert message in str(result.exception)
