@@ -289,6 +289,10 @@ def connect(
         raise ValueError(f"backend = {backend!r}: must be 'local' or 'ray'")
     if backend == "ray" and key:
         raise ValueError("key is of a local launch, not of a Ray cluster; leave it out")
+    if os.environ.get("ROLLOUT_REPLAY"):
+        from rollout.config.fakes import replay_of
+
+        run = replay_of(run)
     if backend != "ray" and (found := connect_local(run, address, key)):
         return found
     if backend == "local" or not (backend or _has_joined_ray()):

@@ -12,10 +12,12 @@ disk, nothing in the store, nothing in the folder of the run that is repeated.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from engines.protocol import WorkerType
 from rollout.config.groups import EngineConfig, GroupConfig
 from rollout.config.root import RolloutConfig, ServerConfig
+from rollout.config.run_dir import JOURNAL_FILE
 from rollout.config.weights import EncodingChoice, Transport
 
 logger = logging.getLogger(__name__)
@@ -37,11 +39,27 @@ def with_fakes(config: RolloutConfig, *, keeps_gpus: bool) -> RolloutConfig:
     cluster = config.cluster
     return config.model_copy(
         update={
-            "run_id": config.run_id[: _MOST_CHARACTERS - len(_SUFFIX)] + _SUFFIX,
+            "run_id": _replay_id(config.run_id),
             "servers": servers,
             "cluster": cluster if keeps_gpus else cluster.model_copy(update={"trainer_gpus": 0}),
         }
     )
+
+
+def replay_of(run: str | Path) -> Path:
+    """What names the replay of a run, so that no script reaches the run itself by its old name.
+
+    Args:
+        run: the run's folder or that of one of its servers, or its id; or that of the replay.
+    """
+    path = Path(run)
+    if (path / JOURNAL_FILE).is_file():
+        return replay_of(path.parent) / path.name
+    return path if path.name.endswith(_SUFFIX) else path.with_name(_replay_id(path.name))
+
+
+def _replay_id(run_id: str) -> str:
+    return run_id[: _MOST_CHARACTERS - len(_SUFFIX)] + _SUFFIX
 
 
 def _server(server: ServerConfig, keeps_gpus: bool) -> ServerConfig:

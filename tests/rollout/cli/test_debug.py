@@ -13,6 +13,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
+import rollout
 from rollout.cli.main import app
 from rollout.config import RolloutConfig
 from rollout.config.fakes import with_fakes
@@ -117,6 +118,21 @@ def test_a_push_of_a_wrong_shape_is_refused_in_a_replay(tmp_path: Path) -> None:
             policy.offloaded() as window,
         ):
             window.push(tensors, version=1)
+
+
+def test_a_replay_connects_to_itself_and_never_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("run", "runs/run", "runs/run/policy", "run-replay")
+    with launched(launch_local, tmp_path, {"main": {}}, log_dir="runs") as live:
+        monkeypatch.setenv("ROLLOUT_REPLAY", "saved")
+        for name in names:
+            with pytest.raises(ConfigError, match=r"no launch of run '\S*run-replay"):
+                rollout.connect(name)
+        with rollout.launch(live.config) as replay:
+            urls = {rollout.connect(name)["policy"].url for name in names}
+            assert urls == {replay["policy"].url} != {live["policy"].url}
 
 
 def test_a_replay_keeps_gpus_for_trainers_that_are_placed_beside_engines(tmp_path: Path) -> None:
