@@ -194,7 +194,7 @@ def close_trackers(trackers: Sequence[Tracker]) -> None:
     for tracker in trackers:
         if (close := getattr(tracker, "close", None)) is not None:
             with suppress(Exception):  # it must not hide the error
-                close()
+                in_own_thread(close, "tracker-close").result(_CLOSE_S)
 
 
 def outlet_of(tracker: Tracker) -> Outlet:

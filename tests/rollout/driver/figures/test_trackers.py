@@ -211,6 +211,21 @@ def test_a_tracker_that_hangs_delays_the_close_by_its_limit(
     assert ended.wait(10)
 
 
+def test_a_tracker_that_hangs_does_not_hide_why_no_driver_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapters, "_CLOSE_S", 0.1)
+    goes_on = threading.Event()
+
+    class Hangs(Mine):
+        def close(self) -> None:
+            goes_on.wait()
+
+    with pytest.raises(ValueError, match="wandbb"):
+        Driver("http://nowhere", trackers=[Hangs(), "wandbb"])
+    goes_on.set()
+
+
 @pytest.mark.parametrize(
     ("trackers", "error", "message"),
     [
