@@ -91,8 +91,10 @@ def _within(
     lengths = torch.tensor([len(mask or ()) for mask in masks], device=logprobs.device)
     flat = [token for mask in masks for token in mask or ()]
     ids = torch.tensor(flat, dtype=torch.int64, device=logprobs.device)
-    if flat and not 0 <= min(flat) <= max(flat) < logprobs.shape[-1]:
-        raise wrong("sampling_mask", max(flat), f"ids from 0 to {logprobs.shape[-1] - 1}")
+    most = logprobs.shape[-1] - 1
+    if flat and not 0 <= min(flat) <= max(flat) <= most:
+        outside = min(flat) if min(flat) < 0 else max(flat)
+        raise wrong("sampling_mask", outside, f"ids from 0 to {most}")
     rows = torch.arange(len(masks), device=logprobs.device).repeat_interleave(lengths)
     kept = logprobs.reshape(len(masks), -1)[rows, ids].exp()
     mass = torch.zeros(len(masks), device=logprobs.device).index_add(0, rows, kept)

@@ -77,7 +77,8 @@ def test_a_mask_is_what_a_cut_leaves() -> None:
     [
         ([[1]], {"top_p": 0.9}, "beside top_k, top_p or min_p"),
         ([[1], [1]], {}, "1, one a token"),
-        ([[1, 4]], {}, "ids from 0 to 3"),
+        ([[1, 4]], {}, "4: must be ids from 0 to 3"),
+        ([[1, -1]], {}, "-1: must be ids from 0 to 3"),
     ],
 )
 def test_masks_that_cannot_be_those_of_the_tokens_are_refused(masks, settings, why) -> None:
