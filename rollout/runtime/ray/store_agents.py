@@ -21,6 +21,7 @@ from engines.protocol.plain_text import first_line
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollout.config.sources.environment import options_of_actors
 from rollout.core import wire
 from rollout.runtime.ray.engine_handle import ActorName, ended_for_good
 from rollout.runtime.worker_process import keep_what_is_loaded
@@ -100,6 +101,7 @@ def place_agents(
             "name": name,
             "namespace": server.namespace,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            **options_of_actors(),
         }
         actor: Any = ray.remote(StoreAgentActor)
         own, settings = ActorName(server.namespace, name), terms.settings(node, returns=True)
