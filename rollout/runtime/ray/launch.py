@@ -115,7 +115,7 @@ def launch_ray(
     if not detached:
         return _handle(*_place(config, launcher, existing), expect_version).started(wait=wait)
     if existing is not None:
-        raise ConfigError(
+        raise ValueError(
             "detached=True: a run that outlives this script makes its own placement group; leave "
             "placement_group out, and place the trainer in the group of the run, with "
             "deployment.placement_group and deployment.trainer_slots"
@@ -285,6 +285,7 @@ class LaunchOwner:
         return [] if parts.placement_group is None else used_of(parts.placement_group)
 
     def _wait_unused(self) -> None:
+        # Without a deadline: the group ends with this actor, and so would a trainer that works.
         while self._used_by_others():
             time.sleep(_POLL_S)
 

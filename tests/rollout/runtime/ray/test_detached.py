@@ -114,7 +114,7 @@ def test_a_run_that_has_lost_its_servers_can_be_stopped(world: World, tmp_path: 
 
 def test_what_would_end_with_the_script_is_refused(world: World, tmp_path: Path) -> None:
     group = world.ray.util.placement_group([{"CPU": 1}])
-    with pytest.raises(ConfigError, match=r"makes its own placement group.*trainer_slots"):
+    with pytest.raises(ValueError, match=r"makes its own placement group.*trainer_slots"):
         world.load("launch").launch_ray(
             config(tmp_path, ONE), placement_group=group, bundles=[0], detached=True
         )
