@@ -113,7 +113,7 @@ def find(
     if not run and len(runs) > 1:
         raise ConfigError(f"several runs are active; name one: {', '.join(sorted(runs))}")
     if not found:
-        searched = "; ".join(gone) or f"no {JOURNAL_FILE} of one in {run or default_log_dir()}"
+        searched = "; ".join(gone) or f"there is no {JOURNAL_FILE} below {run or default_log_dir()}"
         raise ConfigError(
             f"no running server found: {searched}. Give a run folder, the URL of a page, or --ray "
             f"and the run's id; {runs_here()}. After a crash, `rollout attach RUN` lists its "

@@ -105,7 +105,7 @@ def correction_metrics(
     mask: Tensor,
     *,
     weights: Tensor | None = None,
-    kept: Tensor | None = None,
+    accepted: Tensor | None = None,
     cap: AboveZero = TIS_CAP,
 ) -> dict[str, float]:
     """Figures of a correction under names for trackers; each is finite.
@@ -113,7 +113,7 @@ def correction_metrics(
     Args:
         gaps, mask: see ``importance_weights``.
         weights: what ``importance_weights`` returned, if it is used.
-        kept: what ``rejection_mask`` returned, if it is used.
+        accepted: what ``rejection_mask`` returned, if it is used.
         cap: of the weights.
 
     Returns:
@@ -143,9 +143,9 @@ def correction_metrics(
     if weights is not None:
         _check_shape("weights", weights, gaps)
         figures |= _weight_figures(weights.detach()[is_token].double(), cap)
-    if kept is not None:
-        _check_shape("kept", kept, gaps)
-        is_rejected = is_token & (kept == 0)
+    if accepted is not None:
+        _check_shape("accepted", accepted, gaps)
+        is_rejected = is_token & (accepted == 0)
         figures |= {
             "rejected_share": _mean(is_rejected[is_token].double()),
             "rejected_sequences": _mean(is_rejected.any(-1)[is_token.any(-1)].double()),

@@ -440,6 +440,7 @@ def fetch_models(folders: Collection[str], node_ids: Collection[str]) -> None:
         try:
             why = ray.get(object_ref, timeout=_DOWNLOAD_S)
         except GetTimeoutError:
+            ray.cancel(object_ref, force=True)
             why = f"its download took more than {_DOWNLOAD_S:g} s"
         except RayError as error:
             why = str(error).partition("\n")[0]

@@ -187,7 +187,7 @@ def test_a_server_is_found_by_folder_by_page_and_by_the_working_directory(
 
 
 def test_a_run_that_has_ended_is_reported_as_such(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no running server found: no journal\.json"):
+    with pytest.raises(ConfigError, match=r"no running server found: there is no journal\.json"):
         run_command("status", str(tmp_path))
     file = tmp_path / "policy" / "journal.json"
     journal = ServerJournal.of(file, "exp", "policy", "local")
@@ -200,7 +200,7 @@ def test_a_run_that_has_ended_is_reported_as_such(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is gone"):
         run_command("doctor", str(tmp_path))
     asyncio.run(journal.end())
-    with pytest.raises(ConfigError, match=r"no journal\.json of one"):
+    with pytest.raises(ConfigError, match=r"no journal\.json below"):
         run_command("doctor", str(tmp_path))
     file.write_text("{")
     with pytest.raises(ConfigError, match=r"journal\.json cannot be read"):

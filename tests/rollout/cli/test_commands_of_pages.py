@@ -25,6 +25,8 @@ PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "engines/fak
 # Lines by their begin -> the test that runs them, or what they need.
 ELSEWHERE = {
     "rollout serve rollout.yaml": "tests/rollout/cli/test_commands.py",
+    "rollout serve base.yaml cluster.yaml": "tests/rollout/config/test_sources.py",
+    "rollout debug ": "tests/rollout/cli/test_debug.py",
     "rollout serve fakes.yaml": "tests/engines/fake/test_readme_of_fake.py",
     "rollout stop --yes": "tests/rollout/cli/test_commands.py",
     "rollout quickstart": "tests/test_distributions.py",

@@ -144,7 +144,7 @@ def test_the_figures_are_finite_and_those_of_the_tokens(given_rows: list[Row], l
     gaps, mask = padded(given_rows)
     weights = rollout.importance_weights(gaps, mask, level=level)
     kept = rollout.rejection_mask(gaps, mask, level=level, upper=2.0)
-    figures = rollout.correction_metrics(gaps, mask, weights=weights, kept=kept)
+    figures = rollout.correction_metrics(gaps, mask, weights=weights, accepted=kept)
     assert all(math.isfinite(value) for value in figures.values())
     places = tokens(given_rows)
     if not places:
@@ -186,7 +186,7 @@ def test_the_levels_of_a_small_case() -> None:
 def test_the_figures_of_a_small_case() -> None:
     weights = rollout.importance_weights(GAPS, MASK, level="token", cap=2.0)
     kept = rollout.rejection_mask(GAPS, MASK, level="token", upper=1.5)
-    figures = rollout.correction_metrics(GAPS, MASK, weights=weights, kept=kept, cap=2.0)
+    figures = rollout.correction_metrics(GAPS, MASK, weights=weights, accepted=kept, cap=2.0)
     assert figures == pytest.approx(
         {
             "correction/kl_k1": -math.log(2) / 5,
@@ -228,7 +228,7 @@ def test_a_gap_that_is_no_number_or_huge_gives_a_finite_weight_and_is_rejected(
     kept = rollout.rejection_mask(gaps, mask, level=level, upper=2.0)
     assert not kept[0, 0]
     assert bool(kept[1].all())
-    figures = rollout.correction_metrics(gaps, mask, weights=weights, kept=kept)
+    figures = rollout.correction_metrics(gaps, mask, weights=weights, accepted=kept)
     assert all(math.isfinite(value) for value in figures.values())
     report = rollout.compare_logprobs([Sample([1], [5, 6], [0.0, 0.0])], [[gap, 0.1]])
     if level != "token":
@@ -248,7 +248,7 @@ def test_no_gradient_flows_through_weights_masks_and_figures() -> None:
     assert not kept.requires_grad
     (weights * kept * logprobs).sum().backward()
     assert torch.allclose(logprobs.grad, weights * kept)
-    rollout.correction_metrics(gaps, mask, weights=weights, kept=kept)
+    rollout.correction_metrics(gaps, mask, weights=weights, accepted=kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -263,7 +263,7 @@ def test_a_sample_without_tokens_of_the_policy_has_no_figures() -> None:
     gaps, mask = torch.zeros(1, 2), torch.zeros(1, 2)
     weights = rollout.importance_weights(gaps, mask)
     kept = rollout.rejection_mask(gaps, mask, upper=2.0, veto=0.1)
-    figures = rollout.correction_metrics(gaps, mask, weights=weights, kept=kept)
+    figures = rollout.correction_metrics(gaps, mask, weights=weights, accepted=kept)
     assert set(figures.values()) == {0.0}
 
 
@@ -281,7 +281,7 @@ ROW = torch.zeros(1, 2)
         (lambda: rollout.importance_weights(ROW, ROW, level="word"), "level = 'word'"),
         (lambda: rollout.rejection_mask(ROW, ROW, upper=-1.0), "upper = -1"),
         (lambda: rollout.rejection_mask(ROW, ROW, upper=0.5), "lower = 2.0: must be at most upper"),
-        (lambda: rollout.correction_metrics(ROW, ROW, kept=ROW[:, :1]), "kept.shape"),
+        (lambda: rollout.correction_metrics(ROW, ROW, accepted=ROW[:, :1]), "accepted.shape"),
         (lambda: report_of([([0.1], [1])]).accepted(upper=2.0, lower=3.0), "lower = 3.0"),
     ],
 )
