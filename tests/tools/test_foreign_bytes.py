@@ -105,6 +105,7 @@ READ_BY = {
     "rollout/config/run_dir.py": "launch_file",
     "engines/process/locks.py": "file_lock",
     "rollout/control/server/journal.py": "server_journal",
+    "rollout/driver/data/saved_groups.py": "rows of the user: every error is one",
     "rollout/core/wire.py": "wire_frames",
     "rollout/driver/client/http_client.py": "driver_stream",
     "rollout/observability/page/runs.py": "the page of another run in the same folder",

@@ -141,7 +141,7 @@ def test_a_run_in_another_namespace_is_named_with_it(run: DeploymentHandle) -> N
 
 
 def test_a_key_is_not_for_ray(run: DeploymentHandle) -> None:
-    with pytest.raises(ConfigError, match="key is of a local launch"):
+    with pytest.raises(ValueError, match="key is of a local launch"):
         rollout.connect("exp", backend="ray", key="secret")
     with pytest.raises(ConfigError, match=r"needs the key .*backend='ray'"):
         rollout.connect("exp", address="127.0.0.1:6379")
