@@ -40,6 +40,8 @@ NUM_CACHED, NUM_ASKED = 256, 32
 """Tokens whose KV may come from a cache, a whole page of any engine; tokens after them."""
 NUM_SHORT = 2 * NUM_ASKED
 """Tokens of a prompt of which nothing can come from a cache."""
+# SGLang refuses a prompt that leaves fewer than 7 tokens of the longest sequence.
+_ROOM = 8
 _OF_ONE_TOKEN = 10.0
 _EXACT = 1e-3
 # With fewer values, new weights may give none that differs.
@@ -66,9 +68,9 @@ def prompt_for(
     if not (max_tokens or given):
         num_tokens = NUM_SHORT
     elif max_tokens:
-        num_tokens = min(num_tokens, max_tokens - 1)
+        num_tokens = max(0, min(num_tokens, max_tokens - _ROOM))
     if given:
-        return tuple(islice(cycle(chain.from_iterable(given)), max(num_tokens, 0)))
+        return tuple(islice(cycle(chain.from_iterable(given)), num_tokens))
     if vocabulary_size < 4:
         return ()
     draw = random.Random("probe")

@@ -110,8 +110,9 @@ def test_one_log_prob_may_be_as_before_by_chance() -> None:
     ("size", "length", "given", "num"),
     [
         (1000, 4096, (), 288),
-        (1000, 200, (), 199),
-        (1000, 64, (), 63),  # too short for the sentinel
+        (1000, 200, (), 192),
+        (1000, 64, (), 56),  # too short for the sentinel
+        (1000, 4, (), 0),
         (2, 4096, (), 0),
         (1000, 0, (), 64),  # likewise: how many the model takes is not known
         (0, 0, [(1, 2, 3)], 288),
