@@ -18,6 +18,9 @@ from rollout.config import GroupConfig, RolloutConfig
 from rollout.core.errors import PlacementError
 from rollout.core.types import EngineRank, EngineSlot, NodeShare, TrainerSlot
 
+ELSEWHERE = "elsewhere"
+"""The node of attached engines, which a run does not know."""
+
 EngineKey = tuple[str, str, int]
 
 
@@ -236,7 +239,7 @@ def _shares(
 ) -> list[NodeShare]:
     """The bundles of one engine, divided equally over its nodes."""
     if not bundles:
-        return [NodeShare("elsewhere")]
+        return [NodeShare(ELSEWHERE)]
     server, group, index = key
     per_node = len(bundles) // num_nodes
     shares = []

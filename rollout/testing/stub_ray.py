@@ -16,6 +16,7 @@ import asyncio
 import concurrent.futures
 import gc
 import inspect
+import re
 import socket
 import sys
 import warnings
@@ -277,10 +278,18 @@ class PlacementGroupSchedulingStrategy:
 
 @dataclass(frozen=True)
 class NodeAffinitySchedulingStrategy:
-    """Run on a node."""
+    """Run on a node.
+
+    Raises:
+        ValueError: no node can have this id.
+    """
 
     node_id: str
     soft: bool
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9a-f]{56}", self.node_id):
+            raise ValueError(f"Invalid node_id '{self.node_id}': it must be a valid hex string")
 
 
 class _Remote(PassedAsIs):

@@ -30,7 +30,7 @@ from rollout.core.pending import LoopThread
 from rollout.core.types import EngineSlot, ServerStatus
 from rollout.router.host import new_run
 from rollout.rules.deadlines import STOP_TIMEOUT_S, kill_timeout_s
-from rollout.rules.placement import assign_slots, plan_of, trainer_slots
+from rollout.rules.placement import ELSEWHERE, assign_slots, plan_of, trainer_slots
 from rollout.runtime.agents_actor import AgentsActor
 from rollout.runtime.handle import DeploymentHandle
 from rollout.runtime.local import (
@@ -54,6 +54,7 @@ from rollout.runtime.ray.nodes import (
     confirm_ended,
     engine_host,
     has_started_cluster,
+    on_node,
     read_addresses,
     why_not_joined,
 )
@@ -145,7 +146,7 @@ def _place(
         slots = assign_slots(plan, granted)
         here = ray.get_runtime_context().get_node_id()
         for name, server in config.servers.items():
-            fetch_models([server.model_path], set(store_nodes(slots, name)) - {here})
+            fetch_models([server.model_path], set(store_nodes(slots, name)) - {here, ELSEWHERE})
         # The share of an engine in its bundle is set when it is placed.
         place = partial(
             EnginePlacement, group, ray.remote(EngineActor), launcher or LocalLauncher()
@@ -429,13 +430,11 @@ def fetch_models(folders: Collection[str], node_ids: Collection[str]) -> None:
     Raises:
         ConfigError: a node cannot get a model, or has its cache elsewhere.
     """
-    fetch = ray.remote(num_cpus=0, max_retries=0)(why_not_here)
-    started = {}
-    for node_id in node_ids:
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        for folder in filter(HubModel.downloaded, sorted(set(folders))):
-            object_ref = fetch.options(scheduling_strategy=there).remote(folder)
-            started[node_id, folder] = object_ref
+    started = {
+        (node_id, folder): on_node(node_id, why_not_here, folder)
+        for folder in filter(HubModel.downloaded, sorted(set(folders)))
+        for node_id in node_ids
+    }
     for (node_id, folder), object_ref in started.items():
         try:
             why = ray.get(object_ref, timeout=_DOWNLOAD_S)

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.config.sources.environment import options_of_actors
 from rollout.core import wire
+from rollout.rules.placement import ELSEWHERE
 from rollout.runtime.ray.engine_handle import ActorName, ended_for_good
 from rollout.runtime.worker_process import keep_what_is_loaded
 from rollout.weights.store.agents import RemoteAgents, StoreTerms
@@ -85,12 +86,13 @@ def find_agent(name: str, namespace: str) -> wire.Address:
 def place_agents(
     terms: StoreTerms, nodes: Sequence[str], server: ActorName, owns: Callable[[Any], Any]
 ) -> RemoteAgents:
-    """Create one agent per node; returns immediately.
+    """Create one agent per node; returns immediately.  That of attached engines is on this node.
 
     Args:
         server: an actor that may be created later.
         owns: called with each actor, to kill it when the run ends.
     """
+    here = ray.get_runtime_context().get_node_id()
     found: dict[str, Callable[[], wire.Address]] = {}
     for node in nodes:
         name = f"store-{terms.run}-{node}"
@@ -100,7 +102,9 @@ def place_agents(
             "lifetime": "detached",
             "name": name,
             "namespace": server.namespace,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                here if node == ELSEWHERE else node, soft=False
+            ),
             **options_of_actors(),
         }
         actor: Any = ray.remote(StoreAgentActor)
