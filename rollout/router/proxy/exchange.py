@@ -73,7 +73,6 @@ from rollout.router.proxy.prefill_decode import (
 )
 from rollout.router.proxy.reader_choice import (
     ReadBody,
-    is_read,
     kind_of_unread,
     read_body,
     read_checked,
@@ -334,7 +333,7 @@ class Exchange:
         wanted, is_post = wanted_of(proxy, head), head.method == b"POST"
         if len(body) > proxy.config.max_body_bytes:
             self._end_with(self._too_large())
-        elif len(body) <= MOST_BYTES_ON_LOOP or not is_read(wanted, body):
+        elif len(body) <= MOST_BYTES_ON_LOOP:
             texts = head.contract_texts
             self._has_read(body, read_body(wanted, body, is_post=is_post, texts=texts))
         else:

@@ -153,13 +153,6 @@ def _wanted(
     )
 
 
-def is_read(wanted: Wanted, body: bytes) -> bool:
-    """Whether anything is read of this body on its route."""
-    if wanted.path in KEYED_PATHS or wanted.names_weights:
-        return True
-    return not names_in(outline_of(body)).isdisjoint(_FIELDS)
-
-
 def read_body(wanted: Wanted, body: bytes, *, is_post: bool = True, texts: Texts = ()) -> ReadBody:
     """Read a body.
 

@@ -98,6 +98,8 @@ async def check_routes(it: Waits, text: str) -> None:
 
     assert await it.step("every path", every_path()) == {200, 404}
     await it.step("/v1/score, not read", it.post("/v1/score", b"x" * LONG))
+    names = b'"rid":1,' * (LONG >> 3)
+    await it.step("/v1/score, names", it.post("/v1/score", names))
     await it.step("/generate, not read", it.post("/generate", b'{"x": "%s"}' % (b"x" * LONG)))
     long = (text * (READ // len(text) + 1))[: READ - (READ >> 4)]
     ids = b"[%s1]" % (b"1234, " * (READ // 6))
@@ -130,6 +132,11 @@ async def check_routes(it: Waits, text: str) -> None:
     await it.step(f"POST {PINS_PATH}", it.post(PINS_PATH, name))
     pin = f"{PINS_PATH}/{'x' * 4096}"
     assert await it.step(f"DELETE {PINS_PATH}", it.get(pin, "DELETE")) == 404
+    assert await it.step("GET /workers", it.get("/workers")) == 200
+    await it.step("POST /workers", it.post("/workers", b'{"url": "%s"}' % (b"x" * READ)))
+    worker = f"/workers/{'x' * 4096}"
+    assert await it.step("GET /workers/ID", it.get(worker)) == 404
+    assert await it.step("DELETE /workers/ID", it.get(worker, "DELETE")) == 409
     figures = {"step": 1, "metrics": {f"{number:0200}": 1.0 for number in range(512)}}
     assert await it.step("/figures", it.post("/figures", figures)) == 200
     await it.step(
