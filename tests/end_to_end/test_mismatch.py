@@ -75,7 +75,8 @@ class World:
 
 def trainer_logprobs(model: Any, groups: list[SampleGroup], temperature: float) -> Any:
     """What the page's code computes."""
-    (code,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = (block for block in blocks if "token_logprobs" in block)
     assert "temperature=0.8" in code
     names = {"model": model, "groups": groups}
     exec(code.replace("temperature=0.8", f"temperature={temperature}"), names)

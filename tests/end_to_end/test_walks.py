@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from rollout import RolloutConfig, launch
 from rollout.runtime.handle import ServerHandle
 from rollout.testing.tiny_model import make_tiny_model
+from tests.support.event_lines import lines_of
 from tests.support.processes import ROOT
 from tests.support.waits import until
 
@@ -133,7 +134,7 @@ def test_the_files_of_a_request_whose_engine_is_lost(policy: ServerHandle) -> No
         httpx.stream("POST", url, json=body, timeout=60) as first,
         httpx.stream("POST", url, json=body, timeout=60) as second,
     ):
-        replies = [reply.iter_lines() for reply in (first, second)]
+        replies = [lines_of(reply) for reply in (first, second)]
         for lines in replies:
             next(lines)
         engine = policy.status().result().groups[0].engines[0]

@@ -12,6 +12,7 @@ import httpx
 
 import rollout
 from rollout.runtime.handle import ServerHandle
+from tests.support.event_lines import lines_of
 from tests.support.processes import wait_until
 
 LONG = rollout.SamplingParams(max_new_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -46,7 +47,7 @@ class Client:
                 "POST", f"{self._url}/generate", json=self._body, headers=headers, timeout=300
             ) as response:
                 self.status = response.status_code
-                for line in response.iter_lines():
+                for line in lines_of(response):
                     if line.startswith("data: {"):
                         event = json.loads(line[6:])
                         self.num_tokens = len(event.get("output_ids") or [])

@@ -27,6 +27,7 @@ from rollout.runtime.handle import ServerHandle
 from rollout.runtime.local import launch_local
 from tests.support.chat_models import THINKS_FIRST
 from tests.support.engine_keys import client_of
+from tests.support.event_lines import lines_of
 from tests.support.load import PROMPTS
 from tests.support.lora import (
     BASE,
@@ -262,7 +263,7 @@ def long_answer(url: str, name: str, begun: threading.Event) -> Answer:
             "POST", f"{url}/generate", json=body | {"lora_path": name, "stream": True}
         ) as reply,
     ):
-        for line in reply.iter_lines():
+        for line in lines_of(reply):
             if line.startswith("data: {"):
                 begun.set()
                 last = json.loads(line[6:])

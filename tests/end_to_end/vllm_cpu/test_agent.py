@@ -94,7 +94,7 @@ def ask(engine: EngineStatus, reply: Reply) -> list[Any]:
         timeout=60,
     )
     assert answer.status_code == 200, answer.text
-    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    lines = [line for line in answer.content.split(b"\n") if line.startswith(b"data: {")]
     events = [json.loads(line[6:]) for line in lines]
     for event in events:
         reply.absorb(event)

@@ -24,6 +24,7 @@ from engines.protocol.errors import EngineRejected
 from tests.engines.conftest import KINDS, VLLM
 from tests.engines.contract.differences import differs
 from tests.support.contract import ENDLESS, GREEDY, PROMPT, VOCABULARY, Bench, InFlight, features_of
+from tests.support.event_lines import async_lines_of
 from tests.support.kinds import not_for
 from tests.support.toy_kind import TOY
 from tests.support.waits import until
@@ -815,7 +816,7 @@ async def test_an_error_in_a_stream_is_an_event_in_a_200(bench: Bench) -> None:
             assert answer.status_code == 400
             return
         assert answer.status_code == 200
-        lines = [line async for line in answer.aiter_lines() if line]
+        lines = [line async for line in async_lines_of(answer) if line]
     assert '"error"' in lines[0]
     assert lines[-1] == "data: [DONE]"
 

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 from engines.process.guarded_process import KILL, TERMINATE, GuardedProcess
+from tests.support.event_lines import async_lines_of
 from tests.support.processes import wait_until
 
 PROMPT = list(b"Once upon a time")
@@ -163,7 +164,7 @@ class Asker:
         }
         async with self.http.stream("POST", "/generate", json=body) as response:
             assert response.status_code == 200
-            stream = Stream(response.aiter_lines())
+            stream = Stream(async_lines_of(response))
             await stream.next()
             yield stream
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.engines.embedded import reference
 from tests.engines.embedded.engine_client import PROMPT, Asker, Server, connected, sampling
+from tests.support.event_lines import async_lines_of
 
 pytestmark = pytest.mark.embedded
 LONG = list(range(60))  # over several pages of the cache
@@ -76,7 +77,7 @@ async def events(asker: Asker, prompt: list[int], **options: Any) -> AsyncIterat
         "stream": True,
     }
     async with asker.http.stream("POST", "/generate", json=body) as response:
-        async for line in response.aiter_lines():
+        async for line in async_lines_of(response):
             if line.startswith("data: {"):
                 yield json.loads(line[6:])
 

@@ -16,6 +16,7 @@ from tests.engines.embedded.engine_client import (
     sampling,
     two_servers,
 )
+from tests.support.event_lines import async_lines_of
 
 pytestmark = [pytest.mark.exec, pytest.mark.embedded]
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -129,6 +130,6 @@ async def test_a_stream_refused_while_released_says_so_in_the_stream(engine: Ask
     await engine.post(RELEASE, tags=["kv_cache"])
     body = {"input_ids": PROMPT, "stream": True}
     async with engine.http.stream("POST", "/generate", json=body) as response:
-        lines = [line async for line in response.aiter_lines() if line]
+        lines = [line async for line in async_lines_of(response) if line]
     assert "kv_cache released" in lines[0]
     assert lines[-1] == "data: [DONE]"

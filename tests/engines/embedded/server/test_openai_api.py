@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.engines.embedded.engine_client import Asker
+from tests.support.event_lines import async_lines_of
 
 pytestmark = pytest.mark.embedded
 MESSAGES = [{"role": "user", "content": "Say something"}]
@@ -27,7 +28,7 @@ async def test_a_chat_is_the_template_and_then_a_completion(engine: Asker) -> No
 
 async def chunks_of(engine: Asker, path: str, **body: Any) -> list[dict[str, Any]]:
     async with engine.http.stream("POST", path, json={"stream": True, **body}) as response:
-        lines = [line async for line in response.aiter_lines() if line]
+        lines = [line async for line in async_lines_of(response) if line]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
