@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from rollout.config import RolloutConfig
@@ -72,6 +73,8 @@ def test_each_accuracy_is_one_of_the_printed_runs() -> None:
             assert figure in printed
 
 
+@pytest.mark.embedded  # without torch and Ray these files have no tests
+@pytest.mark.ray
 def test_each_guarantee_names_the_suites_that_run_its_tests() -> None:
     rows = re.findall(r"^\| .* \| (.*\]\(tests/.*) \| (.*) \|$", README, re.M)
     assert len(rows) > 15

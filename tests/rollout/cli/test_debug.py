@@ -220,7 +220,11 @@ def test_a_configuration_is_launched_and_stopped_and_a_reward_that_raises_is_sho
         (("samples", "prompts.jsonl"), "no column 'rollout_id'"),
         (("rollout", "none.yaml", "--prompts", "prompts.jsonl"), "none.yaml"),
         (("rollout", "rollout.yaml", "--prompts", "none.jsonl"), "there is no file none.jsonl"),
-        (("rollout", "rollout.yaml", "--prompts", "texts.jsonl"), "tokenizer.json"),
+        pytest.param(
+            ("rollout", "rollout.yaml", "--prompts", "texts.jsonl"),
+            "tokenizer.json",
+            marks=pytest.mark.torch,  # its extra has tokenizers
+        ),
         (("rollout", "http://127.0.0.1:9", "--prompts", "texts.jsonl"), "need --model"),
         (("rollout", "rollout.yaml", "--prompts", "prompts.jsonl", "--server", "x"), "policy"),
         (

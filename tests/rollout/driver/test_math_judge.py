@@ -122,6 +122,7 @@ async def test_the_log_says_what_was_ended_and_of_which_text(caplog) -> None:
 
 async def test_one_that_hangs_holds_up_no_other() -> None:
     judge = rewards.math(timeout_s=100.0)
+    assert await judge(said(FOUR)) == 1.0  # so the next call has a process that has started
     hanging = asyncio.create_task(judge(said(ENDLESS)))
     for _ in range(3):
         values = await asyncio.gather(*(judge(said(text)) for text in [FOUR, "5"] * 4))
