@@ -19,6 +19,7 @@ from pydantic import Field, SkipValidation
 from engines.protocol import SamplingParams
 from rollout.core.arguments import Count, Positive, Seconds, Share, checked, wrong, wrong_type
 from rollout.core.errors import RolloutError, VersionUnavailable
+from rollout.core.fanout import run_to_completion
 from rollout.core.samples import SampleGroup, all_samples
 from rollout.driver.blocking_facade import (
     BlockingFacade,
@@ -248,7 +249,9 @@ class RolloutDriver:
                     raise RolloutError(why)
                 figures = await self._figures_of(rollout_id, groups, stream)
                 if self._record is not None:
-                    await asyncio.to_thread(self._record.write, rollout_id, groups)
+                    # A write that goes on after a cancel would replace that of the repeated step.
+                    write = asyncio.to_thread(self._record.write, rollout_id, groups)
+                    await run_to_completion(write)
             self._figures.publish(rollout_id, **figures)
         except RolloutError as error:
             if stream in self._lists:

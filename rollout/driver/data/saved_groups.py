@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engines.plain_json import WRONG_FORM, read_json
+from engines.process.own_files import new_file
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.optional_deps import optional_import
 from rollout.core.samples import SampleGroup
@@ -59,11 +61,11 @@ class SavedGroups:
             ConfigError: it has none.
         """
         named = (file for file in self.path.iterdir() if file.suffix in _READERS)
-        found = {int(file.stem): file for file in sorted(named) if file.stem.isdecimal()}
-        if not found:
+        by_step = {int(file.stem): file for file in sorted(named) if file.stem.isdecimal()}
+        if not by_step:
             kinds = " or ".join(f"STEP{suffix}" for suffix in _READERS)
             raise ConfigError(f"folder {self.path} has no saved groups, which are named {kinds}")
-        return dict(sorted(found.items()))
+        return dict(sorted(by_step.items()))
 
     def read(self, step: int) -> list[SampleGroup]:
         """The groups of a step.
@@ -93,9 +95,10 @@ def write_groups(file: Path, groups: Sequence[SampleGroup], step: int = 0) -> Pa
         OSError: the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    # Another driver may write the same file.
+    part = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
     try:
-        with part.open("w") as stream:
+        with os.fdopen(new_file(str(part), mode=0o666), "w") as stream:
             stream.writelines(f"{json.dumps(row)}\n" for row in sample_rows(groups, step))
         part.replace(file)
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +97,32 @@ async def test_groups_that_cannot_be_kept_stay_for_the_next_call(
         assert numbers(groups) == [1, 2]
         assert len(client.requests) == num_sent
     assert SavedGroups(folder).read(1) == groups
+
+
+async def test_a_step_that_is_cancelled_as_it_is_kept_writes_to_the_end_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RECORD, str(tmp_path))
+    begun, goes_on = threading.Event(), threading.Event()
+    whole = SavedGroups.write
+
+    def write(saved: SavedGroups, step: int, groups: Sequence[SampleGroup]) -> Path:
+        begun.set()
+        assert goes_on.wait(10)
+        return whole(saved, step, groups)
+
+    monkeypatch.setattr(SavedGroups, "write", write)
+    data = source(4)
+    async with driving(engines(0.01), judge) as (driver, _):
+        call = asyncio.create_task(driver.rollout(1, data, num_groups=2, **BATCH))
+        await asyncio.to_thread(begun.wait, 10)
+        call.cancel()
+        done, _ = await asyncio.wait([call], timeout=0.2)
+        assert not done
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert numbers(SavedGroups(tmp_path).read(1)) == [1, 2]
+        groups = await driver.rollout(1, data, num_groups=2, **BATCH)
+    assert numbers(groups) == [1, 2]
+    assert SavedGroups(tmp_path).read(1) == groups

@@ -1,12 +1,17 @@
 """Files of groups: what is read equals what was written, and a wrong file is named."""
 
 import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout.core.errors import ConfigError, RolloutError
 from rollout.core.samples import Sample, SampleGroup
+from rollout.driver.data import saved_groups
 from rollout.driver.data.sample_rows import sample_rows
 from rollout.driver.data.saved_groups import SavedGroups, read_groups, write_groups
 
@@ -47,6 +52,31 @@ def test_a_step_that_is_written_again_replaces_its_file_and_leaves_no_part(tmp_p
         saved.write(1, broken)
     assert [file.name for file in tmp_path.iterdir()] == ["000001.jsonl"]
     assert saved.read(1) == groups_of_step(2)
+
+
+def test_a_write_that_goes_on_beside_another_of_its_step_does_not_mix_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def rows(groups: Sequence[SampleGroup], step: int) -> Iterator[Mapping[str, Any]]:
+        for number, row in enumerate(sample_rows(groups, step)):
+            if number == 1 and not begun.is_set():
+                begun.set()
+                assert goes_on.wait(10)
+            yield row
+
+    monkeypatch.setattr(saved_groups, "sample_rows", rows)
+    saved = SavedGroups(tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        cancelled = threads.submit(saved.write, 1, groups_of_step(1))
+        assert begun.wait(10)
+        saved.write(1, groups_of_step(2))
+        assert saved.read(1) == groups_of_step(2)
+        goes_on.set()
+        cancelled.result(10)
+    assert saved.read(1) == groups_of_step(1)
+    assert [file.name for file in tmp_path.iterdir()] == ["000001.jsonl"]
 
 
 @pytest.mark.torch  # its extra has datasets
