@@ -23,20 +23,16 @@ from rollout.core.errors import ConfigError, Mistake
 class _File:
     path: Path
     values: Any
-    lines: yaml.Node | None
 
     @classmethod
     def read(cls, path: Path) -> _File:
-        return cls(path, read_values(path), read_lines(path))
-
-    def rest_of(self, setting: str) -> str:
-        return _rest_of(self.values, setting)
+        return cls(path, read_values(path))
 
     def gives(self, setting: str) -> bool:
-        return not self.rest_of(setting)
+        return not _rest_of(self.values, setting)
 
     def locate(self, mistake: Mistake) -> Mistake:
-        line = line_of(self.lines, mistake.setting)
+        line = line_of(read_lines(self.path), mistake.setting)
         return replace(mistake, source=str(self.path), line=line)
 
 
@@ -58,9 +54,6 @@ class _Override:
             values = {part: values}
         shown = f"{key}={HIDDEN}" if is_secret(setting, value) else text
         return cls(text, shown, setting, values)
-
-    def rest_of(self, setting: str) -> str:
-        return _rest_of(self.values, setting)
 
     def gives(self, setting: str) -> bool:
         return f"{setting}.".startswith(f"{self.setting}.")
@@ -132,7 +125,7 @@ class Sources:
         for origin in reversed(origins):
             if origin.gives(setting):
                 return origin
-        return min(origins, key=lambda origin: len(origin.rest_of(setting)))
+        return min(origins, key=lambda origin: len(_rest_of(origin.values, setting)))
 
 
 def _rest_of(values: Any, setting: str) -> str:
