@@ -155,15 +155,15 @@ def _add_workers(app: FastAPI, gate: Gate) -> None:
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
         """All engines; those that do not serve now are not healthy."""
-        found = all_workers()
-        return {"workers": found, "total": len(found)}
+        listed = all_workers()
+        return {"workers": listed, "total": len(listed)}
 
     @app.get("/workers/{worker_id}")
     async def worker(worker_id: str) -> JSONResponse:
         """One engine."""
-        for found in all_workers():
-            if found["id"] == worker_id:
-                return JSONResponse(found)
+        for listed in all_workers():
+            if listed["id"] == worker_id:
+                return JSONResponse(listed)
         return error_reply(404, "not_found", "there is no such engine; GET /workers lists them")
 
     @app.post("/workers")
@@ -173,9 +173,9 @@ def _add_workers(app: FastAPI, gate: Gate) -> None:
             url = read_json(await request.body())["url"]
         except WRONG_FORM:
             return error_reply(400, "bad_request", "the body must be an object with url")
-        for found in all_workers():
-            if isinstance(url, str) and found["url"] == url.rstrip("/"):
-                accepted = {"status": "accepted", "worker_id": found["id"], "url": found["url"]}
+        for listed in all_workers():
+            if isinstance(url, str) and listed["url"] == url.rstrip("/"):
+                accepted = {"status": "accepted", "worker_id": listed["id"], "url": listed["url"]}
                 return JSONResponse(accepted)
         return refused("no engine is added while the router runs")
 

@@ -81,14 +81,14 @@ class Outlet:
         while (item := self._items.get()) is not None:
             try:
                 self._give(item)
-            except Exception as error:
+            except Exception as error:  # of the user's code, as ``result_now`` gives it
                 self._note(raised_by(self._name, error), error, item.step)
         if self._num_errors > 1 and not self._logs_each:
             logger.error("%s: the figures of %d steps are lost there", self._name, self._num_errors)
         if self._end is not None:
             try:
                 result_now(self._name, self._end)
-            except Exception as error:
+            except Exception as error:  # as above
                 logger.error("%s, as it was closed", raised_by(self._name, error), exc_info=error)
 
     def _note(self, why: str, error: Exception | None, step: int) -> None:
