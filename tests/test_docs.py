@@ -209,6 +209,7 @@ def configuration(page: Path, folder: Path) -> RolloutConfig:
     groups = {"main": {"num_engines": 2, "engine": {"kind": "fake"}}}
     shortest = {"servers": {"policy": {"model_path": "", "groups": groups}}}
     values = next((one for one in told if "servers" in one), shortest)
+    values.pop("cluster", None)  # its GPUs, as below
     for server in values["servers"].values():
         server["model_path"] = write_checkpoint(folder)
         for group in server["groups"].values():
