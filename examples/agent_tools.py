@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,35 +111,54 @@ def config(folder: Path) -> rollout.RolloutConfig:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def options(program: str, out: str) -> argparse.Namespace:
+    """The command line of a program whose documentation is ``program``."""
+    parser = argparse.ArgumentParser(description=program.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=25, help="training steps")
     parser.add_argument("--group-size", type=int, default=8, help="episodes of each question")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/agent_tools"))
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser.parse_args()
+
+
+def train(
+    args: argparse.Namespace,
+    episodes: Callable[[rollout.ServerHandle, int], list[Group]],
+    tools: Any = TOOLS,
+) -> None:
+    """Warm a model up, and train it on episodes.
+
+    Args:
+        episodes: plays those of a step.
+        tools: as the agent sends them.
+    """
     folder = args.out.absolute()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     started = time.monotonic()
-    make_warmed_up_model(folder / "model", args.seed)
+    make_warmed_up_model(folder / "model", args.seed, tools)
     print(f"the warm-up took {time.monotonic() - started:.0f} s", flush=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    rng = random.Random(args.seed)
     with rollout.launch(config(folder)) as deployment:
         policy = deployment["policy"]
-        groups = asyncio.run(play(policy, rng, args.group_size))
+        groups = episodes(policy, 0)
         before = now = accuracy(groups)
         print(f"step  0  accuracy {before:6.1%}", flush=True)
         for step in range(1, args.steps + 1):
             gap = policy_gradient(model, optimizer, groups)
             policy.push(model.state_dict(), version=step).result()
-            groups = asyncio.run(play(policy, rng, args.group_size))
+            groups = episodes(policy, step)
             now, seconds = accuracy(groups), time.monotonic() - started
             figures = f"accuracy {now:6.1%}  log-prob gap {gap:.0e}  {seconds:3.0f} s"
             print(f"step {step:2}  {figures}", flush=True)
     print(f"accuracy {before:.1%} -> {now:.1%}")
+
+
+def main() -> None:
+    args = options(__doc__, "runs/agent_tools")
+    rng = random.Random(args.seed)
+    train(args, lambda policy, step: asyncio.run(play(policy, rng, args.group_size)))
 
 
 if __name__ == "__main__":

@@ -16,26 +16,20 @@ leaves most calls wrong.  For an environment of the Hub, use ``verifiers.load_en
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import re
-import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import openai
 import rollout
-import torch
 import verifiers as vf
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
-from agent_tools import Group, accuracy, config, policy_gradient
-from shop import TASKS, make_warmed_up_model, question
+from agent_tools import Group, options, train
+from shop import TASKS, question
 
 NUM_SHOPS = 64
 MAX_TURNS = 3
@@ -163,42 +157,16 @@ async def play(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=25, help="training steps")
-    parser.add_argument("--group-size", type=int, default=8, help="episodes of each question")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/verifiers_grpo"))
-    args = parser.parse_args()
-    folder = args.out.absolute()
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    started = time.monotonic()
-    env = load_environment(args.seed)
+    args = options(__doc__, "runs/verifiers_grpo")
+    env, rng = load_environment(args.seed), random.Random(args.seed)
     data = list(env.get_dataset())
-    make_warmed_up_model(folder / "model", args.seed, env.oai_tools)
-    print(f"the warm-up took {time.monotonic() - started:.0f} s", flush=True)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    rng = random.Random(args.seed)
-    with rollout.launch(config(folder)) as deployment:
-        policy = deployment["policy"]
 
-        def episodes(step: int) -> list[Group]:
-            shop = step % NUM_SHOPS * len(TASKS)
-            rows = data[shop : shop + len(TASKS)]
-            return asyncio.run(play(policy, env, rows, rng, args.group_size))
+    def episodes(policy: rollout.ServerHandle, step: int) -> list[Group]:
+        shop = step % NUM_SHOPS * len(TASKS)
+        rows = data[shop : shop + len(TASKS)]
+        return asyncio.run(play(policy, env, rows, rng, args.group_size))
 
-        groups = episodes(0)
-        before = now = accuracy(groups)
-        print(f"step  0  accuracy {before:6.1%}", flush=True)
-        for step in range(1, args.steps + 1):
-            gap = policy_gradient(model, optimizer, groups)
-            policy.push(model.state_dict(), version=step).result()
-            groups = episodes(step)
-            now, seconds = accuracy(groups), time.monotonic() - started
-            figures = f"accuracy {now:6.1%}  log-prob gap {gap:.0e}  {seconds:3.0f} s"
-            print(f"step {step:2}  {figures}", flush=True)
-    print(f"accuracy {before:.1%} -> {now:.1%}")
+    train(args, episodes, env.oai_tools)
 
 
 if __name__ == "__main__":
