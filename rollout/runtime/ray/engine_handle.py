@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -120,6 +121,10 @@ class EngineActor:
     """
 
     def __init__(self, launcher: EngineLauncher, name: ActorName, server: ActorName) -> None:
+        if os.environ.get("ROLLOUT_LOG_LEVEL"):  # else the process does without that import
+            from rollout.runtime.worker_process import keep_what_is_loaded
+
+            keep_what_is_loaded()
         self._launcher = launcher
         self._watching = keep_task(
             partial(self._end_with, server, name), f"end-with:{server.name}", Then.STARTS_AGAIN
