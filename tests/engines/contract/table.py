@@ -38,37 +38,40 @@ _SUITES = [
 ]
 _HEAD = (
     "# Engines and features\n\n"
-    "What `tests/engines/contract` shows of each kind of engine. *yes*: the test "
-    "passed. *otherwise*: the kind\ndoes something else on purpose, and the test shows that. *no*: "
-    "not a part of this kind.\n`python -m tests.engines.contract.table` writes this page, from "
-    "results in which each *yes* and *otherwise* passed.\n\n"
-    "Versions: SGLang {sglang}, vLLM {vllm}, both on a CPU. The client of vLLM also takes the "
-    "others of 0.27 to 0.33, which were not run.\n"
+    "What `tests/engines/contract` shows about each kind of engine. *yes*: the test "
+    "passed. *otherwise*: the kind\ndoes something else on purpose, and the test shows it. *no*: "
+    "the test is not for this kind.\n`python -m tests.engines.contract.table` writes this "
+    "page from results in which each *yes* and *otherwise* passed.\n\n"
+    "Versions: SGLang {sglang}, vLLM {vllm}, both on a CPU. Our vLLM client also accepts the "
+    "other versions from 0.27 to 0.33; they were not run.\n"
 )
 
 
 _DIFFERENCES_HEAD = (
     "## Where the kinds differ\n\n"
-    "What SGLang does, what another kind does in its place, and the file of the engine where that "
-    "stands. The last column is the\ntest of the library over the real engines that differ.\n\n"
+    "What SGLang does, what another kind does instead, and the engine's source file that shows it. "
+    "The last column names the\nlibrary's test over the real engines that differ.\n\n"
     "| SGLang | in its place | source | the library over it |\n|---|---|---|---|\n"
 )
 _PARAMETERS_HEAD = (
     "## Sampling parameters\n\n"
     "*effect*: the tokens or the text show it. *refused*: 400, or an error of our client. "
-    "*passed over*: taken, and nothing changes.\n`n` is of `policy.generate`, which sends each "
-    "completion as a request of its own.\n\n"
+    "*passed over*: accepted, without effect.\n`n` is a parameter of `policy.generate`, which "
+    "sends each completion as a separate request.\n\n"
     "| | SGLang | vLLM | embedded | fake | |\n|---|---|---|---|---|---|\n"
 )
 _OLD_STATE_HEAD = (
     "## What engines keep of old weights\n\n"
-    "A flush or a pause clears what an engine computed with its weights, at each push. What that "
-    "does not reach:\nafter each push the [sentinel](../concepts.md#how-weights-are-verified) "
-    "asks. Attached SGLang engines have SGLang's.\n\n"
+    "At each push, a flush or a pause clears the state that an engine computed with its weights. "
+    "This table lists what they do not reach.\n"
+    "The [sentinel](../concepts.md#how-weights-are-verified) checks it after each push. Attached "
+    "SGLang engines have SGLang's row.\n\n"
     "| | at 0, so that no embeddings are kept* | refused | refused* | a store of prefixes, which "
     "names keep apart |\n|---|---|---|---|---|\n"
 )
-_OLD_STATE_END = "\n\\* if a push may change what computes embeddings of images and sounds."
+_OLD_STATE_END = (
+    "\n\\* if a push may change the tensors that compute embeddings of images and sounds."
+)
 
 
 @dataclass(frozen=True)
