@@ -52,10 +52,14 @@ def log_to_stderr() -> None:
 
 def options_of_actors(*, exports_spans: bool = False) -> dict[str, Any]:
     """Ray's options with which an actor on any node gets the level of this process, and with
-    ``exports_spans`` its ``OTEL_*`` variables."""
+    ``exports_spans`` its ``OTEL_*`` variables.
+
+    Ray's dashboard shows these options, so keys stay out: an actor has the headers of its node.
+    """
     variables = {
         name: text
         for name, text in os.environ.items()
-        if (name == LOG_LEVEL and text) or (exports_spans and name.startswith("OTEL_"))
+        if (name == LOG_LEVEL and text)
+        or (exports_spans and name.startswith("OTEL_") and not name.endswith("_HEADERS"))
     }
     return {"runtime_env": {"env_vars": variables}} if variables else {}

@@ -92,6 +92,20 @@ def test_actors_get_the_level_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> 
     assert logging.getLogger("engines").level == logging.ERROR
 
 
+def test_actors_that_export_spans_get_the_variables_without_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("OTEL_", "ROLLOUT_LOG"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=a-key")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "authorization=a-key")
+    assert options_of_actors() == {}
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
+    expected = {"runtime_env": {"env_vars": variables}}
+    assert options_of_actors(exports_spans=True) == expected
+
+
 def test_the_folder_of_runs_is_the_default_and_commands_search_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
