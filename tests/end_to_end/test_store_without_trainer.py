@@ -23,7 +23,7 @@ def test_an_engine_comes_back_with_the_current_policy_while_the_trainer_is_stopp
 
     model_path = make_tiny_model(tmp_path / "model")
     address = ray_cluster.ray.get_runtime_context().gcs_address
-    check(address, model_path, tmp_path, {"cpus": 0.5})
+    check(address, model_path, tmp_path, {"kind": "embedded", "cpus": 0.5})
 
 
 @pytest.mark.parametrize(
