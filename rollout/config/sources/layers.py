@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollout.config.sources.parsers import line_of, read_lines, read_values
 from rollout.core.errors import ConfigError, Mistake
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _File:
     path: Path
     values: Any
@@ -32,8 +33,12 @@ class _File:
         return not _rest_of(self.values, setting)
 
     def locate(self, mistake: Mistake) -> Mistake:
-        line = line_of(read_lines(self.path), mistake.setting)
+        line = line_of(self._lines, mistake.setting)
         return replace(mistake, source=str(self.path), line=line)
+
+    @cached_property
+    def _lines(self) -> yaml.Node | None:
+        return read_lines(self.path)
 
 
 @dataclass(frozen=True, slots=True)
